@@ -1,0 +1,60 @@
+"""The base class of every model on the wire: camelCase names, frozen, nothing unknown.
+
+Every module of this package builds on it. It refuses unknown fields, because a silently ignored
+hyperparameter is worse than a failure.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+# Initialisms that Kubernetes' API conventions write in capitals when they do not begin the name.
+_INITIALISMS = {"Gpu": "GPU", "Url": "URL", "Cpu": "CPU", "Ttl": "TTL"}
+
+
+def wire_name(field_name: str) -> str:
+    """Return the name of a field on the wire: `max_tokens_per_gpu` becomes `maxTokensPerGPU`."""
+    first, *rest = field_name.split("_")
+    return first + "".join(_INITIALISMS.get(word, word) for word in map(str.capitalize, rest))
+
+
+class ApiModel(BaseModel):
+    """A frozen model that refuses unknown fields and speaks camelCase on the wire."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        alias_generator=wire_name,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the JSON form: camelCase names, absent optionals left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class Rule(BaseModel):
+    """One CEL rule of the schema (`x-kubernetes-validations`), beside the Python check of the same meaning."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rule: str
+    message: str
+    field_path: str = ""
+
+    SCHEMA_KEY: ClassVar[str] = "x-kubernetes-validations"
+
+    def to_schema(self) -> dict[str, str]:
+        """Return the entry for the structural schema."""
+        entry = {"rule": self.rule, "message": self.message}
+        return {**entry, "fieldPath": self.field_path} if self.field_path else entry
+
+
+def rules(*items: Rule) -> dict[str, Any]:
+    """Return `json_schema_extra` that carries the rules into the structural schema."""
+    return {Rule.SCHEMA_KEY: [item.to_schema() for item in items]}

@@ -1,0 +1,131 @@
+"""Names that users, the operator and the trainer meet: API group, labels, conditions, reasons, paths, metrics.
+
+A condition's type or reason is part of the API: scripts wait for it, so it is written here and nowhere else.
+"""
+
+import re
+
+GROUP = "ppojob.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "PPOJob"
+PLURAL = "ppojobs"
+SHORT_NAMES = ["ppo"]
+CATEGORIES = ["all", "ai"]
+
+NAME_MAX_LENGTH = 40
+NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+NAME_REMEDY = "use at most 40 lower-case letters, digits and '-', beginning with a letter and not ending with '-'"
+
+FIELD_MANAGER_OPERATOR = "ppojob-operator"
+FIELD_MANAGER_PROGRESS = "ppojob-progress"
+
+LABEL_JOB = f"{GROUP}/job"
+LABEL_POOL = f"{GROUP}/pool"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+
+POOL_RESOURCE_PREFIX = "pool_"
+"""Ray resource of a pool: one unit for each GPU, so that a placement group lands in its pool."""
+
+
+class Condition:
+    """Types of `status.conditions`."""
+
+    ACCEPTED = "Accepted"
+    POOLS_READY = "PoolsReady"
+    SUBMITTED = "Submitted"
+    PROGRESSING = "Progressing"
+    STALLED = "Stalled"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Reason:
+    """Reasons of conditions, Events and `status.lastFailure`."""
+
+    VALID = "Valid"
+    INVALID_SPEC = "InvalidSpec"
+    KUBERAY_MISSING = "KubeRayMissing"
+    STORAGE_MISSING = "StorageMissing"
+    WAITING_FOR_PODS = "WaitingForPods"
+    PODS_READY = "PodsReady"
+    INSUFFICIENT_GPUS = "InsufficientGPUs"
+    UNSCHEDULABLE = "Unschedulable"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    POD_FAILED = "PodFailed"
+    HEAD_LOST = "HeadLost"
+    POD_LOST = "PodLost"
+    STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
+    ACTIVE_DEADLINE_EXCEEDED = "ActiveDeadlineExceeded"
+    TRAINER_SUBMITTED = "TrainerSubmitted"
+    NOT_SUBMITTED = "NotSubmitted"
+    STARTING = "Starting"
+    TRAINING = "Training"
+    NO_PROGRESS = "NoProgress"
+    RESTARTING = "Restarting"
+    TRAINER_SUCCEEDED = "TrainerSucceeded"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    RELEASED = "ClusterReleased"
+    # Named failures of the trainer.
+    TRAINER_FAILED = "TrainerFailed"
+    JOB_FILE_MISSING = "JobFileMissing"
+    MODEL_NOT_FOUND = "ModelNotFound"
+    DATA_UNREADABLE = "DataUnreadable"
+    REWARD_IMPORT_FAILED = "RewardImportFailed"
+    REWARD_FAILED = "RewardFailed"
+    POOL_NOT_PLACED = "PoolNotPlaced"
+    PHASE_TIMEOUT = "PhaseTimeout"
+    WORKER_LOST = "WorkerLost"
+    OUT_OF_MEMORY = "OutOfMemory"
+    NON_FINITE = "NonFinite"
+    CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
+    FENCED_OUT = "FencedOut"
+    INTERRUPTED = "Interrupted"
+
+
+class Phase:
+    """Values of `status.phase`, derived from the conditions for the column only."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class EnvName:
+    """Environment variables of the trainer."""
+
+    ATTEMPT = "PPOJOB_ATTEMPT"
+
+
+CONFIG_MOUNT_PATH = "/etc/ppojob"
+JOB_FILE = "job.json"
+CA_FILE = "ca.crt"
+TOKEN_MOUNT_PATH = "/var/run/secrets/ppojob.dev"
+TOKEN_FILE = "token"
+TOKEN_EXPIRATION_SECONDS = 3600
+
+JOBS_FOLDER = "ppojob"
+"""Folder below the mount path: `<mountPath>/ppojob/<namespace>/<name>` is a job's own."""
+
+MAX_LOG_LINES = 100
+MAX_LOG_LINE_LENGTH = 1000
+MAX_METRICS = 64
+
+STATUS_METRICS = (
+    "critic/score/mean", "critic/score/max", "critic/score/min", "critic/rewards/mean",
+    "critic/advantages/mean", "critic/returns/mean", "critic/values/mean",
+    "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr", "critic/vf_explained_var",
+    "actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/kl_coef", "actor/pg_clipfrac", "actor/pg_clipfrac_lower",
+    "actor/ppo_kl", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty",
+    "response_length/mean", "response_length/max", "response_length/clip_ratio", "prompt_length/mean",
+    "timing_s/step", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values",
+    "timing_s/adv", "timing_s/update_actor", "timing_s/update_critic", "timing_s/update_weights",
+    "timing_s/save_checkpoint", "timing_s/testing", "overlap/saved_s",
+    "perf/total_num_tokens", "perf/throughput", "perf/time_per_step", "perf/mfu/actor", "perf/mfu/critic",
+    "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/global_step", "training/epoch",
+    "val-core/score/mean",
+)  # fmt: skip
+"""The metrics that `status.metrics` shows; all of them are in the job's storage."""

@@ -1,0 +1,120 @@
+"""`spec.pools`, `spec.placement`, `spec.head`: which GPUs each role gets, and on which nodes."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.quantities import DNSLabel, Quantity, RawObject, RawObjects, ShortText, StringMap
+
+
+class Role(StrEnum):
+    """What a worker group does."""
+
+    ACTOR = "actor"
+    ROLLOUT = "rollout"
+    REF = "ref"
+    CRITIC = "critic"
+    REWARD = "reward"
+
+
+class Spread(StrEnum):
+    """Whether a pool's pods must be on distinct hosts."""
+
+    PREFERRED = "Preferred"
+    REQUIRED = "Required"
+
+
+class ResourcesPerGPU(ApiModel):
+    """What a Ray worker pod gets for each of its GPUs."""
+
+    cpu: Quantity = "8"
+    """CPU cores for each GPU."""
+    memory: Quantity = "64Gi"
+    """Memory for each GPU; the shared memory counts towards it."""
+    shm: Quantity = "16Gi"
+    """Shared memory (/dev/shm) for each GPU: Ray's object store and NCCL live there."""
+
+
+class PoolNetwork(ApiModel):
+    """The network of a pool's pods."""
+
+    host_network: bool = False
+    """Use the host's network."""
+
+
+class Scheduling(ApiModel):
+    """Where pods may go, and what else is in them."""
+
+    node_selector: StringMap = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: RawObjects = Field(default_factory=list)
+    """Tolerations of the pods (core/v1 Toleration)."""
+    pod_template: RawObject = Field(default_factory=dict)
+    """core/v1 PodTemplateSpec that is merged into the pods, lists by name; what Ray needs wins."""
+
+
+class Pool(Scheduling):
+    """GPUs of one kind: nodes x gpusPerNode."""
+
+    name: DNSLabel
+    """Name of the pool; placement refers to it."""
+    nodes: int = Field(default=1, ge=1, le=4096)
+    """Ray worker pods."""
+    gpus_per_node: int = Field(ge=1, le=64)
+    """GPUs of each pod; with device cpu, worker processes of each pod."""
+    gpu_resource_name: ShortText | None = None
+    """Resource that the pods ask for. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    resources_per_gpu: ResourcesPerGPU = Field(default=ResourcesPerGPU(), alias="resourcesPerGPU")
+    """CPU and memory for each GPU."""
+    spread: Spread = Spread.PREFERRED
+    """Required: each pod on a host of its own."""
+    network: PoolNetwork = PoolNetwork()
+    """The network of the pods."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole pool."""
+        return self.nodes * self.gpus_per_node
+
+
+class HeadResources(ApiModel):
+    """What the head pod gets."""
+
+    cpu: Quantity = "2"
+    """CPU cores."""
+    memory: Quantity = "8Gi"
+    """Memory."""
+
+
+class Head(Scheduling):
+    """The Ray head pod: the controller runs there; it has no GPU."""
+
+    resources: HeadResources = HeadResources()
+    """CPU and memory of the head pod."""
+
+
+Pools = Annotated[
+    list[Pool],
+    Field(
+        min_length=1,
+        max_length=7,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    ),
+]
+
+
+class Placement(ApiModel):
+    """The pool of each role."""
+
+    actor: DNSLabel
+    """Pool of the actor."""
+    rollout: DNSLabel | None = None
+    """Pool of the rollout engines. Absent: the actor's."""
+    critic: DNSLabel | None = None
+    """Pool of the critic. Absent: the actor's, with an estimator that needs a critic."""
+    ref: DNSLabel | None = None
+    """Pool of the reference policy. Absent: the critic's, else the actor's."""
+    reward: DNSLabel | None = None
+    """Pool of the reward workers. Absent: the critic's, else the actor's."""

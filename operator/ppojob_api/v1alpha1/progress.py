@@ -1,0 +1,150 @@
+"""What the trainer reports, what it is told in the reply, and how it names its failure.
+
+The trainer POSTs a `ProgressReport` to the operator's status endpoint at least every `interval_seconds` and gets a
+`ProgressReply`. A failure is one marked line at the end of the driver's log, because the log outlives the connection.
+"""
+
+import json
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.status import CheckpointStatus
+
+REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
+MAX_REPORT_BYTES = 64 * 1024
+
+
+class Activity(StrEnum):
+    """What the trainer does at the moment."""
+
+    LOADING = "Loading"
+    VALIDATING = "Validating"
+    TRAINING = "Training"
+    SAVING = "Saving"
+    EXPORTING = "Exporting"
+    FINISHED = "Finished"
+
+
+class PoolReport(ApiModel):
+    """How busy a pool was in the last step."""
+
+    name: Annotated[str, Field(max_length=40)]
+    """Name of the pool."""
+    busy_fraction: float = Field(ge=0, le=1)
+    """Share of the step in which some role of the pool computed."""
+
+
+class ProgressReport(ApiModel):
+    """One report; it carries everything that is known, so that a lost one does no harm."""
+
+    uid: Annotated[str, Field(max_length=64)]
+    """UID of the PPOJob."""
+    attempt: int = Field(ge=0)
+    """Number of the attempt; a report of an older one is refused."""
+    activity: Activity
+    """What the trainer does at the moment."""
+    step: int = Field(default=0, ge=0)
+    """Steps done."""
+    total_steps: int = Field(ge=0)
+    """Steps of the run."""
+    eta_seconds: float | None = Field(default=None, ge=0)
+    """Estimated time to the end, in seconds."""
+    reward: float | None = None
+    """Mean score of the last step's responses."""
+    first_validation_reward: float | None = None
+    """Mean score of the first validation of the run."""
+    validation_reward: float | None = None
+    """Mean score of the last validation."""
+    first_step_time: Annotated[str, Field(max_length=64)] | None = None
+    """When the first step was done, as RFC 3339."""
+    metrics: Annotated[dict[Annotated[str, Field(max_length=253)], float], Field(max_length=64)] = Field(
+        default_factory=dict
+    )
+    """Metrics of the last step."""
+    pools: Annotated[list[PoolReport], Field(max_length=7)] = Field(default_factory=list)
+    """How busy each pool was."""
+    checkpoint: CheckpointStatus | None = None
+    """The newest checkpoint."""
+    model_path: Annotated[str, Field(max_length=4096)] | None = None
+    """The exported policy."""
+    recommendation: Annotated[str, Field(max_length=4096)] | None = None
+    """What the measured phases say about the layout."""
+
+
+class Command(StrEnum):
+    """What the trainer is asked to do."""
+
+    NONE = "None"
+    STOP = "Stop"
+
+
+class LiveSettings(ApiModel):
+    """The part of the spec that may change while the job runs."""
+
+    total_steps: int = Field(ge=1)
+    """spec.trainer.totalSteps."""
+    validate_every_steps: int = Field(ge=0)
+    """spec.trainer.validateEverySteps."""
+    checkpoint_every_steps: int = Field(ge=0)
+    """spec.checkpoint.everySteps."""
+    checkpoint_keep: int = Field(ge=1)
+    """spec.checkpoint.keep."""
+
+
+class ProgressReply(ApiModel):
+    """Answer to a report."""
+
+    command: Command = Command.NONE
+    """What the trainer is asked to do."""
+    settings: LiveSettings | None = None
+    """The part of the spec that may change while the job runs."""
+
+
+class FailureKind(StrEnum):
+    """Whom a failure is counted against."""
+
+    PERMANENT = "Permanent"
+    """Trying again cannot help: a wrong path, a module that does not import."""
+    USER = "User"
+    """The program failed; it is tried again within backoffLimit."""
+    INFRASTRUCTURE = "Infrastructure"
+    """The cluster failed; it is tried again within infrastructureBackoffLimit."""
+
+
+class FailureRecord(ApiModel):
+    """The trainer's own name for its failure."""
+
+    reason: Annotated[str, Field(min_length=1, max_length=253)]
+    """One of `constants.Reason`."""
+    message: Annotated[str, Field(max_length=4096)]
+    """A sentence with what is wrong and what to do."""
+    kind: FailureKind
+    """Whom it is counted against."""
+    exit_code: int = 1
+    """Exit code of the trainer."""
+
+    def to_log_line(self) -> str:
+        """Return the marked line that ends the driver's log."""
+        return f"{_MARK} {json.dumps(self.to_wire())}"
+
+    @classmethod
+    def from_log(cls, log: str) -> "FailureRecord | None":
+        """Return the record in the last marked line of a log, or None where there is none that can be read."""
+        for line in reversed(log.splitlines()):
+            _, mark, record = line.partition(f"{_MARK} ")
+            if mark:
+                return _parse(record)
+        return None
+
+
+_MARK = "PPOJOB-FAILURE"
+
+
+def _parse(record: str) -> FailureRecord | None:
+    try:
+        return FailureRecord.model_validate_json(record)
+    except ValidationError:
+        return None

@@ -1,0 +1,46 @@
+"""Types that several sections share: Kubernetes names, quantities, key-value maps, raw Kubernetes objects."""
+
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+_SUFFIXES = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}  # fmt: skip
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+
+Quantity = Annotated[str, Field(pattern=_QUANTITY, max_length=32, coerce_numbers_to_str=True)]
+"""A Kubernetes quantity: `8`, `500m`, `64Gi`."""
+
+DNSLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=40)]
+"""A DNS label that begins with a letter."""
+
+Text = Annotated[str, Field(max_length=1024)]
+ShortText = Annotated[str, Field(max_length=253)]
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
+StringMap = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=64)]
+
+
+def _preserved(kind: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": kind, "x-kubernetes-preserve-unknown-fields": True})
+
+
+RawObject = Annotated[dict[str, Any], _preserved("object")]
+"""An object of a Kubernetes API, passed through as it is."""
+
+RawObjects = Annotated[list[RawObject], Field(max_length=64)]
+
+
+def parse_quantity(value: str) -> Decimal:
+    """Return the number that a Kubernetes quantity stands for: `500m` is 0.5, `1Ki` is 1024.
+
+    Raises:
+        ValueError: the text is no quantity.
+    """
+    if not re.match(_QUANTITY, value):
+        raise ValueError(
+            f"{value!r} is no Kubernetes quantity: write a number with an optional suffix, such as 8, 500m or 64Gi"
+        )
+    number = value.rstrip("mkMGTPi")
+    return Decimal(number) * _SUFFIXES[value[len(number) :]]

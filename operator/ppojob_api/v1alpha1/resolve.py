@@ -1,0 +1,115 @@
+"""From a checked spec to job.json: every default that depends on another field is filled in.
+
+The operator writes job.json into the job's ConfigMap, `ppojob run` hands it over in memory; the trainer reads
+nothing else, so it needs no rule of the spec.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from pydantic import Field
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.pools import Placement, Pool, Role
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ScheduleMode, ScheduleSpec
+
+_GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
+
+
+class Reporting(ApiModel):
+    """Where and how the trainer reports its progress."""
+
+    url: str
+    """HTTPS address of the status endpoint, path included."""
+    token_path: str = f"{constants.TOKEN_MOUNT_PATH}/{constants.TOKEN_FILE}"
+    """File with the service-account token; read anew for each report, because the kubelet renews it."""
+    ca_path: str = f"{constants.CONFIG_MOUNT_PATH}/{constants.CA_FILE}"
+    """File with the certificate authority of the endpoint."""
+    interval_seconds: int = Field(default=10, ge=1)
+    """Longest time between two reports."""
+
+
+class JobFile(ApiModel):
+    """job.json: all that the trainer is told."""
+
+    namespace: str
+    """Namespace of the PPOJob."""
+    name: str
+    """Name of the PPOJob."""
+    uid: str
+    """UID of the PPOJob; the folder in the storage belongs to it."""
+    generation: int = 1
+    """Generation of the spec."""
+    root: str
+    """The job's own folder: logs, metrics, checkpoints, exported model."""
+    spec: PPOJobSpec
+    """The resolved spec."""
+    reporting: Reporting | None = None
+    """Where progress is reported. Absent: nowhere (`ppojob run`)."""
+
+    def encode(self) -> str:
+        """Return the text of job.json; equal jobs give equal texts."""
+        return json.dumps(self.to_wire(), indent=1, sort_keys=True)
+
+    @staticmethod
+    def digest(text: str) -> str:
+        """Return the hash by which the submission and the trainer mean the same file."""
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def job_root(mount_path: str, namespace: str, name: str) -> str:
+    """Return the job's own folder in the storage."""
+    return str(PurePosixPath(mount_path) / constants.JOBS_FOLDER / namespace / name)
+
+
+def resolve(spec: PPOJobSpec) -> PPOJobSpec:
+    """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource.
+
+    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, and
+    `gpuResourceName` is the resource to ask for, or empty for none.
+    """
+    return spec.model_copy(
+        update={
+            "placement": (placed := _placement(spec)),
+            "schedule": ScheduleSpec(mode=_mode(spec, is_split=placed.critic not in (None, placed.actor))),
+            "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
+        }
+    )
+
+
+def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
+    """Yield the roles of a resolved spec, each with its pool."""
+    for role in Role:
+        name = getattr(spec.placement, role.value)
+        if name is not None:
+            yield role, spec.pool(name)
+
+
+def _placement(spec: PPOJobSpec) -> Placement:
+    given = spec.placement
+    critic = (given.critic or given.actor) if spec.algorithm.needs_critic else None
+    second = critic or given.actor
+    return given.model_copy(
+        update={
+            "rollout": given.rollout or given.actor,
+            "critic": critic,
+            "ref": (given.ref or second) if spec.algorithm.needs_reference else None,
+            "reward": given.reward or second,
+        }
+    )
+
+
+def _mode(spec: PPOJobSpec, *, is_split: bool) -> ScheduleMode:
+    if spec.schedule.mode is not ScheduleMode.AUTO:
+        return spec.schedule.mode
+    return ScheduleMode.OVERLAPPED if is_split else ScheduleMode.SERIAL
+
+
+def _with_gpu_resource(pool: Pool, device: Device) -> Pool:
+    name = _GPU_RESOURCE[device] if pool.gpu_resource_name is None else pool.gpu_resource_name
+    return pool.model_copy(update={"gpu_resource_name": name})

@@ -1,0 +1,62 @@
+"""`spec.device`, `spec.env`, `spec.storage`, `spec.runPolicy`: the job's life on the cluster."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.quantities import RawObject
+
+
+class Device(StrEnum):
+    """What the roles compute on."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class EnvVar(ApiModel):
+    """core/v1 EnvVar."""
+
+    name: Annotated[str, Field(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$", max_length=253)]
+    """Name of the variable."""
+    value: Annotated[str, Field(max_length=32_768)] | None = None
+    """Its value."""
+    value_from: RawObject | None = None
+    """Its source (core/v1 EnvVarSource), such as a key of a Secret."""
+
+
+EnvVars = Annotated[
+    list[EnvVar],
+    Field(
+        max_length=128,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    ),
+]
+
+
+class Storage(ApiModel):
+    """Where models are read, and logs, metrics, checkpoints and the exported model are written."""
+
+    persistent_volume_claim: Annotated[str, Field(min_length=1, max_length=253)]
+    """Claim in the job's namespace; ReadWriteMany where the pods may be on several hosts."""
+    mount_path: Annotated[str, Field(pattern=r"^/.+", max_length=253)] = "/data"
+    """Where the pods see it."""
+
+
+class RunPolicy(ApiModel):
+    """Failures and deadlines."""
+
+    backoff_limit: int = Field(default=3, ge=0)
+    """Retries after failures of the user's program."""
+    infrastructure_backoff_limit: int = Field(default=10, ge=0)
+    """Retries after failures of the cluster, such as a lost node."""
+    startup_deadline_seconds: int = Field(default=1800, ge=1)
+    """Longest time from admission to all pools being ready, in seconds."""
+    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    """Longest active time over all attempts, in seconds. Absent: none."""
+    stall_timeout_seconds: int = Field(default=1800, ge=10)
+    """Longest time without progress, in seconds; then the attempt is stopped and counts as failed."""
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+    """Delete the object this long after its end, in seconds. Absent: never. The storage is not touched."""

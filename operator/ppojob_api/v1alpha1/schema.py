@@ -1,0 +1,157 @@
+"""From the pydantic models to the CRD: a structural OpenAPI v3 schema with defaults, bounds and CEL rules.
+
+`generate.py` calls it. It refuses what a structural schema cannot say, so that a field never loses its bounds silently.
+Source of the rules: Kubernetes' documentation of structural schemas (apiextensions.k8s.io/v1).
+"""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.rules import METADATA_RULES
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import PPOJobStatus
+
+Schema = dict[str, Any]
+
+_COLUMNS = (
+    ("Phase", "string", ".status.phase", "Where the job is in its life"),
+    ("Step", "integer", ".status.progress.step", "Steps done"),
+    ("Progress", "integer", ".status.progress.percentage", "Share of the steps that are done, in percent"),
+    ("Reward", "string", ".status.progress.reward", "Mean score of the last step"),
+    ("Ready", "string", ".status.ready", "GPUs ready / wanted"),
+    ("Retries", "integer", ".status.retries.total", "Attempts that failed and were tried again"),
+    ("Age", "date", ".metadata.creationTimestamp", ""),
+)
+
+_DROPPED = {"title", "additionalProperties"}
+_KEPT = {
+    "type", "format", "description", "default", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength",
+    "minItems", "maxItems", "maxProperties", "required", "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations",
+}  # fmt: skip
+
+
+def structural(model: type[BaseModel]) -> Schema:
+    """Return the structural schema of a model.
+
+    Raises:
+        ValueError: the model uses something that a structural schema cannot express.
+    """
+    raw = model.model_json_schema(by_alias=True, mode="validation")
+    return _convert(raw, raw.get("$defs", {}), model.__name__)
+
+
+def custom_resource_definition() -> Schema:
+    """Return the CustomResourceDefinition of PPOJob."""
+    root: Schema = {
+        "type": "object",
+        "description": "PPOJob trains a language model with PPO; each role gets the GPUs of a pool.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {
+                "type": "object",
+                "properties": {
+                    "name": {
+                        "type": "string",
+                        "maxLength": constants.NAME_MAX_LENGTH,
+                        "pattern": f"^{constants.NAME_PATTERN.pattern}$",
+                    }
+                },
+            },
+            "spec": structural(PPOJobSpec),
+            "status": structural(PPOJobStatus),
+        },
+        "x-kubernetes-validations": [rule.to_schema() for rule in METADATA_RULES],
+    }
+    version = {
+        "name": constants.VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path} | ({"description": text} if text else {})
+            for name, kind, path, text in _COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": root},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{constants.PLURAL}.{constants.GROUP}"},
+        "spec": {
+            "group": constants.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": constants.KIND,
+                "listKind": f"{constants.KIND}List",
+                "plural": constants.PLURAL,
+                "singular": constants.KIND.lower(),
+                "shortNames": constants.SHORT_NAMES,
+                "categories": constants.CATEGORIES,
+            },
+            "versions": [version],
+        },
+    }
+
+
+def _convert(raw: Schema, definitions: Schema, path: str) -> Schema:
+    raw = _unwrap_optional(_inline(raw, definitions), definitions, path)
+    result = {key: value for key, value in raw.items() if key in _KEPT}
+    if "const" in raw:
+        result["enum"] = [raw["const"]]
+    for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if flag in raw:
+            result |= {bound: raw[flag], flag: True}
+    if "description" in result:
+        result["description"] = " ".join(str(result["description"]).split())
+    if "properties" in raw:
+        result["properties"] = {
+            name: _convert(value, definitions, f"{path}.{name}") for name, value in raw["properties"].items()
+        }
+    if "items" in raw:
+        result["items"] = _convert(raw["items"], definitions, f"{path}[]")
+    if isinstance(raw.get("additionalProperties"), dict):
+        result["additionalProperties"] = _convert(raw["additionalProperties"], definitions, f"{path}{{}}")
+    _refuse_unknown_keywords(raw, path)
+    return _with_default(result)
+
+
+def _inline(raw: Schema, definitions: Schema) -> Schema:
+    """Replace a reference by what it refers to; what stands beside it (description, default) wins."""
+    if "$ref" not in raw:
+        return raw
+    beside = {key: value for key, value in raw.items() if key != "$ref"}
+    return {**definitions[raw["$ref"].rpartition("/")[2]], **beside}
+
+
+def _unwrap_optional(raw: Schema, definitions: Schema, path: str) -> Schema:
+    """Turn `anyOf: [X, null]` into X: absence is the only "none" that the API server knows."""
+    if "anyOf" not in raw:
+        return raw
+    choices = [choice for choice in raw["anyOf"] if choice.get("type") != "null"]
+    if len(choices) != 1:
+        raise ValueError(
+            f"{path}: a union has no structural form; use a type enum and one optional block for each type"
+        )
+    beside = {key: value for key, value in raw.items() if key not in ("anyOf", "default")}
+    return {**_inline(choices[0], definitions), **beside}
+
+
+def _with_default(schema: Schema) -> Schema:
+    """Give an object that may be absent the default {}, so that the defaults inside it are applied."""
+    if schema.get("default") is None:
+        schema.pop("default", None)
+    elif schema.get("type") == "object" and "properties" in schema:
+        schema["default"] = {}
+    return schema
+
+
+def _refuse_unknown_keywords(raw: Schema, path: str) -> None:
+    handled = {"properties", "items", "const", "exclusiveMinimum", "exclusiveMaximum", "$defs"}
+    unknown = set(raw) - _KEPT - _DROPPED - handled
+    if unknown:
+        raise ValueError(f"{path}: {sorted(unknown)} cannot be expressed in a structural schema; change the model")

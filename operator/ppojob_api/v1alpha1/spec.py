@@ -1,0 +1,82 @@
+"""`spec`: everything a user may ask of a PPOJob.
+
+The operator and the trainer read it through `validation.parse_spec`; the CRD is generated from it. Rules that
+span fields are in `rules.py`, each in CEL and in Python.
+"""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.base import ApiModel, rules
+from ppojob_api.v1alpha1.data import DataSpec
+from ppojob_api.v1alpha1.model import ModelSpec
+from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
+from ppojob_api.v1alpha1.quantities import RawObjects
+from ppojob_api.v1alpha1.reward import RewardSpec
+from ppojob_api.v1alpha1.rules import SPEC_RULES
+from ppojob_api.v1alpha1.runtime import Device, EnvVars, RunPolicy, Storage
+from ppojob_api.v1alpha1.training import (
+    ActorSpec,
+    CheckpointSpec,
+    CriticSpec,
+    RolloutSpec,
+    ScheduleSpec,
+    TrainerSpec,
+)
+
+
+class PPOJobSpec(ApiModel):
+    """What to train, on what, for what reward, and which GPUs each role gets."""
+
+    model_config = ConfigDict(json_schema_extra=rules(*SPEC_RULES))
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Trainer image of all Ray pods."""
+    env: EnvVars = Field(default_factory=list)
+    """Environment of all Ray pods."""
+    env_from: RawObjects = Field(default_factory=list)
+    """Further environment of all Ray pods, from Secrets and ConfigMaps (core/v1 EnvFromSource)."""
+    image_pull_secrets: RawObjects = Field(default_factory=list)
+    """Secrets with which the image is pulled (core/v1 LocalObjectReference)."""
+    model: ModelSpec
+    """Which model each role loads."""
+    data: DataSpec
+    """Prompts to train and to validate on."""
+    reward: RewardSpec
+    """What a response is worth."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """Estimator of advantages and KL terms."""
+    actor: ActorSpec = ActorSpec()
+    """Updating the policy."""
+    critic: CriticSpec = CriticSpec()
+    """Updating the value model."""
+    rollout: RolloutSpec = RolloutSpec()
+    """Generating responses."""
+    device: Device = Device.CUDA
+    """cuda, or cpu: gloo, and vLLM on CPU; gpusPerNode then means worker processes of each pod."""
+    pools: Pools
+    """GPUs, by kind of node."""
+    head: Head = Head()
+    """The Ray head pod."""
+    placement: Placement
+    """The pool of each role."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """Which phases of a step run at the same time."""
+    storage: Storage
+    """Where models are read and results are written."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints and the exported model."""
+    trainer: TrainerSpec = TrainerSpec()
+    """Length and seed of the run."""
+    run_policy: RunPolicy = RunPolicy()
+    """Failures and deadlines."""
+
+    def pool(self, name: str) -> Pool:
+        """Return the pool of that name.
+
+        Raises:
+            KeyError: there is none; `validation.parse_spec` refuses such a spec.
+        """
+        return {pool.name: pool for pool in self.pools}[name]

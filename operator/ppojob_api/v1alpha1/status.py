@@ -1,0 +1,184 @@
+"""`status`: what the operator and the trainer's reports say of a PPOJob.
+
+Two field managers write it by server-side apply: `ppojob-operator` what the operator decides, `ppojob-progress`
+what the trainer reports. The comments name the owner; no field has two.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ppojob_api.v1alpha1.base import ApiModel
+
+LongText = Annotated[str, Field(max_length=32_768)]
+Message = Annotated[str, Field(max_length=4096)]
+Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
+Name = Annotated[str, Field(max_length=253)]
+Number = Annotated[str, Field(max_length=64)]
+
+
+def _map_by(key: str, limit: int) -> object:
+    extra = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+    return Field(default_factory=list, max_length=limit, json_schema_extra=extra)
+
+
+class ConditionStatus(ApiModel):
+    """metav1.Condition."""
+
+    type: Name
+    """Accepted, PoolsReady, Submitted, Progressing, Stalled, Complete or Failed."""
+    status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
+    """True, False or Unknown."""
+    reason: Annotated[str, Field(min_length=1, max_length=1024)]
+    """One word for programs."""
+    message: LongText
+    """A sentence for people."""
+    last_transition_time: Time
+    """When status changed last."""
+    observed_generation: int = Field(ge=0)
+    """Generation of the spec that this is about."""
+
+
+class Retries(ApiModel):
+    """Attempts that failed and were tried again."""
+
+    user: int = 0
+    """After failures of the user's program."""
+    infrastructure: int = 0
+    """After failures of the cluster."""
+    total: int = 0
+    """Both."""
+
+
+class PoolStatus(ApiModel):
+    """One pool: desired, ready and message from the operator; busyFraction from the trainer."""
+
+    name: Name
+    """Name of the pool."""
+    desired_nodes: int | None = None
+    """Pods that the spec asks for."""
+    ready_nodes: int | None = None
+    """Pods that are ready."""
+    gpus: int | None = None
+    """GPUs of the whole pool."""
+    busy_fraction: Number | None = None
+    """Share of the last step in which some role of the pool computed."""
+    message: Message | None = None
+    """Why pods are not ready, in the scheduler's or the kubelet's words."""
+
+
+class Progress(ApiModel):
+    """How far the run is."""
+
+    step: int = 0
+    """Steps done."""
+    total_steps: int = 0
+    """Steps of the run."""
+    percentage: int = Field(default=0, ge=0, le=100)
+    """Share of the steps that are done."""
+    eta_seconds: int | None = None
+    """Estimated time to the end, in seconds."""
+    reward: Number | None = None
+    """Mean score of the last step's responses."""
+    validation_reward: Number | None = None
+    """Mean score of the last validation."""
+    first_validation_reward: Number | None = None
+    """Mean score of the first validation."""
+    activity: Name | None = None
+    """What the trainer does: Loading, Validating, Training, Saving, Exporting."""
+    first_step_time: Time | None = None
+    """When the first step was done."""
+    last_update_time: Time | None = None
+    """When the trainer reported last."""
+
+
+class Metric(ApiModel):
+    """One metric of the last step; a string, as in Kubernetes' own APIs."""
+
+    name: Name
+    """Name, as verl has it."""
+    value: Number
+    """Value."""
+
+
+class CheckpointStatus(ApiModel):
+    """The newest checkpoint."""
+
+    step: int
+    """Step after which it was written."""
+    path: Message
+    """Its folder, as the container sees it."""
+    time: Time
+    """When it was complete."""
+
+
+class ModelStatus(ApiModel):
+    """The exported policy."""
+
+    path: Message
+    """HuggingFace folder, as the container sees it."""
+
+
+class RayClusterStatus(ApiModel):
+    """The RayCluster of the job."""
+
+    name: Name
+    """Name of the RayCluster."""
+    dashboard_url: Message | None = Field(default=None, alias="dashboardURL")
+    """Ray's dashboard, inside the cluster."""
+
+
+class LastFailure(ApiModel):
+    """Why the last attempt failed."""
+
+    attempt: int
+    """Number of the attempt."""
+    reason: Name
+    """One word for programs."""
+    message: Message
+    """A sentence for people."""
+    exit_code: int | None = None
+    """Exit code of the trainer, where it is known."""
+    log_tail: LongText | None = None
+    """The last lines of the trainer's log."""
+    time: Time
+    """When it failed."""
+
+
+class PPOJobStatus(ApiModel):
+    """What is known of the job."""
+
+    observed_generation: int | None = None
+    """Generation of the spec that the operator saw last."""
+    phase: Name | None = None
+    """Derived from the conditions, for the column."""
+    conditions: Annotated[list[ConditionStatus], _map_by("type", 16)]
+    """The state of the job, as metav1.Conditions."""
+    attempt: int | None = None
+    """Number of the current attempt, from 0."""
+    submission_id: Name | None = None
+    """Ray's submission of the current attempt."""
+    start_time: Time | None = None
+    """When the job was admitted."""
+    completion_time: Time | None = None
+    """When the job ended."""
+    retries: Retries | None = None
+    """Attempts that failed and were tried again."""
+    ready: Name | None = None
+    """GPUs ready / wanted."""
+    pools: Annotated[list[PoolStatus], _map_by("name", 7)]
+    """The pools, each with its readiness."""
+    progress: Progress | None = None
+    """How far the run is."""
+    metrics: Annotated[list[Metric], _map_by("name", 64)]
+    """Metrics of the last step."""
+    checkpoint: CheckpointStatus | None = None
+    """The newest checkpoint."""
+    model: ModelStatus | None = None
+    """The exported policy."""
+    ray_cluster: RayClusterStatus | None = None
+    """The RayCluster of the job."""
+    last_failure: LastFailure | None = None
+    """Why the last attempt failed."""
+    recommendation: Message | None = None
+    """What the measured phases say about the layout."""

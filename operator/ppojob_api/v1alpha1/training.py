@@ -1,0 +1,181 @@
+"""How a step is computed: `spec.actor`, `critic`, `rollout`, `schedule`, `checkpoint` and `trainer`."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.quantities import Path, ShortText
+
+
+class LossAggregation(StrEnum):
+    """How the losses of tokens become one number; the denominator is that of the whole minibatch over all ranks."""
+
+    TOKEN_MEAN = "token-mean"
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+
+
+class LearningRateSchedule(StrEnum):
+    """Course of the learning rate after the warm-up."""
+
+    CONSTANT = "Constant"
+    COSINE = "Cosine"
+    LINEAR = "Linear"
+
+
+class Trained(ApiModel):
+    """What actor and critic have in common."""
+
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
+    """Course of the learning rate after the warm-up."""
+    learning_rate_warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Weight decay of AdamW."""
+    mini_batch_size: int = Field(default=256, ge=1)
+    """Prompts of one optimizer step; divides data.trainBatchSize."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient; 0 does not clip."""
+    max_non_finite_steps: int = Field(default=3, ge=1)
+    """Optimizer steps with a non-finite gradient that are skipped before the job fails."""
+
+
+class ActorSpec(Trained):
+    """Updating the policy."""
+
+    learning_rate: float = Field(default=1.0e-6, ge=0)
+    """Learning rate of AdamW."""
+    max_tokens_per_gpu: int = Field(default=16_384, ge=1)
+    """Tokens of one forward and backward pass on one GPU."""
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped at 1 - this."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped at 1 + this."""
+    clip_ratio_dual: float = Field(default=3.0, gt=1)
+    """Dual clip: bound of the ratio where the advantage is negative (Ye et al. 2019)."""
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    """How the losses of tokens become one number."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Coefficient of the entropy bonus."""
+
+
+class CriticSpec(Trained):
+    """Updating the value model."""
+
+    learning_rate: float = Field(default=1.0e-5, ge=0)
+    """Learning rate of AdamW."""
+    max_tokens_per_gpu: int = Field(default=32_768, ge=1)
+    """Tokens of one forward and backward pass on one GPU."""
+    clip_range_value: float = Field(default=0.5, gt=0)
+    """Values are clipped to within this of the old values."""
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    """How the losses of tokens become one number."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start that update the critic alone."""
+
+
+class ValidationSampling(ApiModel):
+    """Sampling for validation."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Responses for each prompt."""
+
+
+class RolloutSpec(ApiModel):
+    """Generating responses with vLLM."""
+
+    samples_per_prompt: int = Field(default=1, ge=1, le=4096)
+    """Responses for each prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of sampling; log-probs are taken at it."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample from this many likeliest tokens; -1 from all."""
+    stop: Annotated[list[ShortText], Field(max_length=16)] = Field(default_factory=list)
+    """Strings that end a response."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token, for measurements."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of the GPU's memory for vLLM's weights and cache."""
+    max_num_seqs: int = Field(default=1024, ge=1)
+    """Sequences that one replica works on at the same time."""
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one of vLLM's steps."""
+    enable_chunked_prefill: bool = True
+    """Prefill long prompts in parts (not on CPU, where it would break per-request seeds)."""
+    enable_prefix_caching: bool = True
+    """Keep the cache of common prefixes within a step."""
+    enforce_eager: bool = False
+    """Do without CUDA graphs."""
+    cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
+    """Memory for the key-value cache of each replica on device cpu, in GiB."""
+    validation: ValidationSampling = ValidationSampling()
+    """Sampling for validation."""
+
+
+class ScheduleMode(StrEnum):
+    """How much of a step runs at the same time."""
+
+    AUTO = "Auto"
+    SERIAL = "Serial"
+    PARALLEL_UPDATE = "ParallelUpdate"
+    OVERLAPPED = "Overlapped"
+
+
+class ScheduleSpec(ApiModel):
+    """Which phases of a step run at the same time; all modes give the same numbers for the same seed."""
+
+    mode: ScheduleMode = ScheduleMode.AUTO
+    """Auto: Overlapped if actor and critic are in different pools, else Serial."""
+
+
+class ExportPolicy(StrEnum):
+    """When the policy is exported as a HuggingFace folder."""
+
+    FINAL = "Final"
+    EACH = "Each"
+    NEVER = "Never"
+
+
+class ResumePolicy(StrEnum):
+    """Whether a run goes on from the checkpoint in its folder."""
+
+    AUTO = "Auto"
+    NEVER = "Never"
+
+
+class CheckpointSpec(ApiModel):
+    """Checkpoints in the job's storage."""
+
+    every_steps: int = Field(default=50, ge=0)
+    """Steps between checkpoints; 0 writes none but the last."""
+    keep: int = Field(default=2, ge=1, le=1000)
+    """How many checkpoints are kept."""
+    resume: ResumePolicy = ResumePolicy.AUTO
+    """Auto: go on from the last checkpoint of the same object."""
+    resume_from: Path | None = None
+    """Folder of another run's checkpoint to begin from."""
+    export: ExportPolicy = ExportPolicy.FINAL
+    """When the policy is exported as a HuggingFace folder."""
+
+
+class TrainerSpec(ApiModel):
+    """The run as a whole."""
+
+    total_steps: int = Field(default=100, ge=1)
+    """Steps of the run."""
+    validate_every_steps: int = Field(default=10, ge=0)
+    """Steps between validations; 0 validates never."""
+    validate_before_training: bool = True
+    """Validate once before the first step (with validateEverySteps above 0)."""
+    seed: int = Field(default=1, ge=0, le=2**31 - 1)
+    """Seed of the run: order of the data, samples, new value head."""
+    phase_timeout_seconds: int = Field(default=1800, ge=1)
+    """Longest time for one phase of a step, in seconds; then the job fails with the phase's name."""

@@ -1,0 +1,93 @@
+"""From a raw mapping to a checked spec, or to every problem that it has, each with its field's path.
+
+The operator, `ppojob validate` and `ppojob run` call it, so that the same file gets the same answer everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.rules import check
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+_REMEDIES = {
+    "extra_forbidden": "there is no such field: correct its name or take it out",
+    "missing": "this field is required: add it",
+}
+
+
+@dataclass(frozen=True)
+class FieldError:
+    """What is wrong with one field."""
+
+    path: str
+    value: object
+    message: str
+
+    def __str__(self) -> str:
+        """Return `path: value: message`."""
+        shown = "" if self.value is None else f" {self.value!r}:"
+        return f"{self.path}:{shown} {self.message}"
+
+
+class SpecError(ValueError):
+    """A spec that cannot be run; `errors` has every problem that was found."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = tuple(errors)
+
+
+def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
+    """Return the checked spec.
+
+    Raises:
+        SpecError: with every problem: each field's path, its value, and what would be right.
+    """
+    try:
+        spec = PPOJobSpec.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError([_explain(detail) for detail in error.errors(include_url=False)]) from error
+    problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
+    """Return namespace, name and checked spec of a whole PPOJob, as a user writes it in a file.
+
+    Raises:
+        SpecError: with every problem that was found.
+    """
+    wanted = {"apiVersion": constants.API_VERSION, "kind": constants.KIND}
+    errors = [
+        FieldError(key, raw.get(key), f"must be {value}") for key, value in wanted.items() if raw.get(key) != value
+    ]
+    known = {*wanted, "metadata", "spec", "status"}
+    errors += [FieldError(str(key), None, _REMEDIES["extra_forbidden"]) for key in raw if key not in known]
+    metadata, spec = raw.get("metadata"), raw.get("spec")
+    if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
+        errors.append(FieldError("metadata.name", None, _REMEDIES["missing"]))
+    elif not constants.NAME_PATTERN.fullmatch(metadata["name"]):
+        errors.append(FieldError("metadata.name", metadata["name"], constants.NAME_REMEDY))
+    if not isinstance(spec, Mapping):
+        errors.append(FieldError("spec", spec, "this field is required: add it"))
+    if errors or not isinstance(metadata, Mapping) or not isinstance(spec, Mapping):
+        raise SpecError(errors)
+    return str(metadata.get("namespace", "default")), metadata["name"], parse_spec(spec)
+
+
+def _explain(detail: ErrorDetails) -> FieldError:
+    path = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
+    value = None if detail["type"] == "missing" else detail["input"]
+    return FieldError(path, _short(value), _REMEDIES.get(detail["type"], detail["msg"]))
+
+
+def _short(value: object) -> object:
+    text = repr(value)
+    return value if len(text) <= 200 else text[:197] + "..."
