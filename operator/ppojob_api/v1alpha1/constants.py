@@ -117,7 +117,8 @@ MAX_METRICS = 64
 STATUS_METRICS = (
     "critic/score/mean", "critic/score/max", "critic/score/min", "critic/rewards/mean",
     "critic/advantages/mean", "critic/returns/mean", "critic/values/mean",
-    "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr", "critic/vf_explained_var",
+    "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr",
+    "critic/vf_explained_var",
     "actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/kl_coef", "actor/pg_clipfrac", "actor/pg_clipfrac_lower",
     "actor/ppo_kl", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty",
     "response_length/mean", "response_length/max", "response_length/clip_ratio", "prompt_length/mean",

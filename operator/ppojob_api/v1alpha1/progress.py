@@ -10,11 +10,17 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.status import CheckpointStatus
 
 REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
 MAX_REPORT_BYTES = 64 * 1024
+
+
+def progress_audience(namespace: str, name: str, uid: str) -> str:
+    """Return the audience of a job's tokens: a token that was made for one object is worth nothing for another."""
+    return f"{constants.GROUP}/{namespace}/{name}/{uid}"
 
 
 class Activity(StrEnum):

@@ -6,12 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-_SUFFIXES = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
-             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}  # fmt: skip
+_FACTORS: dict[str, Decimal] = {
+    "": Decimal(1),
+    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTP", start=1)},
+    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTP", start=1)},
+}
 _QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 
-Quantity = Annotated[str, Field(pattern=_QUANTITY, max_length=32, coerce_numbers_to_str=True)]
-"""A Kubernetes quantity: `8`, `500m`, `64Gi`."""
+Quantity = Annotated[
+    str,
+    Field(pattern=_QUANTITY, max_length=32, coerce_numbers_to_str=True),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY}),
+]
+"""A Kubernetes quantity: `8`, `500m`, `64Gi`; like everywhere in Kubernetes, 8 may be written as a number."""
 
 DNSLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=40)]
 """A DNS label that begins with a letter."""
@@ -43,4 +51,4 @@ def parse_quantity(value: str) -> Decimal:
             f"{value!r} is no Kubernetes quantity: write a number with an optional suffix, such as 8, 500m or 64Gi"
         )
     number = value.rstrip("mkMGTPi")
-    return Decimal(number) * _SUFFIXES[value[len(number) :]]
+    return Decimal(number) * _FACTORS[value[len(number) :]]

@@ -37,4 +37,5 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     low = f" > {field['minimum']}" if field.get("exclusiveMinimum") else f" ≥ {field.get('minimum')}"
     bounds = (low if "minimum" in field else "") + (f" ≤ {field['maximum']}" if "maximum" in field else "")
-    return str(field.get("type", "")) + bounds
+    kind = "quantity" if field.get("x-kubernetes-int-or-string") else field.get("type", "")
+    return f"{kind}{bounds}"

@@ -51,7 +51,7 @@ SPEC_RULES = [
             "!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || "
             "(has(self.placement.critic) && self.placement.critic != self.placement.actor)"
         ),
-        message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic its own pool",
+        message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
     ),
 ]
@@ -64,7 +64,7 @@ METADATA_RULES = [
             f"(has(self.spec.{part}) == has(oldSelf.spec.{part}) && "
             f"(!has(self.spec.{part}) || self.spec.{part} == oldSelf.spec.{part}))"
         ),
-        message=f"spec.{part} cannot change once the job is accepted: delete the PPOJob and create it anew under another name",
+        message=f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value",
         field_path=f".spec.{part}",
     )
     for part in IMMUTABLE

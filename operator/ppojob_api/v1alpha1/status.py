@@ -4,9 +4,10 @@ Two field managers write it by server-side apply: `ppojob-operator` what the ope
 what the trainer reports. The comments name the owner; no field has two.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
+from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
 
@@ -17,8 +18,8 @@ Name = Annotated[str, Field(max_length=253)]
 Number = Annotated[str, Field(max_length=64)]
 
 
-def _map_by(key: str, limit: int) -> object:
-    extra = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+def _map_by(key: str, limit: int) -> Any:
+    extra: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
     return Field(default_factory=list, max_length=limit, json_schema_extra=extra)
 
 
