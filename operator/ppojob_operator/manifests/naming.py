@@ -1,0 +1,67 @@
+"""Names, labels and owners of a job's objects.
+
+The status server asks here whom a token must belong to. Names are a function of the job alone, so that a look that was
+cut short finds again what it made.
+"""
+
+import hashlib
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_operator.plan import JobKey
+
+HEAD_CONTAINER = "ray-head"
+WORKER_CONTAINER = "ray-worker"
+DASHBOARD_PORT = 8265
+
+_HASH_LENGTH = 5
+
+
+def service_account_name(job: str) -> str:
+    """Return the ServiceAccount of the job's pods."""
+    return f"{job}-trainer"
+
+
+def config_map_name(job: str) -> str:
+    """Return the ConfigMap with job.json."""
+    return f"{job}-job"
+
+
+def cluster_name(job: str, uid: str, attempt: int) -> str:
+    """Return the RayCluster that is made for an attempt: a DNS-1035 label of at most 46 characters.
+
+    KubeRay allows 53. Another object of the same name, or a later attempt on a new cluster, gives another name.
+    """
+    digest = hashlib.sha256(f"{uid}/{attempt}".encode()).hexdigest()
+    return f"{job}-{digest[:_HASH_LENGTH]}"
+
+
+def dashboard_secret_name(cluster: str) -> str:
+    """Return the Secret with the token of the RayCluster's dashboard."""
+    return f"{cluster}-ray"
+
+
+def submission_id(uid: str, attempt: int) -> str:
+    """Return Ray's id for an attempt; Ray never takes one twice."""
+    return f"ppojob-{uid}-{attempt}"
+
+
+def dashboard_url(head_service: str, namespace: str) -> str:
+    """Return the address of Ray's dashboard inside the cluster."""
+    return f"http://{head_service}.{namespace}.svc:{DASHBOARD_PORT}"
+
+
+def labels(job: str) -> dict[str, str]:
+    """Return the labels of everything that belongs to a job."""
+    return {constants.LABEL_JOB: job, constants.LABEL_MANAGED_BY: constants.FIELD_MANAGER_OPERATOR}
+
+
+def metadata(name: str, key: JobKey, uid: str) -> dict[str, object]:
+    """Return the metadata of an object that goes when its job goes."""
+    owner = {
+        "apiVersion": constants.API_VERSION,
+        "kind": constants.KIND,
+        "name": key.name,
+        "uid": uid,
+        "controller": True,
+    }
+    return {"name": name, "namespace": key.namespace, "labels": labels(key.name), "ownerReferences": [owner]}

@@ -1,0 +1,137 @@
+"""The pods of Ray's head and of a pool, before KubeRay adds Ray's own command, probes and environment.
+
+Restricted pod security throughout: no root, no privileges, no token of the API server. The head alone has the token
+with which the trainer reports, because the driver runs there.
+"""
+
+from typing import Any
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.pools import Head, Pool, Spread
+from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests import naming
+from ppojob_operator.manifests.quantity import times
+from ppojob_operator.plan import JobKey
+
+STORAGE_GROUP = 1000
+"""Group to which the storage is made writable, for volumes that know of groups."""
+
+_STORAGE = "storage"
+_CONFIG = "ppojob-config"
+_TOKEN = "ppojob-token"
+_SHARED_MEMORY = "shared-memory"
+
+_LOST_NODE_SECONDS = 60
+_HOSTNAME = "kubernetes.io/hostname"
+
+
+def head_template(spec: PPOJobSpec, key: JobKey, uid: str) -> dict[str, Any]:
+    """Return the pod template of the head, without the user's own. `spec` is resolved."""
+    resources = spec.head.resources
+    container = _container(naming.HEAD_CONTAINER, spec)
+    container["resources"] = _resources(resources.cpu, resources.memory, {})
+    container["volumeMounts"].append({"name": _TOKEN, "mountPath": constants.TOKEN_MOUNT_PATH, "readOnly": True})
+    pod = _pod_spec(spec, spec.head, key, container)
+    pod["volumes"].append({"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": _token(key, uid)}]}})
+    return {"metadata": {"labels": naming.labels(key.name)}, "spec": pod}
+
+
+def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> dict[str, Any]:
+    """Return the pod template of a pool, without the user's own. `spec` is resolved."""
+    gpus, each = pool.gpus_per_node, pool.resources_per_gpu
+    container = _container(naming.WORKER_CONTAINER, spec)
+    extended = {pool.gpu_resource_name: str(gpus)} if pool.gpu_resource_name else {}
+    container["resources"] = _resources(times(each.cpu, gpus), times(each.memory, gpus), extended)
+    container["volumeMounts"].append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
+    pod = _pod_spec(spec, pool, key, container)
+    shared_memory = {"medium": "Memory", "sizeLimit": times(each.shm, gpus)}
+    pod["volumes"].append({"name": _SHARED_MEMORY, "emptyDir": shared_memory})
+    if pool.nodes > 1:
+        pod |= _spread(pool, cluster)
+    if pool.network.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return {"metadata": {"labels": {**naming.labels(key.name), constants.LABEL_POOL: pool.name}}, "spec": pod}
+
+
+def _pod_spec(spec: PPOJobSpec, scheduling: Pool | Head, key: JobKey, container: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "containers": [container],
+        "restartPolicy": "Never",
+        "serviceAccountName": naming.service_account_name(key.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "fsGroup": STORAGE_GROUP,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [*scheduling.tolerations, *_lost_node_tolerations(scheduling.tolerations)],
+        "volumes": [
+            {"name": _STORAGE, "persistentVolumeClaim": {"claimName": spec.storage.persistent_volume_claim}},
+            {"name": _CONFIG, "configMap": {"name": naming.config_map_name(key.name)}},
+        ],
+    }
+    if scheduling.node_selector:
+        pod["nodeSelector"] = dict(scheduling.node_selector)
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = list(spec.image_pull_secrets)
+    return pod
+
+
+def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": name,
+        "image": spec.image,
+        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": _STORAGE, "mountPath": spec.storage.mount_path},
+            {"name": _CONFIG, "mountPath": constants.CONFIG_MOUNT_PATH, "readOnly": True},
+        ],
+    }
+    given = [variable.to_wire() for variable in spec.env]
+    names = {variable["name"] for variable in given}
+    container["env"] = [*(own for own in container["env"] if own["name"] not in names), *given]
+    if spec.env_from:
+        container["envFrom"] = list(spec.env_from)
+    return container
+
+
+def _resources(cpu: str, memory: str, extended: dict[str, str]) -> dict[str, Any]:
+    """Return requests and limits. CPU has no limit: idle cores are free to use, and throttling stalls NCCL."""
+    return {"requests": {"cpu": cpu, "memory": memory, **extended}, "limits": {"memory": memory, **extended}}
+
+
+def _token(key: JobKey, uid: str) -> dict[str, Any]:
+    return {
+        "audience": progress_audience(key.namespace, key.name, uid),
+        "expirationSeconds": constants.TOKEN_EXPIRATION_SECONDS,
+        "path": constants.TOKEN_FILE,
+    }
+
+
+def _lost_node_tolerations(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give a lost node up after a minute instead of Kubernetes' five: the whole job waits for its pods."""
+    keys = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+    taken = {toleration.get("key") for toleration in given}
+    return [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_NODE_SECONDS}
+        for key in keys
+        if key not in taken
+    ]
+
+
+def _spread(pool: Pool, cluster: str) -> dict[str, Any]:
+    selector = {"matchLabels": {"ray.io/cluster": cluster, constants.LABEL_POOL: pool.name}}
+    if pool.spread is Spread.REQUIRED:
+        term = {"labelSelector": selector, "topologyKey": _HOSTNAME}
+        return {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+    constraint = {
+        "maxSkew": 1,
+        "topologyKey": _HOSTNAME,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": selector,
+    }
+    return {"topologySpreadConstraints": [constraint]}

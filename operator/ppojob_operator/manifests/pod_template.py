@@ -1,0 +1,146 @@
+"""A user's pod template, merged into a pod of ours.
+
+Lists of named things are merged by name, as `kubectl` does; what would break Ray, or what has a field of its own in
+the spec, is an error that names the path.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.validation import FieldError
+
+Template = dict[str, Any]
+
+_MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""Lists whose items are told apart by a key (core/v1 patchMergeKey)."""
+
+_APPENDED = {"tolerations", "envFrom"}
+"""Lists to which the user's items are added. All other lists are replaced."""
+
+_OWN_FIELD = {
+    "hostNetwork": "use network.hostNetwork of the pool",
+    "restartPolicy": "Ray's pods are replaced, not restarted: leave it out",
+    "serviceAccountName": "the pods have the job's own ServiceAccount, by which their reports are known: leave it out",
+    "serviceAccount": "the pods have the job's own ServiceAccount, by which their reports are known: leave it out",
+    "automountServiceAccountToken": "the trainer gets no credentials for the API server: leave it out",
+}
+_RAY_COMMAND = {
+    "command": "KubeRay starts Ray in this container: put your program into a container of its own",
+    "args": "KubeRay starts Ray in this container: put your program into a container of its own",
+    "resources": "use resourcesPerGPU of the pool, or resources of the head",
+}
+RESERVED_ENV = frozenset({
+    "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_CLUSTER_NAME",
+    "RAY_CLUSTER_NAMESPACE", "RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "KUBERAY_GEN_RAY_START_CMD",
+    constants.EnvName.ATTEMPT,
+})  # fmt: skip
+"""Variables that KubeRay or the operator sets."""
+
+_RESERVED_PREFIXES = ("ray.io/", f"{constants.GROUP}/", constants.LABEL_MANAGED_BY)
+_REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose another"
+
+
+def merged(base: Template, user: Mapping[str, Any]) -> Template:
+    """Return the template with the user's laid over it. `problems` must have found nothing."""
+    return _merge(base, user)
+
+
+def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    """Yield what in the user's template would break Ray; `path` is the template's own."""
+    unknown = set(user) - {"metadata", "spec"}
+    for name in sorted(unknown):
+        yield FieldError(f"{path}.{name}", user[name], "a pod template has metadata and spec only")
+    for name in ("metadata", "spec"):
+        if not isinstance(user.get(name, {}), Mapping):
+            yield FieldError(f"{path}.{name}", user[name], "must be an object")
+            return
+    yield from _metadata_problems(user.get("metadata", {}), f"{path}.metadata")
+    yield from _spec_problems(base["spec"], user.get("spec", {}), f"{path}.spec")
+
+
+def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    for name in sorted(set(metadata) - {"labels", "annotations"}):
+        yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be given")
+    for kind in ("labels", "annotations"):
+        for name, value in (metadata.get(kind) or {}).items():
+            if str(name).startswith(_RESERVED_PREFIXES):
+                yield FieldError(f"{path}.{kind}.{name}", value, _REMEDY_RESERVED)
+
+
+def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    for name, remedy in _OWN_FIELD.items():
+        if name in user:
+            yield FieldError(f"{path}.{name}", user[name], remedy)
+    for name, key in _MERGE_KEYS.items():
+        yield from _unkeyed(user, name, key, path)
+    taken = {volume["name"] for volume in base["volumes"]}
+    for index, volume in enumerate(_items(user, "volumes")):
+        if volume.get("name") in taken:
+            yield FieldError(f"{path}.volumes[{index}].name", volume["name"], _REMEDY_RESERVED)
+    ray = base["containers"][0]
+    for index, container in enumerate(_items(user, "containers")):
+        here = f"{path}.containers[{index}]"
+        yield from (problem for name, key in _MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
+        if container.get("name") == ray["name"]:
+            yield from _ray_container_problems(ray, container, here)
+
+
+def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    for name, remedy in _RAY_COMMAND.items():
+        if name in user:
+            yield FieldError(f"{path}.{name}", user[name], remedy)
+    for index, variable in enumerate(_items(user, "env")):
+        if variable.get("name") in RESERVED_ENV:
+            yield FieldError(f"{path}.env[{index}].name", variable["name"], _REMEDY_RESERVED)
+    taken = {mount["mountPath"] for mount in base["volumeMounts"]}
+    for index, mount in enumerate(_items(user, "volumeMounts")):
+        if mount.get("mountPath") in taken:
+            remedy = "the operator mounts something there: choose another path"
+            yield FieldError(f"{path}.volumeMounts[{index}].mountPath", mount["mountPath"], remedy)
+
+
+def _unkeyed(user: Mapping[str, Any], name: str, key: str, path: str) -> Iterator[FieldError]:
+    value = user.get(name)
+    if value is not None and not isinstance(value, list):
+        yield FieldError(f"{path}.{name}", value, "must be a list")
+    for index, item in enumerate(value if isinstance(value, list) else []):
+        if not isinstance(item, Mapping) or key not in item:
+            yield FieldError(f"{path}.{name}[{index}]", item, f"each item needs {key}, by which it is merged")
+
+
+def _items(user: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    value = user.get(name)
+    return [item if isinstance(item, Mapping) else {} for item in value] if isinstance(value, list) else []
+
+
+def _merge(base: Mapping[str, Any], user: Mapping[str, Any]) -> Template:
+    result = dict(base)
+    for name, value in user.items():
+        old = result.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            result[name] = _merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and name in _MERGE_KEYS:
+            result[name] = _merge_lists(old, value, _MERGE_KEYS[name])
+        elif isinstance(old, list) and isinstance(value, list) and name in _APPENDED:
+            result[name] = old + value
+        else:
+            result[name] = value
+    return result
+
+
+def _merge_lists(base: list[Template], user: list[Template], key: str) -> list[Template]:
+    """Merge items with the same key, in the place of ours; others are added behind."""
+    given = {item[key]: item for item in user}
+    merged_items = [_merge(item, given[item[key]]) if item.get(key) in given else item for item in base]
+    known = {item.get(key) for item in base}
+    return merged_items + [item for item in user if item[key] not in known]

@@ -1,0 +1,202 @@
+"""What a look at a job sees (`Observed`) and what comes of it (`Plan`): the two ends of `reconcile.decide`.
+
+`loop.py` fills in the one and carries out the other. Nothing here does anything: frozen data only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.validation import SpecError
+
+Manifest = Mapping[str, Any]
+"""An object of the API server as decoded JSON."""
+
+
+class JobKey(NamedTuple):
+    """Namespace and name of a PPOJob."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return `namespace/name`, as kubectl users know it."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A PPOJob as the API server has it."""
+
+    key: JobKey
+    uid: str
+    generation: int
+    spec: PPOJobSpec | SpecError
+    """The resolved spec, or what is wrong with it."""
+    status: PPOJobStatus
+    is_going: bool = False
+    """It is being deleted."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why something is not as it should be."""
+
+    reason: str
+    """One of `constants.Reason`."""
+    words: str
+    """In the words of whoever found it: the scheduler, the kubelet, KubeRay."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A Ray pod of the job."""
+
+    name: str
+    cluster: str
+    """RayCluster that it belongs to."""
+    pool: str | None
+    """Its pool; None is the head."""
+    created: datetime
+    is_ready: bool = False
+    is_going: bool = False
+    """It is being deleted."""
+    address: str = ""
+    """Its IP address, once it has one."""
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A RayCluster of the job."""
+
+    name: str
+    created: datetime
+    is_going: bool = False
+    """It is being deleted."""
+    is_suspended: bool = False
+    """Somebody suspended it: KubeRay deletes its pods."""
+    problem: str = ""
+    """KubeRay's words where it cannot make the pods; empty: none."""
+    head_service: str = ""
+    """Service of the head, once KubeRay made it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A PersistentVolumeClaim."""
+
+    name: str
+    phase: str
+    """Pending, Bound or Lost."""
+
+
+class RayState(StrEnum):
+    """States of a job in Ray's own words."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """A submission as Ray's dashboard knows it."""
+
+    submission_id: str
+    state: RayState
+    message: str = ""
+    error_type: str = ""
+    """Ray's JobErrorType; empty: none."""
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class Ray:
+    """What Ray's dashboard said."""
+
+    jobs: tuple[RayJob, ...] = ()
+    problem: str = ""
+    """Why it did not answer; empty: it did."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The operator's own part in a job."""
+
+    report_url: str
+    """Where the job's trainer reports its progress."""
+    ca_bundle: str
+    """Certificate authority of that address, as PEM."""
+    dashboard_key: bytes = field(repr=False)
+    """Key from which the tokens of Ray's dashboards are made."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that one look at a job saw."""
+
+    surroundings: Surroundings
+    is_kuberay_served: bool = True
+    """Whether the API server knows KubeRay's RayCluster."""
+    claim: Claim | None = None
+    """The claim that `spec.storage` names."""
+    clusters: tuple[Cluster, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    config: Mapping[str, str] | None = None
+    """Data of the job's ConfigMap."""
+    ray: Ray | None = None
+    """None: not asked, because there is no head that could answer."""
+    log_tail: str | None = None
+    """Last lines of the driver's log. None: not asked for."""
+    last_error: str = ""
+    """What went wrong in the last look at this job; empty: nothing."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job for Ray."""
+
+    submission_id: str
+    entrypoint: str
+    environment: Mapping[str, str]
+    metadata: Mapping[str, str]
+    cluster: str
+    """RayCluster that it is for."""
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """An Event about the job."""
+
+    reason: str
+    """One of `constants.Reason`."""
+    message: str
+    is_warning: bool
+    action: str
+    """What the operator was about: the type of the condition that changed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, in this order: apply, submit, write the status, delete, emit."""
+
+    apply: tuple[Manifest, ...] = ()
+    submission: Submission | None = None
+    status: Mapping[str, Any] | None = None
+    """The operator's own part of the status, whole. None: it stays as it is."""
+    delete_clusters: tuple[str, ...] = ()
+    """RayClusters to release."""
+    delete_job: bool = False
+    """The PPOJob itself has outlived its time."""
+    events: tuple[EventRecord, ...] = ()
+    wanted_log: str = ""
+    """Submission whose log is needed to decide; nothing else is done before. Empty: none."""
+    look_again_after: float | None = None
+    """Seconds until the next look, if no watch asks for it earlier. None: no need."""

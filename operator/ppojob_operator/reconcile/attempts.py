@@ -1,0 +1,136 @@
+"""Policy: has the current attempt failed, whom is that counted against, and why?
+
+The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
+code must do. It looks at submitted attempts only.
+"""
+
+from datetime import timedelta
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_operator.plan import Pod, RayJob, RayState
+from ppojob_operator.reconcile.situation import Failure, Situation
+
+_SETTLING = timedelta(seconds=30)
+"""How long Ray may not yet know a job that it took, and the trainer may look for the words for a lost pod."""
+_SILENCE = timedelta(seconds=120)
+"""How long neither dashboard nor trainer may answer before the head counts as lost."""
+
+_NEVER = timedelta(0)
+
+_SIGKILL = (137, -9)
+_USERS_TROUBLES = {Reason.OUT_OF_MEMORY}
+_USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
+
+
+def is_log_wanted(situation: Situation) -> bool:
+    """Return whether the log would tell why the attempt failed, and has not been read yet."""
+    ray_job = situation.ray_job
+    return ray_job is not None and ray_job.state is RayState.FAILED and situation.observed.log_tail is None
+
+
+def judge(situation: Situation) -> Failure | None:
+    """Return why the attempt failed, or None: it did not, or was not sent yet."""
+    if situation.submitted_at is None:
+        return None
+    ray_job = situation.ray_job
+    if ray_job is not None and ray_job.state is RayState.FAILED:
+        return _ended(situation, ray_job)
+    if ray_job is not None and ray_job.state is RayState.STOPPED:
+        message = "somebody stopped the trainer in Ray's dashboard"
+        return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
+    return _lost_head(situation) or _lost_pods(situation)
+
+
+def _ended(situation: Situation, ray_job: RayJob) -> Failure:
+    record = FailureRecord.from_log(situation.observed.log_tail or "")
+    lost = _missing_pods(situation)
+    if record is not None and (record.kind is not FailureKind.USER or not lost):
+        suspect = record.kind is FailureKind.INFRASTRUCTURE
+        return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=suspect)
+    if lost:
+        message = f"the trainer failed while pods were lost: {lost}"
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, message, ray_job.exit_code)
+    if ray_job.error_type not in _USERS_ERRORS:
+        message = f"Ray lost the trainer: {_first_line(ray_job.message)}"
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message, ray_job.exit_code)
+    if ray_job.exit_code in _SIGKILL:
+        message = (
+            "the trainer was killed by signal 9, most likely for want of memory on the head pod: "
+            f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
+        )
+        return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
+    message = f"the trainer ended without naming its failure: {_last_words(situation, ray_job)}"
+    return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
+
+
+def _lost_head(situation: Situation) -> Failure | None:
+    """Return the loss of the head, with which the attempt is gone: Ray's memory of it lives there."""
+    name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
+    head, cluster = situation.head, situation.cluster
+    message = ""
+    if cluster is None:
+        message = f"the RayCluster {name} was deleted"
+    elif cluster.is_suspended:
+        message = f"the RayCluster {name} was suspended"
+    elif head is None:
+        message = f"the head pod of the RayCluster {name} is gone"
+    elif head.created > since:
+        message = f"the head pod of the RayCluster {name} was replaced by {head.name}"
+    elif head.trouble is not None:
+        message = f"the head pod {head.name} failed: {head.trouble.words}"
+    elif ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
+        message = f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
+    elif _is_silent(situation):
+        problem = ray.problem if ray else "the head pod is not ready"
+        message = f"neither Ray's dashboard nor the trainer answered for {_SILENCE.seconds} s: {problem}"
+    return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message) if message else None
+
+
+def _is_silent(situation: Situation) -> bool:
+    ray, since = situation.observed.ray, situation.reported_at or situation.submitted_at
+    is_unreachable = ray is None or bool(ray.problem)
+    unknown_for = situation.age_of(Condition.PROGRESSING, "Unknown")
+    return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
+
+
+def _lost_pods(situation: Situation) -> Failure | None:
+    """Return the loss of worker pods that the trainer had time to notice, and did not."""
+    killed = next((pod for pod in _all_pods(situation) if pod.trouble and pod.trouble.reason in _USERS_TROUBLES), None)
+    if killed is not None and killed.trouble is not None:
+        message = f"pod {killed.name}: {killed.trouble.words}: raise memory of resourcesPerGPU of pool {killed.pool}"
+        return Failure(FailureKind.USER, killed.trouble.reason, message)
+    lost = _missing_pods(situation)
+    since = situation.submitted_at or situation.now
+    unready_for = situation.age_of(Condition.POOLS_READY, "False")
+    replaced_for = max((situation.now - pod.created for pod in situation.pods if pod.created > since), default=_NEVER)
+    if not lost or max(unready_for, replaced_for) < _SETTLING:
+        return None
+    return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost)
+
+
+def _all_pods(situation: Situation) -> list[Pod]:
+    """Return the worker pods of the attempt with those that are being deleted: KubeRay is quick to clear up."""
+    return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name and pod.pool is not None]
+
+
+def _missing_pods(situation: Situation) -> str:
+    """Return which pods of the attempt are gone, replaced or not ready; empty: none."""
+    since = situation.submitted_at or situation.now
+    lines = []
+    for pool in situation.spec.pools:
+        pods = [pod for pod in situation.pods if pod.pool == pool.name]
+        same = sum(pod.is_ready and pod.created <= since for pod in pods)
+        if same < pool.nodes:
+            words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
+            lines.append(f"pool {pool.name} has {same} of the {pool.nodes} pods that the trainer began with{words}")
+    return "; ".join(lines)
+
+
+def _last_words(situation: Situation, ray_job: RayJob) -> str:
+    lines = [line.strip() for line in (situation.observed.log_tail or "").splitlines() if line.strip()]
+    return lines[-1] if lines else _first_line(ray_job.message)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0] or "no reason given"

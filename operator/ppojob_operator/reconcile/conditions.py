@@ -1,0 +1,79 @@
+"""Conditions of the status from the findings of a look, and the Events that tell of their changes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.status import ConditionStatus
+from ppojob_operator.plan import EventRecord
+from ppojob_operator.reconcile.situation import Finding
+
+_ORDER = (
+    Condition.ACCEPTED,
+    Condition.POOLS_READY,
+    Condition.SUBMITTED,
+    Condition.PROGRESSING,
+    Condition.STALLED,
+    Condition.COMPLETE,
+    Condition.FAILED,
+)
+_MAX_MESSAGE = 4000
+
+_GOOD_NEWS = {
+    (Condition.ACCEPTED, "True"),
+    (Condition.POOLS_READY, "True"),
+    (Condition.SUBMITTED, "True"),
+    (Condition.COMPLETE, "True"),
+}
+_BAD_NEWS = {
+    Reason.INVALID_SPEC,
+    Reason.KUBERAY_MISSING,
+    Reason.STORAGE_MISSING,
+    Reason.INSUFFICIENT_GPUS,
+    Reason.UNSCHEDULABLE,
+    Reason.IMAGE_PULL_FAILED,
+    Reason.POD_FAILED,
+    Reason.OUT_OF_MEMORY,
+    Reason.PODS_REFUSED,
+    Reason.CLUSTER_REFUSED,
+    Reason.CLUSTER_SUSPENDED,
+    Reason.DASHBOARD_UNREACHABLE,
+}
+
+
+def merge(
+    old: Sequence[ConditionStatus], findings: Mapping[str, Finding], generation: int, now: datetime
+) -> list[ConditionStatus]:
+    """Return the conditions with the findings laid over them, in a fixed order.
+
+    `lastTransitionTime` moves only with `status`, as metav1.Condition asks. A condition without a finding stays.
+    """
+    result = {condition.type: condition for condition in old}
+    for kind, finding in findings.items():
+        before = result.get(kind)
+        is_same = before is not None and before.status == finding.status
+        result[kind] = ConditionStatus(
+            type=kind,
+            status=finding.status,
+            reason=finding.reason,
+            message=finding.message[:_MAX_MESSAGE],
+            last_transition_time=before.last_transition_time if is_same and before else format_time(now),
+            observed_generation=generation,
+        )
+    return [result[kind] for kind in _ORDER if kind in result]
+
+
+def events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> Iterator[EventRecord]:
+    """Yield an Event for each condition whose status or reason changed into something worth telling."""
+    before = {condition.type: (condition.status, condition.reason) for condition in old}
+    for condition in new:
+        if before.get(condition.type) == (condition.status, condition.reason):
+            continue
+        is_bad = condition.reason in _BAD_NEWS or (condition.type, condition.status) == (Condition.FAILED, "True")
+        if is_bad or (condition.type, condition.status) in _GOOD_NEWS:
+            yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
+
+
+def format_time(moment: datetime) -> str:
+    """Return RFC 3339 in UTC, whole seconds, as metav1.Time has it."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,129 @@
+"""Policy: are the pods of the pools and the head ready, and if not, why not?"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.status import PoolStatus
+from ppojob_operator.manifests.quantity import times
+from ppojob_operator.plan import Pod, Trouble
+from ppojob_operator.reconcile.situation import Finding, Situation
+
+_MAX_WORDS = 1000
+_GRAVITY = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.OUT_OF_MEMORY,
+    Reason.POD_FAILED,
+    Reason.INSUFFICIENT_GPUS,
+    Reason.UNSCHEDULABLE,
+)
+"""Which trouble names the condition where there are several: the one that waiting helps least comes first."""
+
+
+@dataclass(frozen=True)
+class PoolsFinding:
+    """The condition PoolsReady and the status of each pool."""
+
+    finding: Finding
+    pools: tuple[PoolStatus, ...]
+    ready: str
+    """GPUs ready / wanted."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all pods are ready."""
+        return self.finding.status == "True"
+
+
+def judge(situation: Situation) -> PoolsFinding:
+    """Return the condition PoolsReady and the status of each pool."""
+    pools = situation.spec.pools
+    pods = {pool.name: [pod for pod in situation.pods if pod.pool == pool.name] for pool in pools}
+    num_ready = {name: sum(pod.is_ready for pod in group) for name, group in pods.items()}
+    troubles = {pool.name: _trouble(pool, pods[pool.name]) for pool in pools}
+    ready_gpus = sum(min(num_ready[pool.name], pool.nodes) * pool.gpus_per_node for pool in pools)
+    wanted_gpus = sum(pool.gpus for pool in pools)
+    statuses = tuple(
+        PoolStatus(
+            name=pool.name,
+            desired_nodes=pool.nodes,
+            ready_nodes=num_ready[pool.name],
+            gpus=pool.gpus,
+            message=trouble.words if (trouble := troubles[pool.name]) else None,
+        )
+        for pool in pools
+    )
+    finding = _finding(situation, [trouble for trouble in troubles.values() if trouble], num_ready)
+    return PoolsFinding(finding, statuses, f"{ready_gpus}/{wanted_gpus}")
+
+
+def released(situation: Situation) -> PoolsFinding:
+    """Return the same for a job that has ended and gives its pods back."""
+    pools = situation.spec.pools
+    statuses = (
+        PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools
+    )
+    finding = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
+    return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
+
+
+def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str, int]) -> Finding:
+    cluster, head, error = situation.cluster, situation.head, situation.observed.last_error
+    if cluster is None:
+        words = f"the RayCluster {situation.cluster_name} is being made"
+        return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
+    if cluster.is_suspended:
+        words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
+        return Finding("False", Reason.CLUSTER_SUSPENDED, words)
+    if head is not None and head.trouble is not None and not head.is_ready:
+        troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.words}"), *troubles]
+    if troubles:
+        worst = min(troubles, key=lambda trouble: _GRAVITY.index(trouble.reason))
+        return Finding("False", worst.reason, "; ".join(trouble.words for trouble in troubles))
+    lacking = _lacking(situation, num_ready)
+    if lacking and cluster.problem:
+        return Finding("False", Reason.PODS_REFUSED, f"KubeRay cannot make the pods: {cluster.problem[:_MAX_WORDS]}")
+    if lacking:
+        return _waiting("; ".join(lacking))
+    return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
+
+
+def _lacking(situation: Situation, num_ready: dict[str, int]) -> list[str]:
+    """Return what is not ready yet, head first."""
+    head = situation.head
+    return [
+        *(["the head pod is not ready"] if head is None or not head.is_ready else []),
+        *(
+            f"pool {pool.name} has {num_ready[pool.name]} of {pool.nodes} pods ready"
+            for pool in situation.spec.pools
+            if num_ready[pool.name] < pool.nodes
+        ),
+    ]
+
+
+def _waiting(words: str) -> Finding:
+    return Finding("False", Reason.WAITING_FOR_PODS, words)
+
+
+def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
+    """Return what keeps most of the pool's pods from being ready, with the pool's wish before the scheduler's words."""
+    troubles = Counter(pod.trouble for pod in pods if pod.trouble and not pod.is_ready)
+    if not troubles:
+        return None
+    trouble, _ = max(troubles.items(), key=lambda item: (-_GRAVITY.index(item[0].reason), item[1]))
+    return Trouble(trouble.reason, f"{_preface(pool, trouble)}{trouble.words[:_MAX_WORDS]}")
+
+
+def _preface(pool: Pool, trouble: Trouble) -> str:
+    each = pool.resources_per_gpu
+    if trouble.reason == Reason.INSUFFICIENT_GPUS:
+        return f"pool {pool.name} wants {pool.gpus_per_node} {pool.gpu_resource_name} per node; "
+    if trouble.reason == Reason.UNSCHEDULABLE:
+        wish = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
+        if pool.gpu_resource_name:
+            wish.insert(0, f"{pool.gpus_per_node} {pool.gpu_resource_name},")
+        selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
+        where = f" on nodes with {selector}" if selector else ""
+        return f"pool {pool.name} wants {' '.join(wish)} per node{where}; "
+    return f"pool {pool.name}: "

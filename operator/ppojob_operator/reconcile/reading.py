@@ -1,0 +1,140 @@
+"""From raw objects of the API server to the views that the policies look at. Pure.
+
+`loop.py` calls it. It keeps what a policy needs and refuses to judge, but for one thing: which of a pod's many
+messages says why it does not run.
+"""
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.validation import SpecError, parse_spec
+from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble
+
+_PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+_HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
+_SIGKILL_BY_KERNEL = "OOMKilled"
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+def parse_time(text: str | None) -> datetime:
+    """Return the moment that an RFC 3339 text means; the epoch where there is none."""
+    return datetime.fromisoformat(text) if text else _EPOCH
+
+
+def read_job(raw: Manifest) -> Job:
+    """Return the view of a PPOJob.
+
+    Raises:
+        pydantic.ValidationError: the status is none of ours.
+    """
+    metadata = raw["metadata"]
+    return Job(
+        key=JobKey(metadata["namespace"], metadata["name"]),
+        uid=metadata["uid"],
+        generation=metadata["generation"],
+        spec=_read_spec(raw.get("spec", {})),
+        status=PPOJobStatus.model_validate(raw.get("status", {})),
+        is_going="deletionTimestamp" in metadata,
+    )
+
+
+def read_claim(raw: Manifest) -> Claim:
+    """Return the view of a PersistentVolumeClaim."""
+    return Claim(name=raw["metadata"]["name"], phase=raw.get("status", {}).get("phase", "Pending"))
+
+
+def read_cluster(raw: Manifest) -> Cluster:
+    """Return the view of a RayCluster."""
+    metadata, status = raw["metadata"], raw.get("status", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    suspended = conditions.get("RayClusterSuspended", {}).get("status") == "True"
+    return Cluster(
+        name=metadata["name"],
+        created=parse_time(metadata.get("creationTimestamp")),
+        is_going="deletionTimestamp" in metadata,
+        is_suspended=suspended or status.get("state") == "suspended" or raw.get("spec", {}).get("suspend") is True,
+        problem=_cluster_problem(status, conditions),
+        head_service=status.get("head", {}).get("serviceName", ""),
+    )
+
+
+def read_pod(raw: Manifest) -> Pod:
+    """Return the view of a Ray pod."""
+    metadata, status = raw["metadata"], raw.get("status", {})
+    labels = metadata.get("labels", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    return Pod(
+        name=metadata["name"],
+        cluster=labels.get("ray.io/cluster", ""),
+        pool=labels.get(constants.LABEL_POOL),
+        created=parse_time(metadata.get("creationTimestamp")),
+        is_ready=conditions.get("Ready", {}).get("status") == "True" and status.get("phase") == "Running",
+        is_going="deletionTimestamp" in metadata,
+        address=status.get("podIP", ""),
+        trouble=_pod_trouble(raw, conditions),
+    )
+
+
+def _read_spec(raw: Mapping[str, Any]) -> PPOJobSpec | SpecError:
+    try:
+        return resolve(parse_spec(raw))
+    except SpecError as error:
+        return error
+
+
+def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
+    failure = conditions.get("RayClusterReplicaFailure", {})
+    if failure.get("status") == "True":
+        return str(failure.get("message", ""))
+    return str(status.get("reason", "")) if status.get("state") == "failed" else ""
+
+
+def _pod_trouble(raw: Manifest, conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        words = str(scheduled.get("message", ""))
+        return Trouble(_scheduling_reason(raw, words), words)
+    troubles = list(_container_troubles(raw.get("status", {})))
+    if troubles:
+        return troubles[0]
+    status = raw.get("status", {})
+    if status.get("phase") == "Failed":
+        words = f"{status.get('reason', '')}: {status.get('message', '')}".strip(": ") or "the pod failed"
+        return Trouble(Reason.POD_FAILED, words)
+    return None
+
+
+def _scheduling_reason(raw: Manifest, words: str) -> str:
+    """Tell a lack of GPUs, which has its own reason, from everything else that the scheduler may say."""
+    limits = (c.get("resources", {}).get("limits", {}) for c in raw.get("spec", {}).get("containers", []))
+    extended = {name for limit in limits for name in limit if "/" in name}
+    lacking = any(f"Insufficient {name}" in words for name in extended)
+    return Reason.INSUFFICIENT_GPUS if lacking else Reason.UNSCHEDULABLE
+
+
+def _container_troubles(status: Mapping[str, Any]) -> Iterator[Trouble]:
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        state, name = container.get("state", {}), container.get("name", "")
+        waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
+        reason = waiting.get("reason", "")
+        words = f"{reason}: {waiting.get('message', '')}".rstrip(": ")
+        if reason in _PULL_REASONS:
+            yield Trouble(Reason.IMAGE_PULL_FAILED, words)
+        elif reason not in _HARMLESS_WAITS:
+            yield Trouble(Reason.POD_FAILED, f"container {name}: {words}")
+        if terminated.get("reason") == _SIGKILL_BY_KERNEL:
+            yield Trouble(Reason.OUT_OF_MEMORY, f"container {name} went beyond its memory limit and was killed")
+        elif terminated.get("exitCode", 0) != 0:
+            yield Trouble(Reason.POD_FAILED, f"container {name} ended: {_last_words(terminated)}")
+
+
+def _last_words(terminated: Mapping[str, Any]) -> str:
+    code = f"{terminated.get('reason', 'Error')}, exit code {terminated['exitCode']}"
+    message = str(terminated.get("message", "")).strip()
+    return f"{code}: {message}" if message else code

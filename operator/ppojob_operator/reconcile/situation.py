@@ -1,0 +1,142 @@
+"""One look at a job, as the policies ask about it: the job, what was observed, and the time.
+
+Every policy is a function of a `Situation`. It answers from the status what was decided before (which attempt, since
+when) and from the observation what is so now.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+
+from ppojob_api.v1alpha1.constants import Condition
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
+from ppojob_operator.manifests import naming
+from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
+from ppojob_operator.reconcile.reading import parse_time
+
+_FIRST_BACKOFF = timedelta(seconds=10)
+_LONGEST_BACKOFF = timedelta(seconds=360)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a policy says of one condition."""
+
+    status: str
+    """True, False or Unknown."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt is over."""
+
+    kind: FailureKind
+    """Whom it is counted against."""
+    reason: str
+    message: str
+    exit_code: int | None = None
+    is_cluster_suspect: bool = True
+    """The next attempt gets a new RayCluster; False: the trainer ended by itself and the pods are warm."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One look at a job whose spec is good."""
+
+    job: Job
+    spec: PPOJobSpec
+    observed: Observed
+    now: datetime
+
+    @property
+    def status(self) -> PPOJobStatus:
+        """The status as it stands."""
+        return self.job.status
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current attempt."""
+        return self.status.attempt or 0
+
+    @property
+    def start_time(self) -> datetime:
+        """When the job was admitted: now, if that is only just happening."""
+        return parse_time(self.status.start_time) if self.status.start_time else self.now
+
+    @property
+    def cluster_name(self) -> str:
+        """The RayCluster of the current attempt, which may have to be made."""
+        if self.status.ray_cluster is not None:
+            return self.status.ray_cluster.name
+        return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt)
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """The RayCluster of the current attempt, if it is there to stay."""
+        return next((c for c in self.observed.clusters if c.name == self.cluster_name and not c.is_going), None)
+
+    @cached_property
+    def pods(self) -> tuple[Pod, ...]:
+        """The pods of that RayCluster which are there to stay."""
+        return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_going)
+
+    @property
+    def head(self) -> Pod | None:
+        """The head pod, if there is one."""
+        return next((pod for pod in self.pods if pod.pool is None), None)
+
+    @property
+    def submission_id(self) -> str:
+        """Ray's id of the current attempt."""
+        return naming.submission_id(self.job.uid, self.attempt)
+
+    @cached_property
+    def ray_job(self) -> RayJob | None:
+        """The current attempt as Ray knows it; None where it does not, or was not asked."""
+        jobs = self.observed.ray.jobs if self.observed.ray else ()
+        return next((job for job in jobs if job.submission_id == self.submission_id), None)
+
+    @property
+    def submitted_at(self) -> datetime | None:
+        """When the current attempt was sent to Ray; None: not yet."""
+        submitted = self.condition(Condition.SUBMITTED)
+        if submitted is not None and submitted.status == "True":
+            return parse_time(submitted.last_transition_time)
+        return self.now if self.ray_job is not None else None
+
+    @property
+    def reported_at(self) -> datetime | None:
+        """When the trainer of the current attempt reported last; None: not yet."""
+        since, progress = self.submitted_at, self.status.progress
+        if since is None or progress is None or progress.last_update_time is None:
+            return None
+        reported = parse_time(progress.last_update_time)
+        return reported if reported >= since else None
+
+    @property
+    def due(self) -> datetime:
+        """When the current attempt may begin: after a failure there is a growing pause."""
+        failure = self.status.last_failure
+        if self.attempt == 0 or failure is None or failure.attempt != self.attempt - 1:
+            return self.start_time
+        return parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1)
+
+    def condition(self, kind: str) -> ConditionStatus | None:
+        """Return a condition as it stands in the status."""
+        return next((condition for condition in self.status.conditions if condition.type == kind), None)
+
+    def age_of(self, kind: str, status: str) -> timedelta:
+        """Return for how long a condition has had this status; nothing, if it has not."""
+        condition = self.condition(kind)
+        if condition is None or condition.status != status:
+            return timedelta(0)
+        return self.now - parse_time(condition.last_transition_time)
+
+
+def backoff(retries: int) -> timedelta:
+    """Return the pause before a retry: 10 s, doubled with each, at most six minutes, as batch/v1 Job has it."""
+    return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(retries - 1, 10)) if retries > 0 else timedelta(0)

@@ -1,0 +1,96 @@
+"""Policy: what the attempt needs before the trainer can be sent to Ray, and whether it is time to send it."""
+
+from dataclasses import dataclass
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_operator.manifests import naming
+from ppojob_operator.manifests.config_map import config_map, job_file
+from ppojob_operator.manifests.dashboard_secret import dashboard_secret, dashboard_token
+from ppojob_operator.manifests.ray_cluster import ray_cluster
+from ppojob_operator.manifests.service_account import service_account
+from ppojob_operator.manifests.submission import submission
+from ppojob_operator.plan import Manifest, Submission
+from ppojob_operator.reconcile.pools import PoolsFinding
+from ppojob_operator.reconcile.situation import Finding, Situation
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next for the attempt, and the condition Submitted."""
+
+    finding: Finding
+    apply: tuple[Manifest, ...] = ()
+    submission: Submission | None = None
+
+
+def next_step(situation: Situation, pools: PoolsFinding) -> Step:
+    """Return what brings the attempt forward: its objects, the submission, or nothing but patience."""
+    if situation.submitted_at is not None:
+        return Step(_SUBMITTED, apply=_renewed_ca(situation))
+    if situation.now < situation.due:
+        failure = situation.status.last_failure
+        words = f"attempt {failure.attempt} failed ({failure.reason})" if failure else "the last attempt failed"
+        message = f"{words}; attempt {situation.attempt} begins at {situation.due:%H:%M:%S} UTC"
+        return Step(Finding("False", Reason.RESTARTING, message))
+    text = job_file(situation.job, situation.spec, situation.observed.surroundings)
+    if situation.cluster is None:
+        return Step(_waiting("the pools are not ready"), apply=(*_companions(situation), *_objects(situation, text)))
+    changed = _objects(situation, text)[:1] if _is_config_old(situation, text) else ()
+    repair = _companions(situation) if situation.cluster.problem else ()
+    if not pools.is_ready:
+        return Step(_waiting("the pools are not ready"), apply=(*repair, *changed))
+    problem = situation.observed.ray.problem if situation.observed.ray else "it was not asked yet"
+    if problem:
+        return Step(_waiting(f"Ray's dashboard does not answer: {problem}"), apply=changed)
+    sent = submission(
+        situation.job, attempt=situation.attempt, cluster=situation.cluster_name, job_text=text
+    )
+    return Step(_SUBMITTED, apply=changed, submission=sent)
+
+
+_SUBMITTED = Finding("True", Reason.TRAINER_SUBMITTED, "the trainer was sent to Ray's head")
+
+
+def _waiting(words: str) -> Finding:
+    return Finding("False", Reason.NOT_SUBMITTED, words)
+
+
+def _companions(situation: Situation) -> tuple[Manifest, ...]:
+    """Return what the pods need before KubeRay can make them."""
+    job, name = situation.job, situation.cluster_name
+    token = dashboard_token(situation.observed.surroundings.dashboard_key, job.uid, name)
+    return service_account(job.key, job.uid), dashboard_secret(job.key, job.uid, name, token)
+
+
+def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:
+    """Return the ConfigMap and the RayCluster, in the order in which they are to be made."""
+    job, ca_bundle = situation.job, situation.observed.surroundings.ca_bundle
+    return (
+        config_map(job.key, job.uid, text, ca_bundle),
+        ray_cluster(situation.spec, job.key, job.uid, situation.cluster_name),
+    )
+
+
+def _is_config_old(situation: Situation, text: str) -> bool:
+    wanted = {constants.JOB_FILE: text, constants.CA_FILE: situation.observed.surroundings.ca_bundle}
+    return dict(situation.observed.config or {}) != wanted
+
+
+def _renewed_ca(situation: Situation) -> tuple[Manifest, ...]:
+    """Return the ConfigMap if the certificate authority changed under a running trainer.
+
+    job.json stays as it was sent: the trainer may still be waiting for the file with the hash that it was given.
+    """
+    job, config, ca_bundle = situation.job, situation.observed.config, situation.observed.surroundings.ca_bundle
+    if config is None or constants.JOB_FILE not in config or config.get(constants.CA_FILE) == ca_bundle:
+        return ()
+    return (config_map(job.key, job.uid, config[constants.JOB_FILE], ca_bundle),)
+
+
+def dashboard_address(situation: Situation) -> str | None:
+    """Return the address of Ray's dashboard inside the cluster, once there is one."""
+    cluster = situation.cluster
+    if cluster is None or not cluster.head_service:
+        return None
+    return naming.dashboard_url(cluster.head_service, situation.job.key.namespace)

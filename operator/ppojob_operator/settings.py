@@ -1,0 +1,108 @@
+"""Settings of the operator, read once from the environment by `main.py`.
+
+The chart sets the variables; their names are `PPOJOB_` and the field's name in capitals, but for the two that the
+downward API fills in (POD_NAMESPACE, POD_NAME). It reads no file and knows nothing of Kubernetes.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+
+_OWN_NAMES = {"namespace": "POD_NAMESPACE", "pod_name": "POD_NAME"}
+
+
+class SettingsError(ValueError):
+    """A variable of the environment has a value that cannot be used; the message names it and says what would be."""
+
+
+class DashboardAccess(StrEnum):
+    """How the operator reaches a Ray head."""
+
+    SERVICE = "Service"
+    """By the DNS name of the head's Service: the operator runs in the cluster."""
+    POD_IP = "PodIP"
+    """By the head pod's address: the operator runs outside the cluster, on a host with a route to the pods."""
+
+
+class LogLevel(StrEnum):
+    """Levels of Python's logging."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+class Settings(BaseModel):
+    """What the operator is told from outside. Times are in seconds."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    namespace: str = "ppojob-system"
+    """The operator's own namespace."""
+    pod_name: str = "ppojob-operator"
+    """The operator's own pod; reporter of the Events."""
+    watch_namespace: str = ""
+    """Namespace of the PPOJobs. Empty: all namespaces."""
+    log_level: LogLevel = LogLevel.INFO
+    """Level of the log."""
+
+    service_name: str = "ppojob-operator"
+    """Service of the status endpoint."""
+    service_port: Port = 443
+    """Port of that Service."""
+    certificate_secret: str = "ppojob-operator-certificates"
+    """Secret for the certificates that the operator makes."""
+    certificate_folder: str = ""
+    """Folder with certificates that somebody else makes. Empty: the operator makes them."""
+    host: str = "0.0.0.0"
+    """Address that the status endpoint and the probes listen on."""
+    port: Port = 8443
+    """HTTPS port of the status endpoint."""
+    probe_port: Port = 8081
+    """HTTP port of probes and metrics."""
+    public_url: str = ""
+    """Address of the status endpoint as pods see it. Empty: the Service's."""
+    extra_names: str = ""
+    """Further names of the status endpoint for its certificate, separated by commas."""
+
+    dashboard_access: DashboardAccess = DashboardAccess.SERVICE
+    """How Ray's dashboards are reached."""
+    dashboard_secret: str = "ppojob-operator-dashboard-key"
+    """Secret with the key from which the tokens of Ray's dashboards are made."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many jobs are looked at at the same time."""
+    request_timeout: Seconds = 20.0
+    """Longest time for one call to the API server or to a dashboard."""
+    pass_timeout: Seconds = 120.0
+    """Longest time for one look at one job; it is then tried again."""
+    idle_interval: Seconds = 300.0
+    """Longest time between two looks at a job that is not finished, whatever the watches say."""
+
+    @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """The further names of the certificate."""
+        return tuple(name.strip() for name in self.extra_names.split(",") if name.strip())
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Settings":
+        """Return the settings that the environment gives; an empty variable counts as not set.
+
+        Raises:
+            SettingsError: a value cannot be used.
+        """
+        names = {field: _OWN_NAMES.get(field, f"PPOJOB_{field.upper()}") for field in cls.model_fields}
+        given = {field: environment[name] for field, name in names.items() if environment.get(name)}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            problems = [
+                f"{names[str(detail['loc'][0])]}={detail['input']!r}: {detail['msg']}"
+                for detail in error.errors(include_url=False)
+            ]
+            raise SettingsError("; ".join(problems)) from error

@@ -1,0 +1,115 @@
+"""Who sends a report: the token is good for this job's audience, the job's own account, and a live pod of the job.
+
+`intake.py` calls it. Tokens are kept as hashes only and are never logged. The API server's word on a token is believed
+for a short time, so that a thousand jobs do not ask it a hundred times a second; the pod is looked at each time.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from time import monotonic
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_operator.status_server import refusals
+from ppojob_operator.status_server.ports import JobIdentity, ProgressPort, RawObject, TokenIdentity
+
+_MAX_CACHED = 4096
+_MAX_REVIEWS = 16
+_REFUSED_SECONDS = 10.0
+"""How long a refused token is believed to be so: an attacker's flood costs one review in this time."""
+_ENDED = ("Succeeded", "Failed")
+
+
+class TokenReviews:
+    """TokenReview with a memory."""
+
+    def __init__(self, port: ProgressPort, *, cache_seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        self._port = port
+        self._cache_seconds = cache_seconds
+        self._clock = clock
+        self._cached: OrderedDict[bytes, tuple[float, TokenIdentity | None]] = OrderedDict()
+        self._running = asyncio.Semaphore(_MAX_REVIEWS)
+
+    async def review(self, token: str, audience: str) -> TokenIdentity | None:
+        """Return whom the token stands for, or None if it is not good for the audience.
+
+        Raises:
+            ApiUnavailable: the API server does not answer.
+            ApiRefused: the operator may not review tokens.
+        """
+        key = hashlib.sha256(f"{audience}\n{token}".encode()).digest()
+        known = self._cached.get(key)
+        if known and self._clock() < known[0]:
+            return known[1]
+        async with self._running:
+            identity = await self._port.review_token(token, audience)
+        # An API server that does not know audiences says yes without naming one.
+        if identity is not None and audience not in identity.audiences:
+            identity = None
+        self._remember(key, identity)
+        return identity
+
+    def _remember(self, key: bytes, identity: TokenIdentity | None) -> None:
+        lifetime = self._cache_seconds if identity else min(_REFUSED_SECONDS, self._cache_seconds)
+        self._cached[key] = (self._clock() + lifetime, identity)
+        self._cached.move_to_end(key)
+        while len(self._cached) > _MAX_CACHED:
+            self._cached.popitem(last=False)
+
+
+class Authenticator:
+    """Decides whether the sender of a request may report for a job."""
+
+    def __init__(self, port: ProgressPort, reviews: TokenReviews, account_of: Callable[[str], str]) -> None:
+        self._port = port
+        self._reviews = reviews
+        self._account_of = account_of
+
+    async def check(self, authorization: str | None, key: JobIdentity) -> None:
+        """Return if the sender is a live pod of the job.
+
+        Args:
+            authorization: the request's header of that name.
+            key: the job for which the sender claims to speak.
+
+        Raises:
+            Refusal: with what is wrong and what to do.
+            ApiUnavailable: the API server does not answer.
+            ApiRefused: the operator lacks a right.
+        """
+        audience = progress_audience(*key)
+        identity = await self._reviews.review(_bearer_token(authorization), audience)
+        if identity is None:
+            raise refusals.unauthenticated(
+                f"the token is not valid, or not for the audience {audience}: "
+                "read the projected token's file anew for each report"
+            )
+        account = f"system:serviceaccount:{key.namespace}:{self._account_of(key.name)}"
+        if identity.username != account:
+            raise refusals.forbidden(f"the token belongs to {identity.username}: reports of {key} come from {account}")
+        if not identity.pod_name or not identity.pod_uid:
+            raise refusals.forbidden("the token is not bound to a pod: use the token that is projected into the pod")
+        _check_pod(await self._port.read_pod(key.namespace, identity.pod_name), identity, key)
+
+
+def _bearer_token(authorization: str | None) -> str:
+    scheme, _, token = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise refusals.unauthenticated("there is no token: send `Authorization: Bearer` with the projected token")
+    return token.strip()
+
+
+def _check_pod(pod: RawObject | None, identity: TokenIdentity, key: JobIdentity) -> None:
+    """Refuse a token whose pod is gone, has ended, or is not the job's.
+
+    A pod that is being deleted still counts: in its grace period it puts its last checkpoint down and says so.
+    """
+    if pod is None or pod["metadata"]["uid"] != identity.pod_uid or pod.get("status", {}).get("phase") in _ENDED:
+        raise refusals.forbidden(f"pod {identity.pod_name} of the token is gone: stop the trainer")
+    owner = pod["metadata"].get("labels", {}).get(constants.LABEL_JOB)
+    if owner != key.name:
+        raise refusals.forbidden(
+            f"pod {identity.pod_name} is labelled {constants.LABEL_JOB}={owner}: only pods of {key.name} report for it"
+        )

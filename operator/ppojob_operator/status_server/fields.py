@@ -1,0 +1,119 @@
+"""From a report to the part of the status that the reports own, and from the object to the reply. Pure.
+
+`intake.py` calls it. It writes no field of the operator's (status.py says who owns what): server-side apply would
+take it over.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.progress import Command, LiveSettings, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.status import Progress
+from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
+
+# What a report may not know yet, such as while the model of a new attempt is being loaded.
+_KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
+
+
+def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return the status fields of field manager `ppojob-progress`.
+
+    What the report does not carry keeps its previous value: with server-side apply a field that is left out is
+    deleted, and a restarted trainer does not know the last checkpoint before it has looked.
+
+    Args:
+        report: the report.
+        job: the PPOJob as it stands.
+        now: when the report arrived, by the server's clock.
+    """
+    previous = job.get("status", {})
+    old_progress = previous.get("progress", {})
+    kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
+    fields: dict[str, Any] = {
+        "progress": {**kept, **_progress(report, now).to_wire()},
+        "metrics": _metrics(report) or list(previous.get("metrics", [])),
+        "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
+        "checkpoint": report.checkpoint.to_wire() if report.checkpoint else previous.get("checkpoint"),
+        "model": {"path": report.model_path} if report.model_path else previous.get("model"),
+        "recommendation": report.recommendation or previous.get("recommendation"),
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def progress_reply(job: Mapping[str, Any]) -> ProgressReply:
+    """Return what the trainer is told: the live part of the spec, and to stop if its object is being deleted."""
+    spec = job.get("spec", {})
+    trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
+    checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
+    is_going = job["metadata"].get("deletionTimestamp") is not None
+    return ProgressReply(
+        command=Command.STOP if is_going else Command.NONE,
+        settings=LiveSettings(
+            total_steps=trainer.total_steps,
+            validate_every_steps=trainer.validate_every_steps,
+            checkpoint_every_steps=checkpoint.every_steps,
+            checkpoint_keep=checkpoint.keep,
+        ),
+    )
+
+
+def finished_condition(job: Mapping[str, Any]) -> str | None:
+    """Return Complete or Failed if the job is over, else None."""
+    over = (constants.Condition.COMPLETE, constants.Condition.FAILED)
+    conditions = job.get("status", {}).get("conditions", [])
+    return next((c["type"] for c in conditions if c["type"] in over and c["status"] == "True"), None)
+
+
+def format_number(value: float) -> str:
+    """Return a number as people read it: whole numbers in full, others with four significant digits.
+
+    0.41 -> "0.41", 1.0 -> "1", 12345.6 -> "12346", 0.000001 -> "1e-06".
+    """
+    if value == int(value) or abs(value) >= 1000:
+        return str(round(value)) if abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:.4g}"
+
+
+def format_time(moment: datetime) -> str:
+    """Return RFC 3339 in UTC, whole seconds, as metav1.Time has it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _progress(report: ProgressReport, now: datetime) -> Progress:
+    percentage = 100 * report.step // report.total_steps if report.total_steps else 0
+    return Progress(
+        step=report.step,
+        total_steps=report.total_steps,
+        percentage=min(100, percentage),
+        eta_seconds=None if report.eta_seconds is None else round(report.eta_seconds),
+        reward=_number(report.reward),
+        validation_reward=_number(report.validation_reward),
+        first_validation_reward=_number(report.first_validation_reward),
+        activity=report.activity.value,
+        first_step_time=report.first_step_time,
+        last_update_time=format_time(now),
+    )
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else format_number(value)
+
+
+def _metrics(report: ProgressReport) -> list[dict[str, str]]:
+    """Return the metrics in the order of the fixed list; others are in the job's storage."""
+    known = (name for name in constants.STATUS_METRICS if name in report.metrics)
+    return [{"name": name, "value": format_number(report.metrics[name])} for name in known]
+
+
+def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return how busy the job's pools are; a pool that the job does not have would be added to its status."""
+    names = {pool["name"] for pool in job.get("spec", {}).get("pools", [])}
+    known = (pool for pool in report.pools if pool.name in names)
+    return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
+
+
+def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return our own part of the pools' status."""
+    return [{"name": pool["name"], "busyFraction": pool["busyFraction"]} for pool in pools if "busyFraction" in pool]

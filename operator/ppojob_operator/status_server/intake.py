@@ -1,0 +1,122 @@
+"""One report's way: parse, authenticate, check against the job, keep it for the status, answer.
+
+`endpoint.py` calls it with the parts of a request; it knows no HTTP server. It refuses with `Refusal`.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
+from ppojob_operator.status_server import refusals
+from ppojob_operator.status_server.authentication import Authenticator
+from ppojob_operator.status_server.fields import finished_condition, progress_reply, progress_status
+from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, JobIdentity, ProgressPort, RawObject
+from ppojob_operator.status_server.writer import ProgressWriter
+
+_LOG = logging.getLogger(__name__)
+_MAX_PROBLEMS = 5
+
+
+def utc_now() -> datetime:
+    """Return the time of day in UTC."""
+    return datetime.now(UTC)
+
+
+class Intake:
+    """Takes reports in."""
+
+    def __init__(
+        self,
+        port: ProgressPort,
+        authenticator: Authenticator,
+        writer: ProgressWriter,
+        *,
+        write_limit_seconds: float,
+        clock: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._port = port
+        self._authenticator = authenticator
+        self._writer = writer
+        self._write_limit = write_limit_seconds
+        self._clock = clock
+
+    async def receive(self, namespace: str, name: str, authorization: str | None, body: bytes) -> ProgressReply:
+        """Take one report in and return the answer to the trainer.
+
+        Raises:
+            Refusal: the report is not taken; with the HTTP status, a reason and what to do.
+        """
+        arrived = self._clock()
+        report = parse_report(body)
+        key = JobIdentity(namespace, name, report.uid)
+        try:
+            await self._authenticator.check(authorization, key)
+            job = await self._port.read_job(namespace, name)
+        except ApiUnavailable as error:
+            raise refusals.unavailable(f"the API server does not answer ({error})") from error
+        except ApiRefused as error:
+            _LOG.error("a report of %s cannot be checked: %s", key, error)
+            raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+        current = _check_job(job, key, report)
+        is_last = report.activity is Activity.FINISHED
+        self._writer.keep(key, progress_status(report, current, arrived), is_last=is_last)
+        if is_last and not await self._writer.written(key, self._write_limit):
+            raise refusals.unavailable("the last report is not written yet, send it again")
+        return progress_reply(current)
+
+
+def parse_report(body: bytes) -> ProgressReport:
+    """Return the report.
+
+    Raises:
+        Refusal: it is no report; names the fields.
+    """
+    try:
+        report = ProgressReport.model_validate_json(body)
+    except ValidationError as error:
+        problems = [
+            f"{_path(detail['loc'])}: {detail['msg']}"
+            for detail in error.errors(include_url=False, include_input=False)
+        ]
+        raise refusals.malformed("; ".join(problems[:_MAX_PROBLEMS])) from error
+    times = {
+        "firstStepTime": report.first_step_time,
+        "checkpoint.time": report.checkpoint.time if report.checkpoint else None,
+    }
+    for path, text in times.items():
+        if text is not None and not _is_rfc3339(text):
+            raise refusals.malformed(f"{path}: {text!r} is no RFC 3339 time such as 2026-01-31T12:00:00Z")
+    return report
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".") or "body"
+
+
+def _is_rfc3339(text: str) -> bool:
+    try:
+        return "T" in text and datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) -> RawObject:
+    """Return the job if it takes this report.
+
+    A report of an attempt that the status does not know yet is taken: the operator's own write may lag behind it.
+    """
+    if job is None:
+        raise refusals.job_not_found(str(key))
+    if job["metadata"]["uid"] != key.uid:
+        raise refusals.other_object(str(key), key.uid, job["metadata"]["uid"])
+    condition = finished_condition(job)
+    if condition:
+        raise refusals.job_finished(str(key), condition)
+    attempt = job.get("status", {}).get("attempt", 0)
+    if report.attempt < attempt:
+        raise refusals.stale_attempt(str(key), report.attempt, attempt)
+    return job

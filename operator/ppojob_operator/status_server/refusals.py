@@ -1,0 +1,76 @@
+"""Why a report is refused: HTTP status, one word for programs, and a sentence that says what to do.
+
+The trainer stops on 409 and 410 (it was replaced), goes on training on everything else. Nothing here may carry a token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Refusal(Exception):
+    """A report that is not taken."""
+
+    status: int
+    reason: str
+    message: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return `reason: message`."""
+        return f"{self.reason}: {self.message}"
+
+
+def malformed(problem: str) -> Refusal:
+    """Return the answer to a body that is no ProgressReport."""
+    return Refusal(400, "Malformed", f"{problem}; send a ProgressReport of ppojob.dev/v1alpha1 as JSON")
+
+
+def unauthenticated(problem: str) -> Refusal:
+    """Return the answer to a request without a token that is good for this job."""
+    return Refusal(401, "Unauthenticated", problem, {"WWW-Authenticate": "Bearer"})
+
+
+def forbidden(problem: str) -> Refusal:
+    """Return the answer to a good token whose holder may not report for this job."""
+    return Refusal(403, "Forbidden", problem)
+
+
+def job_not_found(job: str) -> Refusal:
+    """Return the answer where there is no such PPOJob."""
+    return Refusal(404, "JobNotFound", f"there is no PPOJob {job}: it was deleted; stop the trainer")
+
+
+def slow_body(seconds: float) -> Refusal:
+    """Return the answer to a body that does not arrive."""
+    return Refusal(408, "TooSlow", f"the report did not arrive within {seconds:g} s: send it in one piece")
+
+
+def other_object(job: str, told: str, actual: str) -> Refusal:
+    """Return the answer to a report for an earlier object of the same name."""
+    message = f"the PPOJob {job} with uid {told} is gone, another one has its name (uid {actual}): stop the trainer"
+    return Refusal(409, "OtherObject", message)
+
+
+def stale_attempt(job: str, told: int, current: int) -> Refusal:
+    """Return the answer to an attempt that was replaced."""
+    message = f"attempt {told} of PPOJob {job} was replaced by attempt {current}: stop this trainer, write nothing more"
+    return Refusal(409, "StaleAttempt", message)
+
+
+def job_finished(job: str, condition: str) -> Refusal:
+    """Return the answer where the job is over."""
+    message = f"PPOJob {job} is {condition} and takes no more reports: stop the trainer"
+    return Refusal(410, "JobFinished", message)
+
+
+def too_large(limit: int) -> Refusal:
+    """Return the answer to a body beyond the limit."""
+    message = f"a report has at most {limit} bytes: send only the metrics of constants.STATUS_METRICS"
+    return Refusal(413, "TooLarge", message)
+
+
+def unavailable(problem: str) -> Refusal:
+    """Return the answer where the operator cannot decide or write at the moment."""
+    message = f"{problem}: go on training and send the next report as usual"
+    return Refusal(503, "Unavailable", message, {"Retry-After": "10"})

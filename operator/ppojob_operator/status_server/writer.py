@@ -1,0 +1,185 @@
+"""Writes reports into the status: for each job at most once in an interval, the newest report, and none is lost.
+
+    intake ──keep()──▶ kept reports ──dispatcher (when due)──▶ queue ──workers──▶ API server
+                            ▲                                            │
+                            └──────── not written: due again ────────────┘
+
+The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report stays
+kept until it is written, so a cancelled or failed write loses nothing; `flush` writes what is left at the end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from ppojob_operator.status_server.metrics import OperatorMetrics
+from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, JobIdentity, ProgressPort, RawObject
+
+_LOG = logging.getLogger(__name__)
+_WORKERS = 8
+_LONGEST_SLEEP = 5.0
+_SHORTEST_SLEEP = 0.05
+"""A pass looks at all jobs: a burst of reports must not make it spin."""
+_LAST_REPORT_RETRY = 1.0
+_MAX_REFUSALS = 5
+"""Refusals of the same job in a row after which its report is dropped; an API server that is away counts not."""
+
+
+@dataclass
+class _Job:
+    """What is known of one job's writes. Times are of the monotonic clock."""
+
+    status: RawObject | None = None
+    received: float = 0.0
+    is_last: bool = False
+    due: float = 0.0
+    last_try: float = float("-inf")
+    refusals: int = 0
+    is_queued: bool = False
+    written: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ProgressWriter:
+    """Keeps the newest report of each job and writes it when its time has come."""
+
+    def __init__(
+        self,
+        port: ProgressPort,
+        metrics: OperatorMetrics,
+        *,
+        interval_seconds: float,
+        clock: Callable[[], float] = monotonic,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._port = port
+        self._metrics = metrics
+        self._interval = interval_seconds
+        self._clock = clock
+        self._beat = beat
+        self._jobs: dict[JobIdentity, _Job] = {}
+        self._queue: asyncio.Queue[JobIdentity] = asyncio.Queue()
+        self._changed = asyncio.Event()
+
+    def keep(self, key: JobIdentity, status: RawObject, *, is_last: bool = False) -> None:
+        """Take a report's status; an older one of the same job that is not written yet is replaced.
+
+        Args:
+            key: the job.
+            status: the whole part of the status that the reports own.
+            is_last: write it at once.
+        """
+        job = self._jobs.setdefault(key, _Job())
+        now = self._clock()
+        job.status, job.received, job.is_last = status, now, is_last
+        job.due = now if is_last else max(now, job.last_try + self._interval)
+        job.written.clear()
+        self._changed.set()
+
+    async def written(self, key: JobIdentity, seconds: float) -> bool:
+        """Wait until all that is kept of the job is written; False if that takes longer."""
+        job = self._jobs.get(key)
+        if job is None:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await job.written.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._dispatch(), name="progress dispatcher")
+            for number in range(_WORKERS):
+                group.create_task(self._work(), name=f"progress writer {number}")
+
+    async def flush(self, seconds: float) -> int:
+        """Write everything that is kept, after `run` was cancelled; return how many reports could not be written."""
+        waiting = [key for key, job in self._jobs.items() if job.status is not None]
+        writes = [asyncio.create_task(self._write(key)) for key in waiting]
+        if writes:
+            _, late = await asyncio.wait(writes, timeout=seconds)
+            for write in late:
+                write.cancel()
+        left = [str(key) for key, job in self._jobs.items() if job.status is not None]
+        if left:
+            _LOG.warning("the last reports of %d jobs could not be written: %s", len(left), ", ".join(left[:20]))
+        return len(left)
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._changed.clear()
+            self._beat()
+            now = self._clock()
+            for key, job in self._jobs.items():
+                if job.status is not None and not job.is_queued and job.due <= now:
+                    job.is_queued = True
+                    self._queue.put_nowait(key)
+            self._forget(now)
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        waiting = [job.due for job in self._jobs.values() if job.status is not None and not job.is_queued]
+        seconds = min([due - self._clock() for due in waiting] + [_LONGEST_SLEEP])
+        await asyncio.sleep(_SHORTEST_SLEEP)
+        try:
+            async with asyncio.timeout(max(seconds - _SHORTEST_SLEEP, 0)):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.get()
+            await self._write(key)
+
+    async def _write(self, key: JobIdentity) -> None:
+        job = self._jobs[key]
+        status, received = job.status, job.received
+        if status is None:
+            return
+        job.last_try = self._clock()
+        try:
+            exists = await self._port.apply_progress(key, status)
+        except ApiUnavailable as error:
+            self._postpone(key, job, error)
+        except ApiRefused as error:
+            job.refusals += 1
+            self._postpone(key, job, error)
+        else:
+            self._done(job, status, exists=exists)
+            self._metrics.status_write_lag.observe(self._clock() - received)
+        finally:
+            job.is_queued = False
+            self._changed.set()
+
+    def _done(self, job: _Job, status: RawObject, *, exists: bool) -> None:
+        self._metrics.status_writes.labels(outcome="written" if exists else "job_gone").inc()
+        job.refusals = 0
+        if job.status is status or not exists:
+            job.status = None
+            job.written.set()
+        elif not job.is_last:  # A younger report came while this one was being written.
+            job.due = job.last_try + self._interval
+
+    def _postpone(self, key: JobIdentity, job: _Job, error: Exception) -> None:
+        self._metrics.status_writes.labels(outcome="failed").inc()
+        if job.refusals < _MAX_REFUSALS:
+            wait = _LAST_REPORT_RETRY if job.is_last else self._interval
+            job.due = self._clock() + wait
+            _LOG.warning("the progress of %s is not written yet, next try in %g s: %s", key, wait, error)
+            return
+        _LOG.error("the progress of %s is dropped, the API server refused it %d times: %s", key, job.refusals, error)
+        job.status, job.refusals = None, 0
+
+    def _forget(self, now: float) -> None:
+        """Drop jobs that have nothing to write and may be written at once: their memory holds nothing."""
+        idle = [
+            key for key, job in self._jobs.items()
+            if job.status is None and not job.is_queued and job.last_try + self._interval <= now
+        ]  # fmt: skip
+        for key in idle:
+            del self._jobs[key]

@@ -1,0 +1,94 @@
+"""The command line: `python -m tests.cluster COMMAND`. The Makefile and people call it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tests.cluster import cluster, kwok
+from tests.cluster.errors import ClusterError
+from tests.cluster.layout import Layout
+from tests.cluster.processes import Processes
+from tests.cluster.stages import StageFailed, Stages
+
+app = typer.Typer(help="A real one-node Kubernetes with KubeRay.", no_args_is_help=True, add_completion=False)
+
+
+@app.command()
+def build() -> None:
+    """Install the system packages and build the binaries (again only where their module changed)."""
+    layout, stages = Layout.from_environment(), Stages()
+    with cluster.locked(layout):
+        cluster.build(layout, stages)
+    stages.print_table()
+
+
+@app.command()
+def up() -> None:
+    """Start the cluster, or find it running."""
+    layout, stages = Layout.from_environment(), Stages()
+    with cluster.locked(layout):
+        cluster.up(layout, stages)
+    stages.print_table()
+    env()
+
+
+@app.command()
+def down(purge: Annotated[bool, typer.Option(help="Remove the cached images too.")] = False) -> None:
+    """End the cluster and remove all that it left on the machine, its storage included."""
+    layout, stages = Layout.from_environment(), Stages()
+    with cluster.locked(layout):
+        cluster.down(layout, stages, purge=purge)
+    stages.print_table()
+
+
+@app.command()
+def status() -> None:
+    """Say which processes run and whether the cluster is healthy; the exit code is 1 if it is not."""
+    layout = Layout.from_environment()
+    processes = Processes(layout)
+    for name in (*cluster.CORE, *cluster.SATELLITES, kwok.PROCESS):
+        record = processes.record(name)
+        state = f"runs, process {record.pid}" if record and record.is_alive() else "does not run"
+        print(f"{name:24} {state:24} {layout.log(name)}")
+    is_healthy = cluster.is_healthy(layout)
+    print("healthy" if is_healthy else "not healthy")
+    raise typer.Exit(0 if is_healthy else 1)
+
+
+@app.command()
+def env() -> None:
+    """Print the exports with which a shell uses the cluster."""
+    layout = Layout.from_environment()
+    print(f'export PATH="{layout.bin}:$PATH"')
+    print(f'export KUBECONFIG="{layout.kubeconfig}"')
+
+
+@app.command("kwok")
+def kwok_nodes(
+    count: Annotated[int, typer.Argument(min=1, max=1000, help="How many nodes.")],
+    prefix: Annotated[str, typer.Option(help="Their names begin with it.")] = "fake",
+    label: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, may be repeated.")] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node.")] = 8,
+) -> None:
+    """Add nodes that exist only in the API server, with labels and GPUs."""
+    labels = dict(item.split("=", 1) for item in label or [])
+    print("\n".join(kwok.add_nodes(Layout.from_environment(), count, prefix=prefix, labels=labels, gpus=gpus)))
+
+
+def main() -> int:
+    """Run a command; 1 with one message (no traceback) for what the cluster's parts refuse."""
+    try:
+        app()
+    except StageFailed:
+        return 1
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A PPOJob, its pod, and an API server that knows both, for the status server's tests."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_operator.status_server import ApiUnavailable, JobIdentity, TokenIdentity
+
+KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
+TOKEN = "good-token"
+
+
+class FakeCluster:
+    """Both ports, in memory. `errors` are raised one by one by the calls of that name."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[tuple[str, str], dict[str, Any]] = {}
+        self.tokens: dict[tuple[str, str], TokenIdentity] = {}
+        self.secrets: dict[tuple[str, str], dict[str, Any]] = {}
+        self.writes: list[tuple[JobIdentity, dict[str, Any]]] = []
+        self.reviews = 0
+        self.errors: dict[str, Iterator[Exception | None]] = {}
+        self.before_write: Callable[[], Any] | None = None
+
+    def _fail(self, name: str) -> None:
+        error = next(self.errors.get(name, iter(())), None)
+        if error:
+            raise error
+
+    async def review_token(self, token: str, audience: str) -> TokenIdentity | None:
+        self.reviews += 1
+        self._fail("review_token")
+        return self.tokens.get((token, audience))
+
+    async def read_pod(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self.pods.get((namespace, name))
+
+    async def read_job(self, namespace: str, name: str) -> dict[str, Any] | None:
+        self._fail("read_job")
+        return self.jobs.get((namespace, name))
+
+    async def apply_progress(self, key: JobIdentity, status: dict[str, Any]) -> bool:
+        if self.before_write:
+            await self.before_write()
+        self._fail("apply_progress")
+        self.writes.append((key, status))
+        job = self.jobs.get((key.namespace, key.name))
+        return job is not None and job["metadata"]["uid"] == key.uid
+
+    async def read_secret(self, namespace: str, name: str) -> dict[str, Any] | None:
+        self._fail("read_secret")
+        return copy.deepcopy(self.secrets.get((namespace, name)))
+
+    async def create_secret(self, secret: dict[str, Any]) -> bool:
+        self._fail("create_secret")
+        place = (secret["metadata"]["namespace"], secret["metadata"]["name"])
+        if place in self.secrets:
+            return False
+        return self._store(place, secret, 1)
+
+    async def replace_secret(self, secret: dict[str, Any]) -> bool:
+        self._fail("replace_secret")
+        place = (secret["metadata"]["namespace"], secret["metadata"]["name"])
+        version = self.secrets[place]["metadata"]["resourceVersion"]
+        if secret["metadata"]["resourceVersion"] != version:
+            return False
+        return self._store(place, secret, int(version) + 1)
+
+    def _store(self, place: tuple[str, str], secret: dict[str, Any], version: int) -> bool:
+        stored = copy.deepcopy(secret)
+        stored["metadata"]["resourceVersion"] = str(version)
+        self.secrets[place] = stored
+        return True
+
+
+@pytest.fixture
+def key() -> JobIdentity:
+    return KEY
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    """A running job in its attempt 2, as the API server has it, defaults included."""
+    return {
+        "metadata": {"namespace": KEY.namespace, "name": KEY.name, "uid": KEY.uid, "generation": 1},
+        "spec": {
+            "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
+            "trainer": {"totalSteps": 120, "validateEverySteps": 10, "seed": 1},
+            "checkpoint": {"everySteps": 50, "keep": 2, "export": "Final"},
+        },
+        "status": {"attempt": 2, "conditions": [{"type": "Accepted", "status": "True"}]},
+    }
+
+
+@pytest.fixture
+def pod() -> dict[str, Any]:
+    """The head pod of the job."""
+    metadata = {"name": "arithmetic-head", "uid": "pod-1", "labels": {constants.LABEL_JOB: KEY.name}}
+    return {"metadata": metadata, "status": {"phase": "Running"}}
+
+
+@pytest.fixture
+def identity() -> TokenIdentity:
+    """Whom the pod's projected token stands for."""
+    return TokenIdentity(
+        username="system:serviceaccount:rl-team:arithmetic-trainer",
+        audiences=(progress_audience(*KEY),),
+        pod_name="arithmetic-head",
+        pod_uid="pod-1",
+    )
+
+
+@pytest.fixture
+def cluster(job: dict[str, Any], pod: dict[str, Any], identity: TokenIdentity) -> FakeCluster:
+    """An API server with the job, its pod and its token."""
+    fake = FakeCluster()
+    fake.jobs[KEY.namespace, KEY.name] = job
+    fake.pods[KEY.namespace, "arithmetic-head"] = pod
+    fake.tokens[TOKEN, progress_audience(*KEY)] = identity
+    return fake
+
+
+@pytest.fixture
+def authorization() -> str:
+    return f"Bearer {TOKEN}"
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """A report of attempt 2 in the middle of the run, as the trainer sends it."""
+    return {
+        "uid": KEY.uid,
+        "attempt": 2,
+        "activity": "Training",
+        "step": 12,
+        "totalSteps": 120,
+        "etaSeconds": 639.6,
+        "reward": 0.412345,
+        "firstValidationReward": 0.2,
+        "firstStepTime": "2026-01-31T12:00:00Z",
+        "metrics": {"actor/lr": 1e-6, "critic/score/mean": 0.412345, "my/own": 3.0},
+        "pools": [{"name": "actor", "busyFraction": 0.91}, {"name": "stranger", "busyFraction": 0.5}],
+        "checkpoint": {"step": 10, "path": "/data/ppojob/rl-team/arithmetic/checkpoints/10", "time": "2026-01-31T12:01:00Z"},
+    }
+
+
+@pytest.fixture
+def unavailable() -> ApiUnavailable:
+    return ApiUnavailable("GET /x: no answer within 10 s")

@@ -1,0 +1,138 @@
+"""What a report becomes in the status, and what the trainer is told."""
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.progress import Command, ProgressReport
+from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_operator.status_server.fields import (
+    finished_condition,
+    format_number,
+    format_time,
+    progress_reply,
+    progress_status,
+)
+
+NOW = datetime(2026, 1, 31, 12, 5, 6, 999_999, tzinfo=UTC)
+
+
+def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    return progress_status(ProgressReport.model_validate(report), job, NOW)
+
+
+def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(report: dict[str, Any], job: dict[str, Any]) -> None:
+    status = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+
+    assert status == {
+        "progress": {
+            "step": 12,
+            "totalSteps": 120,
+            "percentage": 10,
+            "etaSeconds": 640,
+            "reward": "0.4123",
+            "firstValidationReward": "0.2",
+            "activity": "Training",
+            "firstStepTime": "2026-01-31T12:00:00Z",
+            "lastUpdateTime": "2026-01-31T12:05:06Z",
+        },
+        "metrics": [{"name": "critic/score/mean", "value": "0.4123"}, {"name": "actor/lr", "value": "1e-06"}],
+        "pools": [{"name": "actor", "busyFraction": "0.91"}],
+        "checkpoint": report["checkpoint"],
+        "model": {"path": "/data/model"},
+        "recommendation": "1 GPU would do",
+    }
+
+
+def test_the_fields_are_those_of_the_contract(report: dict[str, Any], job: dict[str, Any]) -> None:
+    PPOJobStatus.model_validate(status_of(report, job))
+
+
+def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    before = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+    job["status"] |= before | {"pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]}
+
+    after = status_of({"uid": "uid-1", "attempt": 3, "activity": "Loading", "totalSteps": 120}, job)
+
+    assert after["progress"] == {
+        "step": 0,
+        "totalSteps": 120,
+        "percentage": 0,
+        "reward": "0.4123",
+        "firstValidationReward": "0.2",
+        "activity": "Loading",
+        "firstStepTime": "2026-01-31T12:00:00Z",
+        "lastUpdateTime": "2026-01-31T12:05:06Z",
+    }
+    assert {name: after[name] for name in before if name != "progress"} == {
+        name: value for name, value in before.items() if name != "progress"
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "percentage"), [(0, 0, 0), (0, 8, 0), (1, 3, 33), (29, 100, 29), (8, 8, 100), (9, 8, 100)]
+)
+def test_the_percentage_is_rounded_down_and_never_beyond_100(
+    report: dict[str, Any], job: dict[str, Any], step: int, total: int, percentage: int
+) -> None:
+    status = status_of({**report, "step": step, "totalSteps": total}, job)
+
+    assert status["progress"]["percentage"] == percentage
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.41, "0.41"),
+        (0.412345, "0.4123"),
+        (-0.00123456, "-0.001235"),
+        (1e-6, "1e-06"),
+        (1.0, "1"),
+        (0.0, "0"),
+        (-0.0, "0"),
+        (128.25, "128.2"),
+        (12345.6, "12346"),
+        (44_000.0, "44000"),
+        (1e20, "1e+20"),
+    ],
+)
+def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+def test_times_are_in_utc() -> None:
+    assert format_time(datetime(2026, 1, 31, 13, 0, tzinfo=timezone(timedelta(hours=1)))) == "2026-01-31T12:00:00Z"
+
+
+def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
+    assert progress_reply(job).to_wire() == {
+        "command": "None",
+        "settings": {"totalSteps": 120, "validateEverySteps": 10, "checkpointEverySteps": 50, "checkpointKeep": 2},
+    }
+
+
+def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
+    job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
+
+    assert progress_reply(job).command is Command.STOP
+
+
+@pytest.mark.parametrize(
+    ("conditions", "finished"),
+    [
+        ([], None),
+        ([{"type": "Accepted", "status": "True"}], None),
+        ([{"type": "Complete", "status": "False"}, {"type": "Failed", "status": "Unknown"}], None),
+        ([{"type": "Accepted", "status": "True"}, {"type": "Complete", "status": "True"}], "Complete"),
+        ([{"type": "Failed", "status": "True"}], "Failed"),
+    ],
+)
+def test_a_job_is_over_when_it_is_complete_or_failed(conditions: list[dict[str, str]], finished: str | None) -> None:
+    assert finished_condition({"status": {"conditions": conditions}}) == finished
+
+
+def test_a_job_without_a_status_is_not_over() -> None:
+    assert finished_condition({}) is None

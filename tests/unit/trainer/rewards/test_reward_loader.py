@@ -1,0 +1,109 @@
+"""From a PPOJob's reward.function to a callable: what works, and that each mistake is named with its remedy."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppojob_trainer.rewards import RewardImportError, load_reward_function
+
+CALL = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {}}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str, name: str = "reward.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def test_a_file_with_the_default_name(write) -> None:
+    path = write(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n"
+    )
+    assert load_reward_function(path=path)(**CALL) == 1
+
+
+def test_another_name_and_keyword_arguments(write) -> None:
+    path = write(
+        "def mine(data_source, solution_str, ground_truth, extra_info=None, extract='whole', bonus=0):\n"
+        "    return {'score': bonus, 'extract': extract}\n"
+    )
+    function = load_reward_function(path=path, name="mine", extract="boxed", kwargs={"bonus": 2})
+    assert function(**CALL) == {"score": 2, "extract": "boxed"}
+    assert load_reward_function(path=path, name="mine")(**CALL) == {"score": 0, "extract": "whole"}
+
+
+def test_a_file_may_define_dataclasses(write) -> None:
+    path = write(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Score:\n    value: float\n"
+        "def compute_score(**anything):\n    return Score(3.0).value\n"
+    )
+    assert load_reward_function(path=path)(**CALL) == 3.0
+
+
+def test_an_installed_module() -> None:
+    function = load_reward_function(module="ppojob_trainer.rewards.vader_sentiment")
+    assert function(**{**CALL, "solution_str": "This is wonderful."})["score"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs either module or path"),
+        ({"module": "a", "path": "b"}, "needs either module or path"),
+        (
+            {"module": "no_such_package.rewards"},
+            r"module 'no_such_package.rewards': No module named 'no_such_package'.*Install",
+        ),
+        ({"path": "/nowhere/reward.py"}, r"path '/nowhere/reward.py': there is no such file where the trainer runs"),
+        (
+            {"module": "json", "name": "score"},
+            "json has no function 'score': set reward.function.name to one of .*dumps",
+        ),
+        ({"module": "ppojob_trainer", "name": "score"}, "it defines no function at all"),
+        ({"module": "sys", "name": "version"}, "'version' in sys is a str, not a function"),
+        (
+            {"module": "ppojob_trainer.rewards.vader_sentiment", "extract": "boxed"},
+            "compute_score of ppojob_trainer.rewards.vader_sentiment has the signature .* extract=: got an unexpected "
+            "keyword argument 'extract'",
+        ),
+    ],
+)
+def test_mistakes_are_named(arguments, message) -> None:
+    with pytest.raises(RewardImportError, match=message):
+        load_reward_function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_thing\n", "No module named 'no_such_thing'"),
+        ("def compute_score(:\n", r"SyntaxError: .*reward\.py, line 1"),
+        ("raise RuntimeError('no licence')\n", "its import failed with RuntimeError: no licence"),
+        (
+            "def compute_score(response):\n    return 0\n",
+            r"signature \(response\) and cannot be called with data_source=",
+        ),
+        ("async def compute_score(**k):\n    return 0\n", "is a coroutine function: write it as a plain function"),
+        (
+            "def other(**k):\n    return 0\n",
+            "has no function 'compute_score': set reward.function.name to one of other",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_are_named(write, text, message) -> None:
+    before = set(sys.modules)
+    with pytest.raises(RewardImportError, match=message):
+        load_reward_function(path=write(text))
+    if "def other" not in text and "compute_score" not in text:
+        assert not {name for name in set(sys.modules) - before if name.startswith("ppojob_reward_")}
+
+
+def test_a_file_that_is_not_python(write) -> None:
+    with pytest.raises(RewardImportError, match=r"must end in \.py"):
+        load_reward_function(path=write("x", "reward.txt"))

@@ -1,0 +1,219 @@
+"""The run: resume, validate, steps, checkpoints, the end. What one step is, is `ppo`'s affair.
+
+    restore ─ validate ─┬─ generate ─ prepare ─ apply ─ validate? ─ critic done ─ record ─ checkpoint? ─┬─ ... ─ export
+                        └──────────────────────◀── generate of the next step may begin here ◀──────────┘
+
+A stop is in order: up to the advantages a step is dropped, afterwards it is finished; then a checkpoint is written if
+a step was done since the last. Called by `main` with ports; it touches neither processes nor files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ppojob_api.v1alpha1.progress import Activity
+from ppojob_trainer.controller.errors import StoppedError
+from ppojob_trainer.controller.metrics import throughput_metrics
+from ppojob_trainer.controller.phases import Phase, Phases
+from ppojob_trainer.controller.ports import B, CheckpointPort, MonitorPort, Ports
+from ppojob_trainer.controller.ppo import PPO, Generated, Prepared
+from ppojob_trainer.controller.schedule import Schedule
+
+__all__ = ["LoopSettings", "Outcome", "TrainingLoop"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the loop must know of the spec, live settings aside.
+
+    exports_final, exports_each: when the policy is written as a HuggingFace folder. num_gpus: of all pools.
+    """
+
+    has_validation: bool
+    validates_first: bool
+    exports_final: bool
+    exports_each: bool
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: all steps done, or stopped in order after `step`."""
+
+    step: int
+    is_finished: bool
+
+
+class TrainingLoop(Generic[B]):
+    """Runs all steps of a job, once."""
+
+    def __init__(
+        self,
+        ppo: PPO[B],
+        ports: Ports[B],
+        checkpoints: CheckpointPort,
+        monitor: MonitorPort,
+        phases: Phases,
+        schedule: Schedule,
+        settings: LoopSettings,
+    ) -> None:
+        self._ppo = ppo
+        self._ports = ports
+        self._checkpoints = checkpoints
+        self._monitor = monitor
+        self._phases = phases
+        self._schedule = schedule
+        self._settings = settings
+        self._step = 0
+        self._saved_step = 0
+        self._ahead: asyncio.Task[Generated[B]] | None = None
+
+    async def run(self) -> Outcome:
+        """Run until the last step is done or the monitor says stop."""
+        try:
+            await self._restore()
+            try:
+                await self._steps()
+            except StoppedError:
+                logger.info("stopping after step %d", self._step)
+            if self._monitor.is_stopping and self._step < self._monitor.settings.total_steps:
+                await self._save()
+                return Outcome(self._step, is_finished=False)
+            await self._finish()
+            return Outcome(self._step, is_finished=True)
+        finally:
+            self._drop_ahead()
+            self._ppo.close()
+
+    async def _restore(self) -> None:
+        found = await self._checkpoints.restore()
+        if found is None:
+            return
+        step, state = found
+        await self._ports.data.restore(step, state["data"])
+        self._ppo.restore_kl(state["kl"])
+        self._step = self._saved_step = step
+        # The engines have loaded the initial weights.
+        await self._phases.run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
+        self._monitor.resumed(step)
+
+    async def _steps(self) -> None:
+        if self._step == 0 and self._settings.validates_first and self._validates:
+            self._monitor.record(0, await self._validate())
+        start = self._phases.now()
+        while self._step < self._monitor.settings.total_steps:
+            start = await self._one_step(self._step + 1, start)
+
+    async def _one_step(self, step: int, start: float) -> float:
+        """Run a step that counts from `start`; return when the next one begins to count."""
+        self._monitor.set_activity(Activity.TRAINING)
+        prepared = await self._or_stop(self._prepare(step))
+        metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
+        # From here on the models are those after `step`, but for a critic that may still be busy.
+        self._step = step
+        goes_on = step < self._monitor.settings.total_steps
+        if not (self._schedule.next_generation and goes_on):
+            metrics |= await self._ppo.critic_metrics()
+        end = self._phases.now()
+        if self._validates and self._is_due(step, self._monitor.settings.validate_every_steps):
+            metrics |= await self._validate_unless_stopped()
+        next_start = self._phases.now()
+        if self._schedule.next_generation and goes_on:
+            self._ahead = asyncio.create_task(self._ppo.generate(step + 1))
+        metrics |= await self._ppo.critic_metrics()
+        metrics |= self._phases.timings(step) | self._phases.close_window(start, end)
+        metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
+        if self._is_due(step, self._monitor.settings.checkpoint_every_steps):
+            metrics["timing_s/save_checkpoint"] = await self._save()
+        self._monitor.record(step, metrics)
+        self._phases.forget(step - 1)
+        if self._monitor.is_stopping:
+            raise StoppedError
+        return next_start if self._ahead is not None else self._phases.now()
+
+    async def _prepare(self, step: int) -> Prepared[B]:
+        ahead, self._ahead = self._ahead, None
+        generated = await (ahead if ahead is not None else self._ppo.generate(step))
+        return await self._ppo.prepare(generated)
+
+    async def _finish(self) -> None:
+        await self._save()
+        if self._settings.exports_final:
+            self._monitor.set_activity(Activity.EXPORTING)
+            self._monitor.exported(await self._checkpoints.export())
+        self._monitor.set_activity(Activity.FINISHED)
+
+    @property
+    def _validates(self) -> bool:
+        return self._settings.has_validation and self._monitor.settings.validate_every_steps > 0
+
+    def _is_due(self, step: int, every: int) -> bool:
+        is_last = step >= self._monitor.settings.total_steps
+        return is_last or (every > 0 and step % every == 0)
+
+    async def _save(self) -> float:
+        """Write a checkpoint of the last step that is done, unless there is one; return the seconds it took."""
+        if self._step == self._saved_step:
+            return 0.0
+        self._monitor.set_activity(Activity.SAVING)
+        start, step = self._phases.now(), self._step
+        await self._ppo.critic_metrics()
+        state = {"data": await self._ports.data.state(step), "kl": self._ppo.kl_state()}
+        keep = self._monitor.settings.checkpoint_keep
+        work = self._checkpoints.save(step, state, keep)
+        path = await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, work)
+        self._saved_step = step
+        self._monitor.saved(step, path)
+        if self._settings.exports_each:
+            self._monitor.exported(await self._checkpoints.export())
+        return self._phases.now() - start
+
+    async def _validate(self) -> dict[str, float]:
+        self._monitor.set_activity(Activity.VALIDATING)
+        return await self._or_stop(
+            self._phases.run(Phase.VALIDATE, "rollout", self._step, self._validation_metrics())
+        )
+
+    async def _validate_unless_stopped(self) -> dict[str, float]:
+        """Validate; a stop drops the validation and not the step, which is done."""
+        try:
+            return await self._validate()
+        except StoppedError:
+            return {}
+
+    async def _validation_metrics(self) -> dict[str, float]:
+        prompts = await self._ports.data.validation_prompts()
+        rollout = await self._ports.rollout.generate_for_validation(prompts)
+        return dict(await self._ports.reward.validate(prompts.union(rollout.batch)))
+
+    async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, or drop it when the run shall stop.
+
+        Raises:
+            StoppedError: it was dropped.
+        """
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._monitor.wait_for_stop())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise StoppedError
+        finally:
+            stop.cancel()
+            task.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            # Where it had failed by itself, that is not the error that ended the run: take note of it and no more.
+            self._ahead.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._ahead = None

@@ -1,0 +1,63 @@
+"""Metrics that come from lengths and times alone, under verl's names. Pure; called by `ppo` and `loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ppojob_trainer.controller.ports import Batch, Rollout
+
+__all__ = ["length_metrics", "throughput_metrics"]
+
+B = TypeVar("B", bound=Batch)
+
+# verl's: these are divided by the tokens of responses, the others by all tokens.
+_BY_RESPONSE_TOKENS = ("gen",)
+
+
+def length_metrics(rollout: Rollout[B], max_response_length: int) -> dict[str, float]:
+    """Return the lengths of prompts, responses and sequences, in tokens, and the share of responses that were cut."""
+    responses = rollout.response_lengths
+    totals = [prompt + response for prompt, response in zip(rollout.prompt_lengths, responses, strict=True)]
+    cut = sum(length >= max_response_length for length in responses)
+    return {
+        **_spread("response_length", responses),
+        "response_length/clip_ratio": cut / len(responses),
+        **_spread("prompt_length", rollout.prompt_lengths),
+        **_spread("global_seqlen", totals),
+        "perf/total_num_tokens": float(sum(totals)),
+    }
+
+
+def throughput_metrics(metrics: dict[str, float], step_seconds: float, num_gpus: int) -> dict[str, float]:
+    """Return the rates of a step.
+
+    Args:
+        metrics: of the step, with lengths and `timing_s/*`.
+        num_gpus: of all pools.
+
+    Returns:
+        perf/throughput in tokens / (s x GPU), perf/time_per_step in s, timing_per_token_ms/* in ms.
+    """
+    tokens = metrics["perf/total_num_tokens"]
+    rows = tokens / metrics["global_seqlen/mean"]
+    response_tokens = metrics["response_length/mean"] * rows
+    rates = {
+        "timing_s/step": step_seconds,
+        "perf/time_per_step": step_seconds,
+        "perf/throughput": tokens / (max(step_seconds, 1e-9) * num_gpus),
+    }
+    for name, seconds in metrics.items():
+        phase = name.removeprefix("timing_s/")
+        if phase != name:
+            divisor = response_tokens if phase in _BY_RESPONSE_TOKENS else tokens
+            rates[f"timing_per_token_ms/{phase}"] = 1000 * seconds / max(divisor, 1.0)
+    return rates
+
+
+def _spread(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    return {
+        f"{name}/mean": sum(lengths) / len(lengths),
+        f"{name}/max": float(max(lengths)),
+        f"{name}/min": float(min(lengths)),
+    }

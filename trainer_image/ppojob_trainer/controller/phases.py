@@ -1,0 +1,159 @@
+"""The clock of a run: every phase has a limit and leaves a record, and from the records comes what was idle.
+
+`ppo` and `loop` run each call on a port through `Phases.run`. The arithmetic on records is pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ppojob_trainer.controller.errors import PhaseTimeoutError
+
+__all__ = ["Phase", "PhaseRecord", "Phases", "busy_seconds", "window_metrics"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """One phase as it ran; start and end in seconds since the epoch. A phase that still runs has no record."""
+
+    phase: str
+    role: str
+    pool: str
+    step: int
+    start: float
+    end: float
+
+
+class Trace(Protocol):
+    """Who is shown each phase when it is over."""
+
+    def record(self, name: str, *, pool: str, role: str, start: float, end: float, step: int) -> None:
+        """Take note of a phase."""
+        ...
+
+
+class Phase:
+    """Names of phases, as in `timing_s/<phase>`; verl's where verl has one."""
+
+    DATA = "data"
+    GENERATE = "gen"
+    REWARD = "reward"
+    OLD_LOG_PROB = "old_log_prob"
+    REF = "ref"
+    VALUES = "values"
+    ADVANTAGES = "adv"
+    UPDATE_CRITIC = "update_critic"
+    UPDATE_ACTOR = "update_actor"
+    UPDATE_WEIGHTS = "update_weights"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    VALIDATE = "testing"
+
+
+class Phases:
+    """Runs phases, and remembers them until a window is closed over them."""
+
+    def __init__(
+        self,
+        pool_of: Mapping[str, str],
+        timeout_s: float,
+        trace: Trace | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            pool_of: pool of each role.
+            timeout_s: limit of each phase.
+        """
+        self._pool_of = dict(pool_of)
+        self._timeout_s = timeout_s
+        self._trace = trace
+        self._clock = clock
+        self._records: list[PhaseRecord] = []
+        self._running: dict[int, PhaseRecord] = {}
+        self._count = 0
+
+    async def run(self, phase: str, role: str, step: int, work: Awaitable[T]) -> T:
+        """Await `work` and note when.
+
+        Raises:
+            PhaseTimeoutError: it was not done in time.
+        """
+        self._count += 1
+        number, pool = self._count, self._pool_of.get(role, "")
+        start = self._clock()
+        self._running[number] = PhaseRecord(phase, role, pool, step, start, start)
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await work
+        except TimeoutError as error:
+            if limit.expired():
+                raise PhaseTimeoutError(phase, role, self._timeout_s) from error
+            raise
+        finally:
+            del self._running[number]
+            self._note(PhaseRecord(phase, role, pool, step, start, self._clock()))
+
+    def _note(self, record: PhaseRecord) -> None:
+        self._records.append(record)
+        if self._trace is not None:
+            self._trace.record(
+                record.phase, pool=record.pool, role=record.role, start=record.start, end=record.end, step=record.step
+            )
+
+    def now(self) -> float:
+        """Return the time of this clock."""
+        return self._clock()
+
+    def timings(self, step: int) -> dict[str, float]:
+        """Return `timing_s/<phase>` of a step's phases that are over: the seconds in which it ran at all."""
+        mine = [record for record in self._records if record.step == step]
+        return {
+            f"timing_s/{phase}": busy_seconds((record.start, record.end) for record in mine if record.phase == phase)
+            for phase in dict.fromkeys(record.phase for record in mine)
+        }
+
+    def close_window(self, start: float, end: float) -> dict[str, float]:
+        """Return `window_metrics` from `start` to `end`, running phases included."""
+        running = [PhaseRecord(r.phase, r.role, r.pool, r.step, r.start, end) for r in self._running.values()]
+        return window_metrics([*self._records, *running], sorted(set(self._pool_of.values())), start, end)
+
+    def forget(self, step: int) -> None:
+        """Drop the records of steps up to `step`."""
+        self._records = [record for record in self._records if record.step > step]
+
+
+def window_metrics(records: Sequence[PhaseRecord], pools: Sequence[str], start: float, end: float) -> dict[str, float]:
+    """Say how busy the pools were between two times, in seconds.
+
+    pool/<name>/busy_fraction: share of the time in which some phase of the pool ran. pool/<name>/idle_s: the rest.
+    overlap/saved_s: what the phases would have taken one after the other, less the time in which any of them ran.
+    """
+    inside = [
+        (record.pool, (max(record.start, start), min(record.end, end)))
+        for record in records
+        if record.end > start and record.start < end
+    ]
+    length = max(end - start, 1e-9)
+    metrics: dict[str, float] = {}
+    for name in pools:
+        busy = busy_seconds(span for pool, span in inside if pool == name)
+        metrics[f"pool/{name}/busy_fraction"] = min(1.0, busy / length)
+        metrics[f"pool/{name}/idle_s"] = max(0.0, length - busy)
+    spans = [span for _, span in inside]
+    metrics["overlap/saved_s"] = sum(stop - begin for begin, stop in spans) - busy_seconds(spans)
+    return metrics
+
+
+def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

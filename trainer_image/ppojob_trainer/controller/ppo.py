@@ -1,0 +1,203 @@
+"""One step of PPO as a dataflow of awaits. In Overlapped, with critic, ref and reward in a pool of their own:
+
+    time ────────────────────────────────────────────────────────────────────────────────▶
+    actor pool    gen N ─┬─ old_log_prob N ─┐       ┌─ update_actor N ─ update_weights ─ gen N+1 ─┬─ ...
+                         │                  ├─ adv ─┤                                             │
+    critic pool   ·······├─ values N ─ ref ─┤       └─ update_critic N ───────────────────▶┐      ├─ values N+1
+                         └─ reward N ───────┘                                              └──────┘
+
+* The phases of a pool run one after the other; those of different pools at the same time.
+* The weights go out when the actor is done. They never wait for the critic, and neither does the next generation.
+* values N+1 wait for update_critic N, so every number is that of the serial order.
+
+`loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (which cannot). The
+samples of a step are drawn with seeds of their own (see `RolloutPort.generate`), so dropping a generation and doing
+it again gives the same responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from ppojob_trainer.controller.metrics import length_metrics
+from ppojob_trainer.controller.phases import Phase, Phases
+from ppojob_trainer.controller.ports import B, CriticPort, Metrics, Ports, RefPort, Rollout
+from ppojob_trainer.controller.schedule import Schedule
+from ppojob_trainer.maths.kl import KLController
+
+__all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
+
+T = TypeVar("T")
+_Work: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[B, Metrics]]]
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """What a step must know of the spec.
+
+    pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
+    steps at the start that update the critic alone.
+    """
+
+    pool_of: Mapping[str, str]
+    max_response_length: int
+    critic_warmup_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Generated(Generic[B]):
+    """Responses to the prompts of a step, with the prompts' own columns in `batch`."""
+
+    step: int
+    batch: B
+    rollout: Rollout[B]
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[B]):
+    """Everything that the updates of a step read."""
+
+    step: int
+    batch: B
+    metrics: dict[str, float]
+
+
+class PPO(Generic[B]):
+    """Runs steps. It keeps the running update of the critic, on which the next values wait."""
+
+    def __init__(
+        self, ports: Ports[B], schedule: Schedule, phases: Phases, settings: PPOSettings, kl: KLController
+    ) -> None:
+        self._ports = ports
+        self._schedule = schedule
+        self._phases = phases
+        self._settings = settings
+        self._kl = kl
+        self._critic_update: asyncio.Task[Metrics] | None = None
+
+    async def generate(self, step: int) -> Generated[B]:
+        """Get the prompts of a step and write the responses."""
+        prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
+        rollout = await self._run(Phase.GENERATE, "rollout", step, self._ports.rollout.generate(prompts.batch, step))
+        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch)
+
+    async def prepare(self, generated: Generated[B]) -> Prepared[B]:
+        """Compute all that the updates read. Waits for the last step's critic update before the values."""
+        step, ports = generated.step, self._ports
+        batch, found = await self._forward(generated)
+        coefficient = self._kl.coefficient
+        computed, statistics = await self._run(
+            Phase.ADVANTAGES, self._advantage_role, step, ports.advantages.compute_advantages(batch, coefficient)
+        )
+        metrics = {
+            **length_metrics(generated.rollout, self._settings.max_response_length),
+            **found,
+            **statistics,
+            "training/global_step": float(step),
+            "training/epoch": float(generated.epoch),
+        }
+        if "actor/reward_kl_penalty" in statistics:
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+            self._kl.update(statistics["actor/reward_kl_penalty"], len(batch))
+        return Prepared(step, batch.union(computed), metrics)
+
+    async def apply(self, prepared: Prepared[B]) -> dict[str, float]:
+        """Update the models and push the weights. The critic may still be busy afterwards: `critic_metrics`."""
+        step, batch = prepared.step, prepared.batch
+        if self._ports.critic is not None:
+            work = self._run(Phase.UPDATE_CRITIC, "critic", step, self._ports.critic.update(batch))
+            self._critic_update = asyncio.create_task(work)
+            if not self._schedule.updates:
+                await self._critic_update
+        if step <= self._settings.critic_warmup_steps:
+            return {}
+        updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
+        if not self._schedule.next_generation:
+            await self.critic_metrics()
+        await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
+        return dict(updated)
+
+    async def critic_metrics(self) -> Metrics:
+        """Wait for the last step's critic update and return its metrics; none without a critic."""
+        return {} if self._critic_update is None else await self._critic_update
+
+    def kl_state(self) -> dict[str, Any]:
+        """Return the KL controller's state for a checkpoint."""
+        return self._kl.state_dict()
+
+    def restore_kl(self, state: Mapping[str, Any]) -> None:
+        """Go on with a checkpoint's KL controller."""
+        self._kl.load_state_dict(dict(state))
+
+    def close(self) -> None:
+        """Stop waiting for the critic, where the run ends by an error."""
+        if self._critic_update is not None:
+            self._critic_update.cancel()
+
+    async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
+        """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""
+        works = self._forward_phases(generated)
+        chains: dict[str, list[str]] = {}
+        for name, (role, _) in works.items():
+            # A reward function runs on CPU cores, beside whatever its pool's GPUs do.
+            pool = role if role == "reward" else self._settings.pool_of[role]
+            chains.setdefault(pool if self._schedule.forward else "", []).append(name)
+        found: dict[str, tuple[B, Metrics]] = {}
+
+        async def follow(names: list[str]) -> None:
+            for name in names:
+                found[name] = await works[name][1]()
+
+        await _together(follow(names) for names in chains.values())
+        batch = generated.batch.union(*(found[name][0] for name in works))
+        return batch, {key: value for name in works for key, value in found[name][1].items()}
+
+    def _forward_phases(self, generated: Generated[B]) -> dict[str, tuple[str, _Work[B]]]:
+        """Return phase -> (role, work), in the serial order."""
+        step, batch, ports = generated.step, generated.batch, self._ports
+
+        async def reward() -> tuple[B, Metrics]:
+            return await self._run(Phase.REWARD, "reward", step, ports.reward.compute_scores(batch)), {}
+
+        async def old_log_prob() -> tuple[B, Metrics]:
+            return await self._run(Phase.OLD_LOG_PROB, "actor", step, ports.actor.compute_log_prob(batch))
+
+        async def values(critic: CriticPort[B]) -> tuple[B, Metrics]:
+            await self.critic_metrics()
+            return await self._run(Phase.VALUES, "critic", step, critic.compute_values(batch)), {}
+
+        async def ref(reference: RefPort[B]) -> tuple[B, Metrics]:
+            return await self._run(Phase.REF, "ref", step, reference.compute_ref_log_prob(batch)), {}
+
+        works: dict[str, tuple[str, _Work[B]]] = {
+            Phase.REWARD: ("reward", reward),
+            Phase.OLD_LOG_PROB: ("actor", old_log_prob),
+        }
+        if ports.critic is not None:
+            works[Phase.VALUES] = ("critic", partial(values, ports.critic))
+        if ports.ref is not None:
+            works[Phase.REF] = ("ref", partial(ref, ports.ref))
+        return works
+
+    async def _run(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
+        return await self._phases.run(phase, role, step, work)
+
+    @property
+    def _advantage_role(self) -> str:
+        return "actor" if self._ports.critic is None else "critic"
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all; the first failure ends the others and is raised as it is."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,21 @@
+"""Prompts: where they come from (`sources`), how they become token ids (`tokenize`), in which order (`dataset`).
+
+No ray here and no models; any HuggingFace tokenizer is passed in.
+"""
+
+from ppojob_trainer.data.dataset import PromptDataset, PromptLoader
+from ppojob_trainer.data.errors import DataError
+from ppojob_trainer.data.records import PromptRecord, PromptSource
+from ppojob_trainer.data.sources import open_source
+from ppojob_trainer.data.tokenize import PromptTokenizer, Tokenizer
+
+__all__ = [
+    "DataError",
+    "PromptDataset",
+    "PromptLoader",
+    "PromptRecord",
+    "PromptSource",
+    "PromptTokenizer",
+    "Tokenizer",
+    "open_source",
+]

@@ -1,0 +1,213 @@
+"""Batches of prompts in an order that a restart can go on with.
+
+`PromptDataset` turns prompt numbers into `DataProto` batches; `PromptLoader` decides which numbers come next. Called
+by the data actor. A batch holds no tensors: prompts are lists of token ids until the rollout has their responses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ppojob_trainer.data.errors import DataError
+from ppojob_trainer.data.records import PromptSource
+from ppojob_trainer.data.tokenize import Overlong, PromptTokenizer, truncate
+from ppojob_trainer.protocol import DataProto, Keys, Meta, object_array
+
+logger = logging.getLogger(__name__)
+
+# Prompts tokenized at a time when lengths are checked at the start.
+_BLOCK = 1024
+# With Fail, so many prompts are checked at the start, and all others when their turn comes.
+CHECKED_AT_START = 20_000
+
+
+class PromptDataset:
+    """The prompts of a source as token ids, at most `max_length` long."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        tokenizer: PromptTokenizer,
+        max_length: int,
+        overlong: Overlong = "Fail",
+    ) -> None:
+        """
+        Args:
+            max_length: longest prompt in tokens, chat template included.
+            overlong: Fail raises; Filter leaves prompts out (all are tokenized now); Truncate keeps the last tokens.
+
+        Raises:
+            DataError: with Fail, a prompt that is too long, with its index and length; with Filter, none is left.
+        """
+        self._source = source
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._overlong = overlong
+        self._kept: Sequence[int] = range(len(source))
+        if overlong == "Fail":
+            for _ in self._blocks(min(len(source), CHECKED_AT_START)):
+                pass
+        elif overlong == "Filter":
+            self._kept = self._short_enough()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def name(self) -> str:
+        """The source's name, for messages."""
+        return self._source.name
+
+    def batch(self, numbers: Sequence[int], epoch: int = 0) -> DataProto:
+        """Return these prompts (numbers from 0 to len - 1) as a batch without tensors.
+
+        Fields: prompt_ids (list[int]), raw_prompt (messages), data_source, ground_truth, extra_info, index (row of
+        the source), uid ("<epoch>-<index>", the same after a restart). meta_info: epoch.
+
+        Raises:
+            DataError: a prompt cannot be used; names it.
+        """
+        indices = [self._kept[number] for number in numbers]
+        records = [self._source[index] for index in indices]
+        messages = [
+            self._tokenizer.messages(record, self._where(index)) for index, record in zip(indices, records, strict=True)
+        ]
+        token_lists = self._tokenizer.token_ids(messages)
+        return DataProto.from_dict(
+            non_tensors={
+                Keys.PROMPT_IDS: object_array(map(self._fit, indices, token_lists)),
+                Keys.RAW_PROMPT: object_array(messages),
+                Keys.DATA_SOURCE: [record.data_source for record in records],
+                Keys.GROUND_TRUTH: object_array(record.ground_truth for record in records),
+                Keys.EXTRA_INFO: object_array(record.extra_info for record in records),
+                Keys.INDEX: indices,
+                Keys.UID: [f"{epoch}-{index}" for index in indices],
+            },
+            meta_info={Meta.EPOCH: epoch},
+        )
+
+    def batches(self, size: int) -> Iterator[DataProto]:
+        """Yield all prompts once, in their order; the last batch may be smaller. For validation."""
+        for start in range(0, len(self), size):
+            yield self.batch(range(start, min(start + size, len(self))))
+
+    def _where(self, index: int) -> str:
+        return f"{self._source.name}, prompt {index}"
+
+    def _fit(self, index: int, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise DataError(f"{self._where(index)}: the prompt has no tokens")
+        if len(token_ids) <= self._max_length:
+            return token_ids
+        if self._overlong == "Truncate":
+            return truncate(token_ids, self._max_length)
+        raise DataError(
+            f"{self._where(index)}: {len(token_ids)} tokens, more than data.maxPromptLength {self._max_length}. "
+            "Raise it, or set data.overlongPrompts to Filter or Truncate"
+        )
+
+    def _blocks(self, count: int, check: bool = True) -> Iterator[tuple[int, int]]:
+        """Yield (index, number of tokens) of the first prompts."""
+        for start in range(0, count, _BLOCK):
+            indices = range(start, min(start + _BLOCK, count))
+            messages = [self._tokenizer.messages(self._source[index], self._where(index)) for index in indices]
+            for index, token_ids in zip(indices, self._tokenizer.token_ids(messages), strict=True):
+                if check:
+                    self._fit(index, token_ids)
+                yield index, len(token_ids)
+
+    def _short_enough(self) -> list[int]:
+        total = len(self._source)
+        kept = [index for index, length in self._blocks(total, check=False) if 0 < length <= self._max_length]
+        if not kept:
+            raise DataError(
+                f"{self._source.name}: all {total} prompts are longer than data.maxPromptLength {self._max_length}"
+            )
+        if len(kept) < total:
+            logger.warning("%s: %d of %d prompts are too long and left out", self.name, total - len(kept), total)
+        return kept
+
+
+class PromptLoader:
+    """Endless batches of equal size; its position fits into a checkpoint.
+
+    Each epoch has an order of its own, which depends on seed and epoch alone. The prompts that do not fill the last
+    batch of an epoch are left out of that epoch.
+    """
+
+    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        """
+        Args:
+            batch_size: prompts in a batch.
+
+        Raises:
+            DataError: the data set has fewer prompts than a batch.
+        """
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"{dataset.name}: {len(dataset)} prompts cannot fill a batch of data.trainBatchSize {batch_size}"
+            )
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._next_place()[0]
+
+    def next_batch(self) -> DataProto:
+        """Return the next batch, see `PromptDataset.batch`."""
+        epoch, position = self._next_place()
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+        batch = self._dataset.batch(self._order[position : position + self._batch_size], epoch)
+        # Only now: a batch that failed is not counted as seen.
+        self._epoch, self._position = epoch, position + self._batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position for the checkpoint; counted in prompts, so that another batch size can go on from it."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_prompts": len(self._dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            DataError: it is of other data, another seed or another order: going on would repeat or skip prompts.
+        """
+        mine = self.state_dict()
+        for key in ("num_prompts", "seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise DataError(
+                    f"{self._dataset.name}: the checkpoint's data has {key} = {state[key]}, now it is {mine[key]}. "
+                    "Resume with the same data, or start a new run"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self._epoch)
+
+    def _next_place(self) -> tuple[int, int]:
+        if self._position + self._batch_size > len(self._dataset):
+            return self._epoch + 1, 0
+        return self._epoch, self._position
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self._dataset)))
+        # NumPy promises that RandomState's streams never change, so a checkpoint outlives an upgrade.
+        order: list[int] = np.random.RandomState([self._seed, epoch]).permutation(len(self._dataset)).tolist()
+        return order

@@ -1,0 +1,57 @@
+"""Prompts from a data set that `datasets.load_dataset` reads: a name on the hub, or a folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+
+from ppojob_trainer.data.errors import DataError
+from ppojob_trainer.data.records import PromptRecord, record_from_row
+
+
+class HuggingFacePrompts:
+    """A `PromptSource` over one split."""
+
+    def __init__(self, rows: Any, name: str, prompt_column: str) -> None:
+        """
+        Raises:
+            DataError: no rows, or no such column.
+        """
+        self._rows = rows
+        self._name = name
+        self._prompt_column = prompt_column
+        if len(rows) == 0:
+            raise DataError(f"{name}: no rows")
+        self[0]
+
+    @property
+    def name(self) -> str:
+        """Path, configuration and split."""
+        return self._name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PromptRecord:
+        return record_from_row(self._rows[index], self._prompt_column, f"{self._name}, row {index}", self._name)
+
+
+def load_hugging_face(
+    path: str, name: str = "", split: str = "train", prompt_column: str = "prompt"
+) -> HuggingFacePrompts:
+    """Load one split of a data set.
+
+    Args:
+        path: name on the hub (org/name) or a folder. `HF_HOME` says where the cache is, `HF_TOKEN` who asks.
+        name: configuration; empty: the default.
+
+    Raises:
+        DataError: the data set, configuration or split is not there or cannot be read.
+    """
+    title = f"{path}{f' ({name})' if name else ''}, split {split}"
+    try:
+        rows = datasets.load_dataset(path, name or None, split=split)
+    except Exception as error:  # reading the network, files and foreign formats raises many types
+        raise DataError(f"{title}: datasets.load_dataset failed with {type(error).__name__}: {error}") from error
+    return HuggingFacePrompts(rows, title, prompt_column)

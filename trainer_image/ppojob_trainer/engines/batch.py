@@ -1,0 +1,134 @@
+"""From a padded batch to micro-batches that a model computes: packed tokens, and where each response token's output is.
+
+Called by the FSDP engines. Everything here happens on the CPU, before the tokens go to the device, so that no step of
+a training loop waits for the device. It refuses shards that cannot be cut into equal minibatches, because ranks whose
+minibatches differ in number would wait for each other for ever.
+
+Suffixes: B sequences, b sequences of a micro-batch, R response length, S whole length, T packed tokens, N tokens of
+the policy in a micro-batch (response_mask 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ppojob_trainer.maths.packing import micro_batches, pack
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
+
+
+class EngineMeta:
+    """Names in `DataProto.meta_info` that the engines' updates read."""
+
+    NUM_MINI_BATCHES: Final = "num_mini_batches"
+    EPOCHS: Final = "epochs"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of packed tokens lie: cu_seqlens int32 [b + 1] on the device, lengths on the host."""
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths, default=0)
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """What a model's forward pass reads.
+
+    input_ids, position_ids: int64 [1, T]. rows: int64 [N], the places in T whose output speaks about a token of the
+    policy. labels: int64 [N], those tokens.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: Segments
+    rows: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some sequences of a batch, on the device that computes.
+
+    indices: their rows in the batch, int64 [b] on the CPU. places: int64 [N], where each token of the policy lies in
+    the flattened [b * R]. fields: the tensors [b, R] that the loss reads.
+    """
+
+    indices: Tensor
+    tokens: PackedTokens
+    places: Tensor
+    fields: dict[str, Tensor]
+    shape: tuple[int, int]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Put values [N] to their places in [b, R], 0 elsewhere. Differentiable."""
+        num_sequences, width = self.shape
+        flat = values.new_zeros(num_sequences * width)
+        return flat.index_copy(0, self.places, values).view(num_sequences, width)
+
+
+def sequence_lengths(batch: DataProto) -> list[int]:
+    """Return the real tokens of each sequence, prompt and response together."""
+    lengths: list[int] = batch.tensor(Keys.ATTENTION_MASK).sum(dim=1).tolist()
+    return lengths
+
+
+def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
+    """Cut a rank's shard into `number` consecutive parts of equal size.
+
+    Raises:
+        ProtocolError: the rows cannot be cut so.
+    """
+    if number < 1 or len(batch) == 0 or len(batch) % number:
+        raise ProtocolError(
+            f"a shard of {len(batch)} sequences cannot be cut into {number} equal minibatches: "
+            f"pad the whole batch to a multiple of ranks times {max(number, 1)} first"
+        )
+    return batch.split(len(batch) // number)
+
+
+def build_micro_batches(
+    batch: DataProto, number: int, fields: Sequence[str], device: torch.device
+) -> Iterator[MicroBatch]:
+    """Divide a batch into exactly `number` micro-batches of nearly equal tokens and yield them, each on `device`."""
+    for part in micro_batches(sequence_lengths(batch), number):
+        yield _build(batch, torch.tensor(part), fields, device)
+
+
+def _build(batch: DataProto, indices: Tensor, fields: Sequence[str], device: torch.device) -> MicroBatch:
+    def taken(key: str) -> Tensor:
+        return batch.tensor(key).index_select(0, indices)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    response_mask = taken(Keys.RESPONSE_MASK).bool()
+    packed = pack(taken(Keys.INPUT_IDS), taken(Keys.ATTENTION_MASK))
+    # The output at a token speaks about the next one, so response token r is predicted one column before it.
+    predicts_BS = torch.zeros(packed.shape, dtype=torch.bool)
+    response_part(predicts_BS, response_mask.shape[1]).copy_(response_mask)
+    rows = packed.pack(predicts_BS).nonzero().flatten()
+    tokens = PackedTokens(
+        input_ids=moved(packed.input_ids.unsqueeze(0)),
+        position_ids=moved(packed.position_ids.unsqueeze(0)),
+        segments=Segments(moved(packed.cu_seqlens), tuple(packed.cu_seqlens.diff().tolist())),
+        rows=moved(rows),
+        labels=moved(packed.labels[rows]),
+    )
+    return MicroBatch(
+        indices=indices,
+        tokens=tokens,
+        places=moved(response_mask.flatten().nonzero().flatten()),
+        fields={key: moved(taken(key)) for key in fields},
+        shape=(response_mask.shape[0], response_mask.shape[1]),
+    )

@@ -1,0 +1,58 @@
+"""What can go wrong in an engine, by name. `reason` is what the job's status will say.
+
+Raised by the engines, turned into the job's failure by `main`. Nothing here is caught inside the engines.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ppojob_api.v1alpha1.constants import Reason
+
+
+class EngineError(RuntimeError):
+    """An engine cannot go on; the message says what is wrong and what to do."""
+
+    reason: ClassVar[str] = Reason.TRAINER_FAILED
+
+
+class ModelNotFoundError(EngineError):
+    """There is no readable HuggingFace model in the folder; the message names it."""
+
+    reason = Reason.MODEL_NOT_FOUND
+
+
+class ModelUnsupportedError(EngineError):
+    """The model's architecture has a part that the engines do not compute; the message names it."""
+
+
+class NonFiniteError(EngineError):
+    """Too many optimizer steps in a row had a gradient that was infinite or not a number."""
+
+    reason = Reason.NON_FINITE
+
+
+class CheckpointUnreadableError(EngineError):
+    """A checkpoint's folder is missing, incomplete, or of another model; the message names it."""
+
+    reason = Reason.CHECKPOINT_UNREADABLE
+
+
+class RendezvousError(EngineError):
+    """The processes of a group did not find each other in time; the message says who waited where."""
+
+    reason = Reason.PHASE_TIMEOUT
+
+
+class WeightSyncError(EngineError):
+    """The rollout engine's weights are not those that the trainer sent."""
+
+
+class RolloutError(EngineError):
+    """The rollout engine refused a request or failed at it."""
+
+
+class GenerationTimeoutError(RolloutError):
+    """Generation did not end in time; the message says how many sequences were left."""
+
+    reason = Reason.PHASE_TIMEOUT

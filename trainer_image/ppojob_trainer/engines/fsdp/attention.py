@@ -1,0 +1,112 @@
+"""Attention over packed sequences, registered with transformers: no token sees another sequence, none is padding.
+
+On CUDA one call of `torch.nn.attention.varlen` for all sequences; on the CPU, which has no such kernel, causal SDPA for
+each sequence in turn, which does no work on what a block-diagonal mask would hide. Called by transformers' decoder
+layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from ppojob_trainer.engines.batch import Segments
+
+IMPLEMENTATION: Final = "ppojob_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, K, T, D], where the K key heads divide the H query heads.
+        attention_mask: None; what may be seen follows from the segments.
+        options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token sees this many, itself
+            included; None all), as the decoder layers hand them on.
+
+    Returns:
+        [1, T, H, D], and None in place of the weights.
+    """
+    if options.get("dropout"):
+        raise ValueError(f"attention dropout {options['dropout']} is not supported: set attention_dropout to 0")
+    segments: Segments = options["segments"]
+    window: int | None = options.get("sliding_window")
+    if window is not None and window >= segments.longest:
+        window = None
+    attend = _varlen if query.is_cuda else _one_by_one
+    return attend(query, key, value, segments, options.get("scaling"), window), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"enable_gqa": True} if _varlen_knows_gqa() else {}
+    if not options:
+        key, value = _repeat_heads(key, query), _repeat_heads(value, query)
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        segments.cu_seqlens,
+        segments.cu_seqlens,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return output.unsqueeze(0)
+
+
+@cache
+def _varlen_knows_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    key, value = _repeat_heads(key, query), _repeat_heads(value, query)
+    lengths = list(segments.lengths)
+    outputs = [
+        functional.scaled_dot_product_attention(
+            *parts,
+            attn_mask=None if window is None else _window_mask(parts[0].shape[2], window),
+            is_causal=window is None,
+            scale=scaling,
+        )
+        for parts in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    times = query.shape[1] // tensor.shape[1]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+def _window_mask(length: int, window: int) -> Tensor:
+    place = torch.arange(length)
+    distance = place.unsqueeze(1) - place.unsqueeze(0)
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(IMPLEMENTATION, packed_attention)

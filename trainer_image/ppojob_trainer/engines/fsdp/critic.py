@@ -1,0 +1,124 @@
+"""The critic: values of response tokens and their update. One rank's part, in one process.
+
+Called by the critic role. All methods but `destroy` are collective: every rank calls them with its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppojob_api.v1alpha1.model import TrainedModel
+from ppojob_api.v1alpha1.training import CriticSpec
+from ppojob_trainer.engines.batch import MicroBatch
+from ppojob_trainer.engines.fsdp import checkpoint
+from ppojob_trainer.engines.fsdp.flops import mfu
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.model import LoadOptions, ValueModule, load_critic
+from ppojob_trainer.engines.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.fsdp.policy import step_metrics
+from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult
+from ppojob_trainer.maths.losses import Denominators, Loss, value_loss
+from ppojob_trainer.maths.masked import Moments, explained_variance
+from ppojob_trainer.protocol import DataProto, Keys
+
+
+class CriticEngine:
+    """The value model that is trained."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        model: TrainedModel,
+        actor_path: str,
+        training: CriticSpec,
+        *,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Load and shard the model, and make its optimizer. Collective.
+
+        Args:
+            model: where its path is absent, the actor's weights are taken.
+            total_steps: updates of the run, for the learning-rate schedule.
+            seed: of a new value head, where the checkpoint has none.
+            dtype: of the computation but for the value head, which is float32.
+
+        Raises:
+            ModelNotFoundError, ModelUnsupportedError: see `model.load_critic`.
+        """
+        options = LoadOptions(model.trust_remote_code, model.gradient_checkpointing, model.compile, dtype)
+        self.parallel, self.training = parallel, training
+        self.module: ValueModule = load_critic(model.path or actor_path, options, parallel, seed=seed)
+        self.optimizer = Optimizer(self.module, training, total_steps)
+        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Return `values`, float32 [B, R], 0 where response_mask is 0.
+
+        Reads input_ids, attention_mask and response_mask.
+        """
+        return self._passes.compute(batch, (Keys.VALUES,), self._values)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Run the value loss's minibatches over this rank's shard; return the metrics, equal on all ranks.
+
+        Reads the fields of `compute_values`, values, returns, and the meta_info entries of `EngineMeta`.
+
+        Raises:
+            NonFiniteError: too many steps in a row had a gradient that is not finite.
+            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+        """
+        fields = (Keys.RESPONSE_MASK, Keys.VALUES, Keys.RETURNS)
+        result = self._passes.update(batch, fields, self.optimizer, self._loss)
+        return self._metrics(result, self._explained_variance(batch))
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, schedule and random numbers into the new folder. Collective."""
+        checkpoint.save(folder, self.module, self.optimizer, self.parallel)
+
+    def load(self, folder: Path) -> None:
+        """Go on from such a folder, written by any number of ranks. Collective.
+
+        Raises:
+            CheckpointUnreadableError: the folder is missing, incomplete or of another model.
+        """
+        checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.parallel.destroy()
+
+    def _values(self, micro: MicroBatch) -> Sequence[Tensor]:
+        return [micro.spread(self.module(micro.tokens))]
+
+    def _loss(self, micro: MicroBatch, denominators: Denominators) -> Loss:
+        return value_loss(
+            micro.spread(self.module(micro.tokens)),
+            micro.fields[Keys.VALUES],
+            micro.fields[Keys.RETURNS],
+            micro.fields[Keys.RESPONSE_MASK],
+            denominators,
+            self.training.clip_range_value,
+            self.training.loss_aggregation.value,
+        )
+
+    def _explained_variance(self, batch: DataProto) -> float:
+        """Of the values before the update, over all ranks."""
+        returns, mask = batch.tensor(Keys.RETURNS), batch.tensor(Keys.RESPONSE_MASK)
+        residuals = returns - batch.tensor(Keys.VALUES)
+        both = torch.stack([Moments.of(returns, mask).to_tensor(), Moments.of(residuals, mask).to_tensor()])
+        summed = self.parallel.sum(both)
+        return explained_variance(Moments.from_tensor(summed[0]), Moments.from_tensor(summed[1]))
+
+    def _metrics(self, result: UpdateResult, explained: float) -> dict[str, float]:
+        metrics = {f"critic/{name}": result.mean(name) for name in result.shares}
+        metrics |= step_metrics("critic", result)
+        metrics["critic/vf_explained_var"] = explained
+        if (share := mfu(self.module.backbone, result, self.parallel)) is not None:
+            metrics["perf/mfu/critic"] = share
+        return metrics

@@ -1,0 +1,239 @@
+"""Models in the form that the engines train: a HuggingFace model, sharded by FSDP2, behind a forward pass on packed tokens.
+
+Called by the policy, reference and critic engines. The model's own output layer is not called: `maths.log_probs` goes
+from hidden states to log-probs in chunks. Rank 0 reads the checkpoint, in the dtype of the file, and the others get
+their shards from it, so a host holds the model once however many ranks it has. It refuses models whose output is more
+than a linear layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ppojob_trainer.engines.batch import PackedTokens
+from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
+from ppojob_trainer.engines.fsdp.attention import IMPLEMENTATION
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.maths.log_probs import linear_log_probs
+
+# A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
+VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
+# Settings that change logits after the output layer, and the value that changes nothing.
+_LOGIT_SETTINGS: Final[dict[str, tuple[object, ...]]] = {
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded. `dtype` is that of the computation; parameters and gradient sums are float32."""
+
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+class PolicyModule(nn.Module):
+    """A causal language model that returns the log-probs of given tokens."""
+
+    def __init__(self, language_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The decoder without its output layer."""
+        return _backbone(self.language_model)
+
+    def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
+        hidden = _hidden(self.backbone, tokens)
+        weight = self.language_model.get_output_embeddings().weight
+        return linear_log_probs(hidden, weight, tokens.labels, temperature)
+
+
+class ValueModule(nn.Module):
+    """A decoder with a value head, which computes in float32: values are compared by small differences."""
+
+    def __init__(self, language_model: PreTrainedModel, value_head: nn.Linear) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.value_head = value_head
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The decoder."""
+        return self.language_model
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Return the N values, float32 [N]."""
+        values: Tensor = self.value_head(_hidden(self.backbone, tokens).float())
+        return values.squeeze(-1)
+
+
+def load_policy(path: str, options: LoadOptions, parallel: DataParallel) -> PolicyModule:
+    """Load a causal language model and shard it.
+
+    Raises:
+        ModelNotFoundError: no readable model in `path`.
+        ModelUnsupportedError: it has a part that is not computed here.
+    """
+    config = read_config(path, options)
+    _refuse_unsupported(config)
+    source = _read(AutoModelForCausalLM, path, config, options).state_dict() if parallel.rank == 0 else {}
+    module = PolicyModule(_skeleton(AutoModelForCausalLM, config, options))
+    output = module.language_model.get_output_embeddings()
+    if getattr(output, "bias", None) is not None:
+        raise ModelUnsupportedError(
+            f"{config.model_type} in {path} has a bias in its output layer, which is not computed"
+        )
+    _shard(module, module.backbone, options, parallel)
+    _fill(module, {f"language_model.{name}": tensor for name, tensor in source.items()})
+    return module
+
+
+def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int) -> ValueModule:
+    """Load a decoder with the value head that its checkpoint holds, else with a new one drawn from `seed`.
+
+    Raises:
+        ModelNotFoundError: no readable model in `path`.
+        ModelUnsupportedError: it has a part that is not computed here.
+    """
+    config = read_config(path, options)
+    _refuse_unsupported(config)
+    source: dict[str, Tensor] = {}
+    if parallel.rank == 0:
+        backbone = _read(AutoModel, path, config, options)
+        source = {f"language_model.{name}": tensor for name, tensor in backbone.state_dict().items()}
+        source |= _value_head_state(path, int(config.hidden_size), seed)
+    with no_init_weights():
+        head = nn.Linear(config.hidden_size, 1)
+    module = ValueModule(_skeleton(AutoModel, config, options), head)
+    fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    _shard(module, module.backbone, options, parallel)
+    _fill(module, source)
+    return module
+
+
+def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
+    """Read a checkpoint's configuration.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        what = "is no folder" if not folder.is_dir() else "has no config.json"
+        raise ModelNotFoundError(
+            f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
+
+
+def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
+    """Hidden states [N, D] at the places that speak about a token of the policy."""
+    output = backbone(
+        input_ids=tokens.input_ids, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden.index_select(0, tokens.rows)
+
+
+def _backbone(language_model: PreTrainedModel) -> nn.Module:
+    return language_model.get_submodule(language_model.base_model_prefix)
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    for name, neutral in _LOGIT_SETTINGS.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ModelUnsupportedError(
+                f"{config.model_type} has {name}={value}, which is not computed: use a model without it"
+            )
+
+
+def _read(auto: Any, path: str, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = auto.from_pretrained(
+            path,
+            config=config,
+            dtype="auto",
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"model path {path} holds no weights that can be read: {error}") from error
+    return model
+
+
+def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """Build the architecture in float32 with memory that nobody has touched, so that it costs no pages."""
+    config.use_cache = False
+    with no_init_weights():
+        model: PreTrainedModel = auto.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=options.trust_remote_code,
+        )
+    model.tie_weights()
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: DataParallel) -> None:
+    layers = getattr(backbone, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
+    precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        if options.compile:
+            layer.compile()
+        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision)
+    fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
+    module.to(parallel.device)
+
+
+def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
+    """Hand rank 0's tensors out as shards. Collective."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, source, options=options)
+
+
+def _value_head_state(path: str, hidden_size: int, seed: int) -> dict[str, Tensor]:
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found = _head_in(tensors, set(tensors.keys()))
+        if found:
+            return found
+    generator = torch.Generator().manual_seed(seed)
+    # Small, so that the first values are near 0 and the first advantages are about the rewards.
+    weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+    return {"value_head.weight": weight, "value_head.bias": torch.zeros(1)}
+
+
+def _head_in(tensors: Any, keys: set[str]) -> dict[str, Tensor]:
+    for name in VALUE_HEAD_NAMES:
+        if f"{name}.weight" in keys:
+            weight = tensors.get_tensor(f"{name}.weight")
+            bias = tensors.get_tensor(f"{name}.bias") if f"{name}.bias" in keys else torch.zeros(1)
+            return {"value_head.weight": weight, "value_head.bias": bias}
+    return {}

@@ -1,0 +1,118 @@
+"""AdamW with gradient clipping and a learning-rate schedule, which skips a step whose gradient is not finite.
+
+Called by the update loop, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
+arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. It refuses to go on after
+`maxNonFiniteSteps` skipped steps in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LearningRateSchedule
+from ppojob_trainer.engines.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Norm of the gradient before clipping, and whether the step was skipped because it is not finite."""
+
+    grad_norm: float
+    is_skipped: bool
+
+
+class Optimizer:
+    """See the module's docstring."""
+
+    def __init__(self, module: nn.Module, training: ActorSpec | CriticSpec, total_steps: int) -> None:
+        """Make the optimizer of a sharded module; `total_steps` is the number of updates of the run."""
+        self.training = training
+        self.parameters: list[nn.Parameter] = list(module.parameters())
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
+        )
+        self._factor = learning_rate_factor(training, total_steps)
+        self.num_updates = 0
+        self.num_skipped_in_a_row = 0
+        self._set_learning_rate()
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the update under way."""
+        return self.training.learning_rate * self._factor(self.num_updates)
+
+    def step(self) -> StepResult:
+        """Clip the gradient, change the parameters, and clear the gradient. Collective; waits for the device once.
+
+        Raises:
+            NonFiniteError: this was one skipped step too many in a row.
+        """
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = _full(torch.nn.utils.get_total_norm(gradients))
+        grad_norm = float(norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self.training.grad_clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
+            self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self._count(is_finite, grad_norm)
+        return StepResult(grad_norm, not is_finite)
+
+    def finish_update(self) -> None:
+        """Move the learning rate on; once for each update, however many minibatches it has."""
+        self.num_updates += 1
+        self._set_learning_rate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the checkpoint holds beside AdamW's moments."""
+        return {"num_updates": self.num_updates, "num_skipped_in_a_row": self.num_skipped_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, after AdamW's moments were loaded."""
+        self.num_updates = int(state["num_updates"])
+        self.num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
+        self._set_learning_rate()
+
+    def _count(self, is_finite: bool, grad_norm: float) -> None:
+        self.num_skipped_in_a_row = 0 if is_finite else self.num_skipped_in_a_row + 1
+        if self.num_skipped_in_a_row >= self.training.max_non_finite_steps:
+            raise NonFiniteError(
+                f"the gradient's norm was {grad_norm} in {self.num_skipped_in_a_row} optimizer steps in a row: "
+                "lower learningRate or look for infinite rewards (maxNonFiniteSteps sets how many are skipped)"
+            )
+
+    def _set_learning_rate(self) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = self.learning_rate
+
+
+def learning_rate_factor(training: ActorSpec | CriticSpec, total_steps: int) -> Callable[[int], float]:
+    """Return update number (from 0) -> factor of the learning rate.
+
+    Over the warm-up it rises linearly and reaches 1 in the last warm-up update; the first update is not wasted on a
+    learning rate of 0. Cosine and Linear then fall to 0 at the end of the run.
+    """
+    warmup = training.learning_rate_warmup_steps
+    kind = training.learning_rate_schedule
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / warmup
+        if kind is LearningRateSchedule.CONSTANT:
+            return 1.0
+        done = min(1.0, (update - warmup) / max(1, total_steps - warmup))
+        return 1.0 - done if kind is LearningRateSchedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
+
+    return factor
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,189 @@
+"""The policy: log-probs of responses, PPO's update, and the frozen reference. One rank's part, in one process.
+
+Called by the actor and ref roles. All methods but `destroy` are collective: every rank of the process group calls them
+with its own shard. Suffixes as in `engines.batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.batch import MicroBatch
+from ppojob_trainer.engines.fsdp import checkpoint
+from ppojob_trainer.engines.fsdp.flops import mfu
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
+from ppojob_trainer.engines.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult, temperature_of
+from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.maths.kl import kl_estimate
+from ppojob_trainer.maths.losses import Clipping, Denominators, Loss, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.protocol import DataProto, Keys
+
+
+class PolicyEngine:
+    """The policy that is trained."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        model: ActorModel,
+        training: ActorSpec,
+        kl: KL,
+        *,
+        total_steps: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Load and shard the model, and make its optimizer. Collective.
+
+        Args:
+            parallel: from `mesh.init_process_group`.
+            total_steps: updates of the run, for the learning-rate schedule.
+            dtype: of the computation; float32 is for tests that compare small numbers.
+
+        Raises:
+            ModelNotFoundError, ModelUnsupportedError: see `model.load_policy`.
+        """
+        options = LoadOptions(model.trust_remote_code, model.gradient_checkpointing, model.compile, dtype)
+        self.parallel, self.training, self.kl = parallel, training, kl
+        self.path = model.path
+        self.module: PolicyModule = load_policy(model.path, options, parallel)
+        self.optimizer = Optimizer(self.module, training, total_steps)
+        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `old_log_probs` and `entropys`, float32 [B, R], 0 where response_mask is 0.
+
+        Reads input_ids, attention_mask and response_mask, and `Meta.TEMPERATURE`.
+        """
+        return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Run PPO's minibatches over this rank's shard; return the metrics, equal on all ranks.
+
+        Reads the fields of `compute_log_prob`, old_log_probs, advantages, with KL in the loss ref_log_prob, and the
+        meta_info entries of `EngineMeta`. The metrics are means over the optimizer steps.
+
+        Raises:
+            NonFiniteError: too many steps in a row had a gradient that is not finite.
+            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+        """
+        temperature = temperature_of(batch)
+        fields = [Keys.RESPONSE_MASK, Keys.OLD_LOG_PROBS, Keys.ADVANTAGES]
+        if self.kl.in_loss:
+            fields.append(Keys.REF_LOG_PROB)
+
+        def loss_of(micro: MicroBatch, denominators: Denominators) -> Loss:
+            return self._loss(micro, denominators, temperature)
+
+        result = self._passes.update(batch, fields, self.optimizer, loss_of)
+        return self._metrics(result)
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, schedule and random numbers into the new folder. Collective."""
+        checkpoint.save(folder, self.module, self.optimizer, self.parallel)
+
+    def load(self, folder: Path) -> None:
+        """Go on from such a folder, written by any number of ranks. Collective.
+
+        Raises:
+            CheckpointUnreadableError: the folder is missing, incomplete or of another model.
+        """
+        checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a HuggingFace folder (safetensors, config, tokenizer). Collective; rank 0 writes."""
+        checkpoint.export(folder, self.module.language_model, Path(self.path), self.parallel)
+
+    def weights(self) -> ShardedWeights:
+        """Return the parameters as the rollout engine wants them, for a `WeightSender`."""
+        return ShardedWeights(self.module.language_model)
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.parallel.destroy()
+
+    def _loss(self, micro: MicroBatch, denominators: Denominators, temperature: float) -> Loss:
+        log_prob, entropy = (micro.spread(values) for values in self.module(micro.tokens, temperature))
+        fields, training = micro.fields, self.training
+        mask, aggregation = fields[Keys.RESPONSE_MASK], training.loss_aggregation.value
+        clipping = Clipping(training.clip_ratio_low, training.clip_ratio_high, training.clip_ratio_dual)
+        old_log_prob, advantages = fields[Keys.OLD_LOG_PROBS], fields[Keys.ADVANTAGES]
+        loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask, denominators, clipping, aggregation)
+        if training.entropy_coefficient == 0:
+            entropy = entropy.detach()
+        bonus, shares = entropy_bonus(entropy, mask, denominators, training.entropy_coefficient, aggregation)
+        loss, metrics = loss + bonus, metrics | shares
+        if self.kl.in_loss:
+            estimate = kl_estimate(log_prob, fields[Keys.REF_LOG_PROB], self.kl.loss_estimator.value)
+            penalty, shares = kl_loss(estimate, mask, denominators, self.kl.loss_coefficient, aggregation)
+            loss, metrics = loss + penalty, metrics | shares
+        return loss, metrics
+
+    def _metrics(self, result: UpdateResult) -> dict[str, float]:
+        metrics = {f"actor/{name}": result.mean(name) for name in result.shares}
+        metrics |= step_metrics("actor", result)
+        if self.kl.in_loss:
+            metrics["actor/kl_coef"] = self.kl.loss_coefficient
+        if (share := mfu(self.module.backbone, result, self.parallel)) is not None:
+            metrics["perf/mfu/actor"] = share
+        return metrics
+
+
+class ReferenceEngine:
+    """The frozen reference policy."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        path: str,
+        *,
+        trust_remote_code: bool = False,
+        max_tokens_per_gpu: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Load and shard the model. Collective; raises what `model.load_policy` raises."""
+        self.parallel = parallel
+        self.module = load_policy(path, LoadOptions(trust_remote_code, dtype=dtype), parallel)
+        self.module.requires_grad_(False)
+        self._passes = Passes(parallel, self.module, max_tokens_per_gpu)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `ref_log_prob`, float32 [B, R], 0 where response_mask is 0; reads what `compute_log_prob` reads."""
+        both = self._passes.compute(batch, (Keys.REF_LOG_PROB, Keys.ENTROPYS), _log_probs_of(self.module, batch))
+        return both.select([Keys.REF_LOG_PROB])
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.parallel.destroy()
+
+
+class _LogProbs:
+    """Computes log-probs and entropies of a micro-batch at one temperature."""
+
+    def __init__(self, module: PolicyModule, temperature: float) -> None:
+        self.module, self.temperature = module, temperature
+
+    def __call__(self, micro: MicroBatch) -> Sequence[Tensor]:
+        return [micro.spread(values) for values in self.module(micro.tokens, self.temperature)]
+
+
+def _log_probs_of(module: PolicyModule, batch: DataProto) -> _LogProbs:
+    return _LogProbs(module, temperature_of(batch))
+
+
+def step_metrics(role: str, result: UpdateResult) -> dict[str, float]:
+    """Return the metrics that actor and critic have in common."""
+    finite = [norm for norm in result.grad_norms if norm == norm and norm != float("inf")]
+    return {
+        f"{role}/grad_norm": sum(finite) / len(finite) if finite else float("nan"),
+        f"{role}/lr": result.learning_rate,
+        f"{role}/non_finite_steps": float(result.num_skipped),
+    }

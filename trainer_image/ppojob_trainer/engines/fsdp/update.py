@@ -1,0 +1,160 @@
+"""The two ways of going through a batch: computing something for every sequence, and PPO's minibatch updates.
+
+Called by the policy and critic engines with the one thing that differs, what is done with a micro-batch. All ranks cut
+their shards into equally many micro-batches and minibatches, because each is a collective. Losses and metrics are
+shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
+changes a gradient. The host waits for the device once for each optimizer step, in the gradient's norm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ppojob_trainer.engines.batch import (
+    EngineMeta,
+    MicroBatch,
+    build_micro_batches,
+    cut_minibatches,
+    sequence_lengths,
+)
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.optimizer import Optimizer
+from ppojob_trainer.maths.losses import Denominators, Loss
+from ppojob_trainer.maths.packing import num_micro_batches
+from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError
+
+LossOf = Callable[[MicroBatch, Denominators], Loss]
+
+
+@dataclass
+class UpdateResult:
+    """Sums over an update.
+
+    shares: for each metric the sum over minibatches, reduced over ranks: divide by `num_steps` for the mean.
+    grad_norms: of every step, skipped ones too. lengths: of the sequences of all ranks' passes, as (tokens, tokens
+    times length) sums, for the operations count. seconds: of the whole update.
+    """
+
+    num_steps: int
+    num_skipped: int
+    learning_rate: float
+    shares: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    num_tokens: float = 0.0
+    num_token_pairs: float = 0.0
+    seconds: float = 0.0
+
+    def mean(self, name: str) -> float:
+        """Mean over the optimizer steps."""
+        return self.shares[name] / self.num_steps
+
+
+class Passes:
+    """Goes through batches with one sharded module."""
+
+    def __init__(self, parallel: DataParallel, module: nn.Module, max_tokens: int) -> None:
+        self.parallel = parallel
+        self.module = module
+        self.max_tokens = max_tokens
+
+    @torch.no_grad()
+    def compute(
+        self, batch: DataProto, names: Sequence[str], forward: Callable[[MicroBatch], Sequence[Tensor]]
+    ) -> DataProto:
+        """Return what `forward` gives for every micro-batch ([b, R] for each name) as fields [B, R] on the CPU."""
+        self.module.eval()
+        (number,) = self._micro_batches_of([batch])
+        shape = batch.tensor(Keys.RESPONSE_MASK).shape
+        outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+        found: list[tuple[Tensor, Sequence[Tensor]]] = []
+        for micro in build_micro_batches(batch, number, (), self.parallel.device):
+            found.append((micro.indices, forward(micro)))
+        for indices, values in found:
+            for name, value in zip(names, values, strict=True):
+                outputs[name][indices] = value.float().cpu()
+        # A pass without backward leaves the root's parameters gathered, and they would not see the next change.
+        _reshard(self.module)
+        return DataProto.from_dict(outputs)
+
+    def update(self, batch: DataProto, fields: Sequence[str], optimizer: Optimizer, loss_of: LossOf) -> UpdateResult:
+        """Run the epochs and minibatches that `batch.meta_info` asks for. Collective."""
+        started = time.perf_counter()
+        epochs, minibatches = (
+            _meta(batch, EngineMeta.EPOCHS),
+            cut_minibatches(batch, _meta(batch, EngineMeta.NUM_MINI_BATCHES)),
+        )
+        counts = self.parallel.sum(
+            torch.stack([Denominators.of(part.tensor(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches])
+        )
+        denominators = [Denominators.from_tensor(row) for row in counts]
+        numbers = self._micro_batches_of(minibatches)
+        self.module.train()
+        result = UpdateResult(epochs * len(minibatches), 0, optimizer.learning_rate)
+        sums: dict[str, Tensor] = {}
+        for _ in range(epochs):
+            for part, denominator, number in zip(minibatches, denominators, numbers, strict=True):
+                for micro in build_micro_batches(part, number, fields, self.parallel.device):
+                    self._backward(micro, denominator, loss_of, sums)
+                step = optimizer.step()
+                result.grad_norms.append(step.grad_norm)
+                result.num_skipped += step.is_skipped
+        optimizer.finish_update()
+        self._reduce(result, sums, batch, epochs)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _backward(
+        self, micro: MicroBatch, denominators: Denominators, loss_of: LossOf, sums: dict[str, Tensor]
+    ) -> None:
+        loss, shares = loss_of(micro, denominators)
+        # FSDP averages gradients over ranks, and the shares of all ranks must add up.
+        (loss * self.parallel.world_size).backward()
+        for name, share in shares.items():
+            sums[name] = sums[name] + share if name in sums else share
+
+    def _reduce(self, result: UpdateResult, sums: dict[str, Tensor], batch: DataProto, epochs: int) -> None:
+        lengths = torch.tensor(sequence_lengths(batch), dtype=torch.float64) * 1.0
+        host = torch.stack([share.double() for share in sums.values()]).cpu()
+        work = torch.stack([lengths.sum(), lengths.square().sum()]) * epochs
+        reduced = self.parallel.sum(torch.cat([host, work])).tolist()
+        result.shares = dict(zip(sums, reduced, strict=False))
+        result.num_tokens, result.num_token_pairs = reduced[-2:]
+
+    def _micro_batches_of(self, parts: Sequence[DataProto]) -> list[int]:
+        mine = [num_micro_batches(sequence_lengths(part), self.max_tokens) for part in parts]
+        most: list[int] = self.parallel.max(torch.tensor(mine)).tolist()
+        return most
+
+
+def temperature_of(batch: DataProto) -> float:
+    """Return the temperature that the responses were sampled at.
+
+    Raises:
+        ProtocolError: the batch does not say.
+    """
+    return float(_entry(batch, Meta.TEMPERATURE))
+
+
+def _meta(batch: DataProto, key: str) -> int:
+    return int(_entry(batch, key))
+
+
+def _entry(batch: DataProto, key: str) -> float:
+    if key not in batch.meta_info:
+        raise ProtocolError(
+            f"the batch has no meta_info entry {key!r}, which the engine needs; there are {sorted(batch.meta_info)}"
+        )
+    value: float = batch.meta_info[key]
+    return value
+
+
+def _reshard(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, FSDPModule):
+        module.reshard()

@@ -1,0 +1,224 @@
+"""One rollout replica: vLLM's asynchronous engine, its weights and its sleep.
+
+Called by the rollout role, in an event loop. The work is done in a child process of vLLM's; this object sends requests
+and weights to it. It refuses to take weights while it generates, and to generate without weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.errors import GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, engine_arguments
+from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
+
+# Weights and cache are given up: the next weights come from the trainer anyhow.
+SLEEP_LEVEL_DISCARD: Final = 2
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response: its tokens, their log-probs under the distribution they were drawn from (nats), why it ended."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
+class RolloutEngine:
+    """See the module's docstring. Start the process with `options.environment`."""
+
+    def __init__(self, options: RolloutOptions) -> None:
+        self.options = options
+        self.weights_version = 0
+        """Version of the weights in use; 0 are those of the model's folder."""
+        self._llm: AsyncLLM | None = None
+        self._request_ids = itertools.count()
+        self._num_running = 0
+        self._is_asleep = False
+        self._has_weights = True
+
+    async def start(self) -> None:
+        """Load the model and make the engine ready; 20 to 60 s.
+
+        Raises:
+            RolloutError: vLLM could not start; the cause is chained.
+        """
+        arguments = AsyncEngineArgs(**engine_arguments(self.options))
+        try:
+            # It blocks for long, and the event loop serves the owner's other calls meanwhile.
+            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
+
+    async def generate(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
+    ) -> list[Generation]:
+        """Return a response to each prompt, in their order. See `stream`."""
+        found: list[Generation | None] = [None] * len(prompts)
+        async for index, generation in self.stream(prompts, seeds, sampling):
+            found[index] = generation
+        return [generation for generation in found if generation is not None]
+
+    async def stream(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
+    ) -> AsyncIterator[tuple[int, Generation]]:
+        """Yield (index of the prompt, its response) as each is finished.
+
+        Args:
+            prompts: token ids, each with at least one token and room for `max_tokens` more.
+            seeds: one for each; a prompt with its seed gives the same response in any company.
+
+        Raises:
+            RolloutError: weights are missing, a request was refused, or the engine died.
+            GenerationTimeoutError: the last response took longer than `timeout_seconds` of the options.
+        """
+        self._check_ready()
+        if len(prompts) != len(seeds):
+            raise RolloutError(f"{len(prompts)} prompts but {len(seeds)} seeds: each prompt needs its own")
+        tasks = [
+            asyncio.create_task(self._one(index, prompt, seed, sampling))
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        self._num_running += len(tasks)
+        try:
+            for done in asyncio.as_completed(tasks, timeout=self.options.timeout_seconds):
+                yield await done
+        except TimeoutError as error:
+            left = sum(not task.done() for task in tasks)
+            raise GenerationTimeoutError(
+                f"{left} of {len(prompts)} responses were not finished after {self.options.timeout_seconds:g} s"
+            ) from error
+        finally:
+            self._num_running -= len(tasks)
+            await _cancel(tasks)
+
+    async def connect_weights(self, link: WeightLink, first_rank: int) -> None:
+        """Meet the trainer's sender, whose `prepare` runs at the same time.
+
+        Args:
+            first_rank: from 1, the place of this replica among those of the link.
+        """
+        await self._workers("ppojob_connect_weights", link.to_wire(), first_rank)
+
+    async def update_weights(self, version: int) -> Receipt:
+        """Load the weights that the trainer's `push(version)` sends at the same time.
+
+        Raises:
+            RolloutError: the engine is generating or asleep, or the transfer failed.
+        """
+        if self._num_running:
+            raise RolloutError(f"{self._num_running} responses are being generated: weights cannot change under them")
+        receipts = await self._workers("ppojob_receive_weights", version)
+        # The cache of common prefixes holds what the old weights computed.
+        await self.reset_prefix_cache()
+        self.weights_version, self._has_weights = version, True
+        first = receipts[0]
+        return Receipt(first["version"], first["num_tensors"], first["num_bytes"], tuple(first["checksums"]))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the cache of common prefixes."""
+        await self._running().reset_prefix_cache()
+
+    async def sleep(self) -> None:
+        """Give weights and cache up, if the options say that the GPU is shared. The next weights must be pushed."""
+        if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
+            return
+        await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
+        self._is_asleep, self._has_weights = True, False
+
+    async def wake(self, part: str | None = None) -> None:
+        """Take memory back: `weights` before a push, then `kv_cache`; None takes both."""
+        if not self._is_asleep:
+            return
+        await self._running().wake_up(tags=None if part is None else [part])
+        self._is_asleep = part == "weights"
+
+    async def shutdown(self) -> None:
+        """End the engine and its child process. Nothing can be asked of it afterwards."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        await asyncio.to_thread(llm.shutdown)
+
+    async def _one(self, index: int, prompt: list[int], seed: int, sampling: SamplingOptions) -> tuple[int, Generation]:
+        request_id = f"ppojob-{next(self._request_ids)}"
+        final = None
+        try:
+            async for output in self._running().generate(
+                {"prompt_token_ids": prompt}, _parameters(sampling, seed), request_id
+            ):
+                final = output
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise RolloutError(f"vLLM failed at prompt {index} of {len(prompt)} tokens: {error}") from error
+        if final is None:
+            raise RolloutError(f"vLLM ended prompt {index} without an answer")
+        completion = final.outputs[0]
+        return index, Generation(
+            list(completion.token_ids), _log_probs(completion.logprobs), str(completion.finish_reason)
+        )
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        try:
+            results: list[Any] = await asyncio.wait_for(
+                self._running().collective_rpc(method, args=arguments), self.options.timeout_seconds
+            )
+        except TimeoutError as error:
+            raise RolloutError(
+                f"vLLM's workers did not finish {method} within {self.options.timeout_seconds:g} s"
+            ) from error
+        except (EngineDeadError, RuntimeError) as error:
+            raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
+        return results
+
+    def _check_ready(self) -> None:
+        if self._is_asleep or not self._has_weights:
+            raise RolloutError("the engine gave its weights up when it slept: wake it and push weights first")
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise RolloutError("the engine does not run: call start() first, and nothing after shutdown()")
+        return self._llm
+
+
+def _parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop) or None,
+        ignore_eos=sampling.ignore_eos,
+        # A greedy request draws nothing; a generator for it would only cost time.
+        seed=None if sampling.temperature == 0 else seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _log_probs(flat: Any) -> list[float]:
+    """The first entry of each position is the sampled token's."""
+    values = [float(flat.logprobs[start]) for start in flat.start_indices]
+    if not all(math.isfinite(value) for value in values):
+        raise RolloutError("vLLM returned a log-prob that is not finite: the weights are broken")
+    return values
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,149 @@
+"""What a rollout engine is told: its settings, those of sampling, and the environment that vLLM needs.
+
+Called by the rollout role, before vLLM is imported: this module does not import it. It refuses nothing; the spec was
+checked before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How responses are drawn. temperature 0 takes the likeliest token; top_k -1 takes all."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @classmethod
+    def training(cls, spec: PPOJobSpec) -> SamplingOptions:
+        """Sampling of the responses that are trained on."""
+        rollout = spec.rollout
+        return cls(
+            max_tokens=spec.data.max_response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    @classmethod
+    def validation(cls, spec: PPOJobSpec) -> SamplingOptions:
+        """Sampling for validation."""
+        return cls(
+            max_tokens=spec.data.max_response_length,
+            temperature=spec.rollout.validation.temperature,
+            top_p=spec.rollout.validation.top_p,
+            stop=tuple(spec.rollout.stop),
+        )
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Settings of one replica. Lengths count tokens; `sleeps`: the GPU is shared, so memory is given back in between."""
+
+    path: str
+    device: Device
+    max_model_len: int
+    gpu_memory_utilization: float = 0.5
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    cpu_cache_gib: int = 1
+    trust_remote_code: bool = False
+    sleeps: bool = False
+    seed: int = 0
+    timeout_seconds: float = 1800.0
+
+    @classmethod
+    def from_spec(cls, spec: PPOJobSpec, *, is_shared: bool) -> RolloutOptions:
+        """Take the settings from a resolved spec. is_shared: a role that trains computes on the same GPU."""
+        rollout = spec.rollout
+        return cls(
+            path=spec.model.actor.path,
+            device=spec.device,
+            max_model_len=spec.data.max_prompt_length + spec.data.max_response_length,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            enable_chunked_prefill=rollout.enable_chunked_prefill,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            enforce_eager=rollout.enforce_eager,
+            cpu_cache_gib=rollout.cpu_cache_gib,
+            trust_remote_code=spec.model.actor.trust_remote_code,
+            sleeps=is_shared,
+            seed=spec.trainer.seed,
+            timeout_seconds=float(spec.trainer.phase_timeout_seconds),
+        )
+
+
+def environment(options: RolloutOptions) -> dict[str, str]:
+    """Return the variables that the engine's process must be started with, so that vLLM finds them at its import."""
+    common = {
+        # Offline: the model is a folder, and a hub would be asked for what is missing there.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if options.device is Device.CPU:
+        return common | {
+            # One process less; the engine's core has one of its own either way.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Ray and the other roles share the cores: vLLM must not pin its threads to some of them.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_cache_gib),
+        }
+    return common | {
+        # Its kernels are built at the first use, which needs a compiler in the image.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+
+
+def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's AsyncEngineArgs, the same for all versions that are supported."""
+    is_cuda = options.device is Device.CUDA
+    longest_prefill = options.max_model_len
+    arguments: dict[str, Any] = {
+        "model": str(Path(options.path)),
+        "trust_remote_code": options.trust_remote_code,
+        "dtype": "bfloat16",
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": max(options.max_num_batched_tokens, longest_prefill),
+        # On the CPU a prompt prefilled in parts breaks the generator of its request's seed.
+        "enable_chunked_prefill": options.enable_chunked_prefill and is_cuda,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager or not is_cuda,
+        # The trainer compares its log-probs with these, so they must be of the distribution that was sampled.
+        "logprobs_mode": "processed_logprobs",
+        # The model folder's own sampling defaults must not change what the spec says.
+        "generation_config": "vllm",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+    }
+    if is_cuda:
+        arguments |= {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enable_sleep_mode": options.sleeps,
+            # Inside a placement group of more than one worker vLLM would take its Ray executor.
+            "distributed_executor_backend": "uni",
+        }
+    return arguments

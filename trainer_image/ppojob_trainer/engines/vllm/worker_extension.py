@@ -1,0 +1,44 @@
+"""The side of vLLM's worker process: it receives weights. vLLM mixes this class into its worker.
+
+Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, because vLLM refuses an extension that
+hides a method of the worker. It loads by `reload_weights`, which knows how vLLM laid a weight out (on the CPU it keeps
+only packed copies, and `load_weights` finds empty parameters) and keeps addresses, so that CUDA graphs stay valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
+
+
+class WeightReceiverExtension:
+    """See the module's docstring. The annotated attributes are the worker's."""
+
+    vllm_config: VllmConfig
+    device: torch.device
+    rank: int
+    model_runner: Any
+
+    def ppojob_connect_weights(self, link: dict[str, Any], first_rank: int) -> None:
+        """Meet the sender, as receiver `first_rank` plus this worker's rank in its replica."""
+        self.ppojob_receiver = WeightReceiver(WeightLink(**link), first_rank + self.rank, self.device)
+
+    def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
+        """Load the next weights, which must be `version`; return the receipt as a dictionary."""
+        stream = self.ppojob_receiver.begin(version)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self.model_runner.reload_weights(weights_iterator=iter(stream))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return asdict(stream.receipt())
+
+    def ppojob_disconnect_weights(self) -> None:
+        """Give the connection back."""
+        receiver = self.__dict__.pop("ppojob_receiver", None)
+        if receiver is not None:
+            receiver.close()

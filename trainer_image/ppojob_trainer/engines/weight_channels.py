@@ -1,0 +1,143 @@
+"""How buckets of bytes get from a trainer's rank to rollout replicas: gloo, NCCL, or memory of a shared GPU.
+
+Called by `weight_transfer`, which says what the bytes are. Process groups here stand beside the default one, so a
+vLLM worker, which has its own, can join. Every wait has the channel's limit.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppojob_trainer.engines.network import local_address
+
+Backend = Literal["gloo", "nccl", "cuda_ipc"]
+
+
+class Channel(Protocol):
+    """One sender, rank 0, and receivers from rank 1."""
+
+    def send(self, buffer: Tensor) -> None:
+        """Send a uint8 buffer to all receivers; it may be changed afterwards."""
+        ...
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Return the next buffer, in memory of its own."""
+        ...
+
+    def close(self) -> None:
+        """End the channel on this side."""
+        ...
+
+
+def open_channel(
+    backend: str, store: dist.TCPStore, rank: int, size: int, device: torch.device, timeout_seconds: float
+) -> Channel:
+    """Meet the other ranks over `store` and return the channel.
+
+    Raises:
+        RuntimeError: not all came in time (torch's own, with its reason).
+        ValueError: unknown backend.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if backend == "gloo":
+        return _GroupChannel(_gloo(store, rank, size, timeout), device)
+    if backend == "nccl":
+        return _GroupChannel(_nccl(store, rank, size, timeout, device), device)
+    if backend == "cuda_ipc":
+        return _SharedMemoryChannel(store, rank, size, device)
+    raise ValueError(f"unknown backend {backend!r} for weights: gloo, nccl or cuda_ipc")
+
+
+class _GroupChannel:
+    """Broadcasts from rank 0 of a process group."""
+
+    def __init__(self, group: dist.Backend, device: torch.device) -> None:
+        self._group, self._device = group, device
+        # The first collective makes the connections; here it fails with a clear cause instead of in a transfer.
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+
+    def send(self, buffer: Tensor) -> None:
+        self._broadcast(buffer)
+
+    def receive(self, num_bytes: int) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast(buffer)
+        return buffer
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([buffer], options).wait()
+
+
+class _SharedMemoryChannel:
+    """Two processes on one GPU: the sender names its memory (CUDA IPC), the receiver copies from it."""
+
+    def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device) -> None:
+        if size != 2:
+            raise ValueError(f"memory of a GPU is shared by one sender and one receiver, not by {size} processes")
+        self._store, self._device, self._number = store, device, 0
+        mine, theirs = ("sender", "receiver") if rank == 0 else ("receiver", "sender")
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        store.set(f"gpu/{mine}", uuid)
+        other = store.get(f"gpu/{theirs}").decode()
+        if other != uuid:
+            raise RuntimeError(f"sender and receiver are on different GPUs, {uuid} and {other}: use nccl")
+
+    def send(self, buffer: Tensor) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.cuda.current_stream(self._device).synchronize()
+        self._store.set(f"memory/{self._number}", pickle.dumps(reduce_tensor(buffer)))
+        # The buffer must stand until the receiver has its copy.
+        self._store.get(f"copied/{self._number}")
+        self._number += 1
+
+    def receive(self, num_bytes: int) -> Tensor:
+        rebuild, arguments = pickle.loads(self._store.get(f"memory/{self._number}"))
+        shared = rebuild(*_on_device(arguments, self._device))
+        buffer: Tensor = shared.clone()
+        torch.cuda.current_stream(self._device).synchronize()
+        del shared
+        self._store.set(f"copied/{self._number}", b"1")
+        self._number += 1
+        assert buffer.numel() == num_bytes, f"the sender's bucket has {buffer.numel()} bytes, wanted {num_bytes}"
+        return buffer
+
+    def close(self) -> None:
+        torch.cuda.ipc_collect()
+
+
+def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Put this process's number of the GPU in place of the sender's: each may see the GPU under its own."""
+    place = 6  # `storage_device` of torch's rebuild_cuda_tensor
+    return (
+        *arguments[:place],
+        torch.cuda.current_device() if device.index is None else device.index,
+        *arguments[place + 1 :],
+    )
+
+
+def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    # By itself gloo listens where DNS says this host's name is, which need not be where the others can reach it.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(store.host))]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+
+def _nccl(store: dist.TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> dist.Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    group.eager_connect_single_device(device)
+    return group

@@ -1,0 +1,393 @@
+"""Weights from the trainer to the rollout engines: the interface, and both its ends.
+
+    FSDP rank 0 ─ gather a tensor (all ranks) ─ pack into a bucket ─ channel ─▶ replica: unpack ─▶ vLLM reloads
+          │                                                                        │
+          └──────────────── Receipt: checksums ──────── verify ──────── Receipt ───┘
+
+Used by the worker groups (sender) and by vLLM's worker processes (receiver), which find each other through a
+`WeightLink`. Tensors go in buckets, because a message for each would cost more than the bytes. The receiver works at
+the same time as the sender, bucket by bucket. It refuses weights of another version or with other checksums.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.weight_channels import Backend, Channel, open_channel
+
+BUCKET_BYTES: Final = 256 * 2**20
+# A row of the checksum: 64 numbers of 8 bytes. Buckets are whole rows.
+_ROW_BYTES: Final = 512
+_ALIGNMENT: Final = 16
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter under the name that HuggingFace's checkpoint gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype; `dtype` is its name without `torch.`."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a sharded model."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Return all parameters, in the order of `gather`."""
+        ...
+
+    def gather(self) -> Iterator[Tensor]:
+        """Yield each parameter whole. Collective: every rank goes through to the end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters in one buffer of `num_bytes`, each at its offset."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that lie in a uint8 buffer, without a copy."""
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            flat = buffer[offset : offset + spec.num_bytes].view(spec.torch_dtype)
+            yield spec.name, flat.view(spec.shape)
+
+
+def make_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Fill buckets in order, each up to `bucket_bytes`; a larger tensor gets one of its own."""
+    buckets: list[Bucket] = []
+    taken: list[TensorSpec] = []
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        if taken and end + spec.num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
+            taken, offsets, end = [], [], 0
+        taken.append(spec)
+        offsets.append(end)
+        end = _round_up(end + spec.num_bytes, _ALIGNMENT)
+    if taken:
+        buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
+    return buckets
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one end sent or loaded: equal receipts are equal weights."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    checksums: tuple[int, ...]
+
+
+def verify(sent: Receipt, received: Sequence[Receipt]) -> None:
+    """Compare what the trainer sent with what each replica loaded.
+
+    Raises:
+        WeightSyncError: a replica has other weights; says which and where they differ first.
+    """
+    for replica, receipt in enumerate(received):
+        if receipt != sent:
+            raise WeightSyncError(
+                f"rollout replica {replica} has other weights than the trainer: {_difference(sent, receipt)}"
+            )
+
+
+def checksum(buffer: Tensor) -> Tensor:
+    """Return an int64 scalar that changes with any bit and with the order of the bucket's rows; exact on any device."""
+    rows = buffer.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=1)
+    return (rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()
+
+
+@dataclass(frozen=True)
+class WeightLink:
+    """Where a sender listens, what it will send, and how. It goes to the replicas as plain data."""
+
+    backend: str
+    address: str
+    port: int
+    num_receivers: int
+    timeout_seconds: float
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a dictionary of plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """Which FSDP rank sends to which rollout replicas, and how."""
+
+    sender_rank: int
+    backend: Backend
+    replicas: tuple[int, ...]
+
+
+def link_plan(device: Device, *, num_ranks: int, num_replicas: int, is_shared: bool) -> list[LinkPlan]:
+    """Decide who sends to whom.
+
+    Args:
+        is_shared: replica i computes on the GPU of FSDP rank i. NCCL refuses two processes on one GPU, and there every
+            rank has each gathered tensor at hand: it passes on its memory (CUDA IPC), and nothing crosses GPUs twice.
+    """
+    if device is Device.CPU:
+        return [LinkPlan(0, "gloo", tuple(range(num_replicas)))]
+    if not is_shared:
+        return [LinkPlan(0, "nccl", tuple(range(num_replicas)))]
+    if num_replicas > num_ranks:
+        raise ValueError(f"{num_replicas} rollout replicas cannot share the GPUs of {num_ranks} actor ranks")
+    return [LinkPlan(rank, "cuda_ipc", (rank,)) for rank in range(num_replicas)]
+
+
+class WeightSync(Protocol):
+    """The trainer's end of a weight transfer."""
+
+    def listen(self) -> WeightLink | None:
+        """Open the meeting place and say where it is; None if this rank sends to nobody."""
+        ...
+
+    def prepare(self) -> None:
+        """Wait for the replicas, which connect at the same time."""
+        ...
+
+    def push(self, version: int) -> Receipt | None:
+        """Send the weights, while the replicas receive. Collective over all FSDP ranks."""
+        ...
+
+    def close(self) -> None:
+        """Give the connection back."""
+        ...
+
+
+class WeightSender:
+    """`WeightSync` of one FSDP rank."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        plan: LinkPlan | None,
+        address: str,
+        timeout_seconds: float,
+        device: torch.device,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Plan a transfer.
+
+        Args:
+            plan: this rank's, or None if it only takes part in gathering.
+            address: of this host, as the replicas reach it.
+            timeout_seconds: for the meeting and for each bucket.
+            device: where the tensors are.
+        """
+        self._source, self._plan, self._address = source, plan, address
+        self._timeout_seconds, self._device = timeout_seconds, device
+        self._buckets = make_buckets(source.specs(), bucket_bytes)
+        self._store: dist.TCPStore | None = None
+        self._channel: Channel | None = None
+        self._num_pushes = 0
+
+    def listen(self) -> WeightLink | None:
+        """See `WeightSync`."""
+        if self._plan is None:
+            return None
+        self._store = dist.TCPStore(
+            self._address, 0, None, True, timedelta(seconds=self._timeout_seconds), wait_for_workers=False
+        )
+        self._store.set("buckets", json.dumps([asdict(bucket) for bucket in self._buckets]))
+        return WeightLink(
+            self._plan.backend, self._address, self._store.port, len(self._plan.replicas), self._timeout_seconds
+        )
+
+    def prepare(self) -> None:
+        """See `WeightSync`.
+
+        Raises:
+            RendezvousError: not all replicas came in time.
+        """
+        if self._plan is None:
+            return
+        assert self._store is not None, "listen() comes before prepare()"
+        size = 1 + len(self._plan.replicas)
+        try:
+            self._channel = open_channel(self._plan.backend, self._store, 0, size, self._device, self._timeout_seconds)
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"the rollout replicas {list(self._plan.replicas)} did not all connect for weights at "
+                f"{self._address}:{self._store.port} within {self._timeout_seconds:g} s: {error}"
+            ) from error
+
+    def push(self, version: int) -> Receipt | None:
+        """See `WeightSync`. Returns what was sent, or None from a rank that sends to nobody.
+
+        Raises:
+            WeightSyncError: a replica stopped receiving.
+        """
+        gathered = self._source.gather()
+        if self._channel is None or self._store is None:
+            for _ in gathered:
+                pass
+            return None
+        self._store.set(_announcement(self._num_pushes), str(version))
+        self._num_pushes += 1
+        checksums = []
+        for bucket in self._buckets:
+            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            for (_, view), tensor in zip(bucket.views(buffer), gathered, strict=False):
+                view.copy_(tensor)
+            checksums.append(checksum(buffer))
+            self._send(buffer, version)
+        assert next(gathered, None) is None, "the source yields more tensors than it has specs"
+        return _receipt(version, self._buckets, checksums)
+
+    def close(self) -> None:
+        """See `WeightSync`."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._store = None
+
+    def _send(self, buffer: Tensor, version: int) -> None:
+        assert self._channel is not None
+        try:
+            self._channel.send(buffer)
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightSyncError(
+                f"a rollout replica stopped receiving version {version} of the weights: {error}"
+            ) from error
+
+
+class WeightReceiver:
+    """A replica's end of a weight transfer; vLLM's worker holds one."""
+
+    def __init__(self, link: WeightLink, rank: int, device: torch.device) -> None:
+        """Connect; the sender prepares at the same time.
+
+        Args:
+            rank: from 1, this receiver's number among all of the link.
+
+        Raises:
+            RendezvousError: the sender or another replica did not come in time.
+        """
+        self._link, self._num_receipts = link, 0
+        timeout = timedelta(seconds=link.timeout_seconds)
+        try:
+            self._store = dist.TCPStore(link.address, link.port, None, False, timeout, wait_for_workers=False)
+            self._channel = open_channel(
+                link.backend, self._store, rank, 1 + link.num_receivers, device, link.timeout_seconds
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"rollout receiver {rank} of {link.num_receivers} did not reach the trainer's rank at "
+                f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"
+            ) from error
+        self._buckets = _buckets_from(self._store.get("buckets"))
+
+    def begin(self, version: int) -> WeightStream:
+        """Return the tensors of the next push.
+
+        Raises:
+            WeightSyncError: it is of another version, or the sender did not begin in time.
+        """
+        key = _announcement(self._num_receipts)
+        try:
+            announced = int(self._store.get(key))
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightSyncError(
+                f"the trainer did not begin to send version {version} within {self._link.timeout_seconds:g} s"
+            ) from error
+        self._num_receipts += 1
+        if announced != version:
+            raise WeightSyncError(f"the trainer sends version {announced} of the weights, wanted was {version}")
+        return WeightStream(version, self._buckets, self._channel)
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._channel.close()
+
+
+class WeightStream:
+    """Iterates once over (name, tensor); `receipt` says afterwards what came."""
+
+    def __init__(self, version: int, buckets: Sequence[Bucket], channel: Channel) -> None:
+        self._version, self._buckets, self._channel = version, buckets, channel
+        self._checksums: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._buckets:
+            buffer = self._channel.receive(bucket.num_bytes)
+            self._checksums.append(checksum(buffer))
+            yield from bucket.views(buffer)
+
+    def receipt(self) -> Receipt:
+        """Return the receipt.
+
+        Raises:
+            WeightSyncError: the reader stopped before the last bucket.
+        """
+        if len(self._checksums) != len(self._buckets):
+            raise WeightSyncError(
+                f"only {len(self._checksums)} of {len(self._buckets)} buckets of version {self._version} were loaded"
+            )
+        return _receipt(self._version, self._buckets, self._checksums)
+
+
+def _receipt(version: int, buckets: Sequence[Bucket], checksums: Sequence[Tensor]) -> Receipt:
+    num_tensors = sum(len(bucket.specs) for bucket in buckets)
+    num_bytes = sum(spec.num_bytes for bucket in buckets for spec in bucket.specs)
+    return Receipt(version, num_tensors, num_bytes, tuple(torch.stack(list(checksums)).tolist()))
+
+
+def _difference(sent: Receipt, received: Receipt) -> str:
+    if (sent.version, sent.num_tensors) != (received.version, received.num_tensors):
+        return (
+            f"version {received.version} with {received.num_tensors} tensors, "
+            f"sent was version {sent.version} with {sent.num_tensors}"
+        )
+    pairs = enumerate(zip(sent.checksums, received.checksums, strict=False))
+    first = next((index for index, (mine, theirs) in pairs if mine != theirs), None)
+    return f"version {sent.version} differs in bucket {first} of {len(sent.checksums)}"
+
+
+def _buckets_from(text: bytes) -> list[Bucket]:
+    return [
+        Bucket(
+            tuple(TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in entry["specs"]),
+            tuple(entry["offsets"]),
+            entry["num_bytes"],
+        )
+        for entry in json.loads(text)
+    ]
+
+
+def _announcement(number: int) -> str:
+    return f"push/{number}"
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

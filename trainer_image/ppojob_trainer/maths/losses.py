@@ -1,0 +1,198 @@
+"""PPO's losses. Every number that leaves this module is a share: add the shares of all micro-batches and all ranks.
+
+The denominators are those of the optimizer step's whole minibatch over all ranks, and they are passed in. So the
+gradient depends neither on how the minibatch is cut nor on the number of ranks, and metrics add up the same way.
+A data-parallel engine that averages gradients over n ranks (FSDP does) multiplies the loss by n before backward.
+Called by the policy and critic engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ppojob_trainer.maths.kl import MAX_LOG_RATIO
+from ppojob_trainer.maths.masked import masked_mean, masked_sum
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the losses of a minibatch are divided by: its unmasked tokens, and its sequences that have any."""
+
+    tokens: float
+    sequences: float
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Denominators:
+        """Counts of a mask [B, R]. Sum `to_tensor` over ranks for those of the whole minibatch."""
+        return cls(tokens=float(mask.bool().sum()), sequences=float(mask.bool().any(dim=-1).sum()))
+
+    def to_tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return float64 [2], to be summed over ranks (all-reduce)."""
+        return torch.tensor([self.tokens, self.sequences], dtype=torch.float64, device=device)
+
+    @classmethod
+    def from_tensor(cls, summed: Tensor) -> Denominators:
+        """Undo `to_tensor`."""
+        tokens, sequences = summed.tolist()
+        return cls(tokens, sequences)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Bounds of the ratio: [1 - low, 1 + high], and `dual` where the advantage is negative."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float = 3.0
+
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+def _token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return masked_sum(loss, mask) / max(denominators.tokens, 1.0)
+
+
+def _seq_mean_token_sum(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return masked_sum(loss, mask) / max(denominators.sequences, 1.0)
+
+
+def _seq_mean_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return masked_mean(loss, mask, dim=-1).sum() / max(denominators.sequences, 1.0)
+
+
+AGGREGATIONS: Final[dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]]] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+}
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: str, denominators: Denominators) -> Tensor:
+    """Return this micro-batch's share of the minibatch's loss, a scalar.
+
+    token-mean: all tokens weigh the same (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 12). seq-mean-token-sum:
+    the sum over a sequence's tokens, then the mean over sequences. seq-mean-token-mean: the mean over a sequence's
+    tokens, then over sequences (DeepSeekMath, equation 3).
+
+    Args:
+        loss: float [B, R].
+        mask: [B, R].
+        denominators: of the whole minibatch over all ranks.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown loss aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
+    return AGGREGATIONS[mode](loss, mask, denominators)
+
+
+def policy_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    denominators: Denominators,
+    clipping: Clipping | None = None,
+    aggregation: str = "token-mean",
+) -> Loss:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7) with dual clip.
+
+    ratio = exp(clamp(log_prob - old_log_prob, -20, 20));
+    loss = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 also min(loss, -A * dual)
+    (Ye et al. 2019, arXiv 1912.09729, equation 5: bounds the loss where a bad action became likely).
+
+    Args:
+        log_prob: float32 [B, R] with gradient; old_log_prob, advantages: float32 [B, R]; mask: [B, R].
+
+    Returns:
+        The share of the loss, and shares of the metrics `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower`, `ppo_kl`
+        (token means).
+    """
+    clipping = clipping or Clipping()
+    log_ratio = torch.clamp(log_prob - old_log_prob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clipping.low, 1 + clipping.high)
+    pessimistic = torch.maximum(plain, clipped)
+    bounded = torch.minimum(pessimistic, -advantages * clipping.dual)
+    negative = advantages < 0
+    loss = aggregate(torch.where(negative, bounded, pessimistic), mask, aggregation, denominators)
+    with torch.no_grad():
+        lower = (pessimistic > -advantages * clipping.dual) & negative
+        metrics = {
+            "pg_loss": loss.detach(),
+            "pg_clipfrac": _token_mean((clipped > plain).float(), mask, denominators),
+            "pg_clipfrac_lower": _token_mean(lower.float(), mask, denominators),
+            "ppo_kl": _token_mean(-log_ratio, mask, denominators),
+        }
+    return loss, metrics
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    denominators: Denominators,
+    clip_range: float = 0.5,
+    aggregation: str = "token-mean",
+) -> Loss:
+    """Half the squared error, pessimistically clipped around the old values.
+
+    loss = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: Schulman et al. 2017, equation 9, with the
+    clipping of OpenAI's baselines, as in verl.
+
+    Args:
+        values: float32 [B, R] with gradient; old_values, returns: float32 [B, R]; mask: [B, R].
+
+    Returns:
+        The share of the loss, and shares of the metrics `vf_loss`, `vf_clipfrac`, `vpred_mean` (token means).
+    """
+    near = torch.clamp(values, old_values - clip_range, old_values + clip_range)
+    plain = (values - returns).square()
+    clipped = (near - returns).square()
+    loss = aggregate(0.5 * torch.maximum(plain, clipped), mask, aggregation, denominators)
+    with torch.no_grad():
+        metrics = {
+            "vf_loss": loss.detach(),
+            "vf_clipfrac": _token_mean((clipped > plain).float(), mask, denominators),
+            "vpred_mean": _token_mean(values.detach(), mask, denominators),
+        }
+    return loss, metrics
+
+
+def entropy_bonus(
+    entropy: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "token-mean"
+) -> Loss:
+    """Minus coefficient times the mean entropy (Schulman et al. 2017, equation 9), to be added to the policy loss.
+
+    Args:
+        entropy: float32 [B, R], with gradient if the coefficient is not 0.
+
+    Returns:
+        The share of the loss, and of the metric `entropy`.
+    """
+    mean = aggregate(entropy, mask, aggregation, denominators)
+    return -coefficient * mean, {"entropy": mean.detach()}
+
+
+def kl_loss(
+    kl: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "token-mean"
+) -> Loss:
+    """Coefficient times the mean of the KL estimates, to be added to the policy loss (DeepSeekMath, equation 3).
+
+    Args:
+        kl: float32 [B, R] of `kl.kl_estimate` with gradient.
+
+    Returns:
+        The share of the loss, and of the metric `kl_loss` (without the coefficient, as in verl).
+    """
+    mean = aggregate(kl, mask, aggregation, denominators)
+    return coefficient * mean, {"kl_loss": mean.detach()}

@@ -1,0 +1,22 @@
+"""What a run tells the outside: metrics, progress, logs, trace, plot. Imports neither torch nor Ray."""
+
+from ppojob_trainer.telemetry.logs import OutputTee, configure_logging, tee_output
+from ppojob_trainer.telemetry.metrics import MetricLogger
+from ppojob_trainer.telemetry.progress import RunProgress
+from ppojob_trainer.telemetry.records import MetricsUnreadableError, read_metrics
+from ppojob_trainer.telemetry.reporter import ProgressReporter
+from ppojob_trainer.telemetry.run_files import RunFiles
+from ppojob_trainer.telemetry.trace import TraceWriter
+
+__all__ = [
+    "MetricLogger",
+    "MetricsUnreadableError",
+    "OutputTee",
+    "ProgressReporter",
+    "RunFiles",
+    "RunProgress",
+    "TraceWriter",
+    "configure_logging",
+    "read_metrics",
+    "tee_output",
+]

@@ -1,0 +1,103 @@
+"""Logs of a process: one line format, and a copy of all output in a file of the job's storage.
+
+Every role's process and the driver call `tee_output` first thing. The copy is made below Python, on the file
+descriptors, so it has what C++ libraries and child processes print, and the last words of a process that crashes:
+a `tee` child holds the other end of the pipe and outlives it. It refuses to be the only place of the output: what went
+to a terminal or to Ray's own log still goes there.
+"""
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_STDOUT, _STDERR = 1, 2
+_DRAIN_TIMEOUT_S = 10.0
+
+
+class OutputTee:
+    """The copying of one process's output; `close` undoes it. Made by `tee_output`."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._flush()
+        self._saved = {fd: os.dup(fd) for fd in (_STDOUT, _STDERR)}
+        self._copiers = [self._redirect(fd) for fd in (_STDOUT, _STDERR)]
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                # Into a pipe Python would write in blocks, and a kill would lose the last one.
+                stream.reconfigure(line_buffering=True)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Write what is left and let the output go where it went before; calling it again does nothing."""
+        if not self._saved:
+            return
+        self._flush()
+        for fd, saved in self._saved.items():
+            os.dup2(saved, fd)
+            os.close(saved)
+        self._saved = {}
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        for copier in self._copiers:
+            try:
+                copier.wait(timeout=max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                # A child of ours lives on and holds the pipe open.
+                copier.terminate()
+                copier.wait(timeout=_DRAIN_TIMEOUT_S)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _redirect(self, fd: int) -> subprocess.Popen[bytes]:
+        """Put a pipe to `tee` in the place of `fd`; a session of its own keeps Ctrl-C from ending it before us."""
+        read_end, write_end = os.pipe()
+        copier = subprocess.Popen(
+            ["tee", "-a", str(self.path)],
+            stdin=read_end,
+            stdout=self._saved[fd],
+            stderr=self._saved[_STDERR],
+            start_new_session=True,
+        )
+        os.close(read_end)
+        os.dup2(write_end, fd)
+        os.close(write_end)
+        return copier
+
+    @staticmethod
+    def _flush() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def tee_output(path: Path) -> OutputTee:
+    """Append everything that this process and its children print from now on to `path` too.
+
+    Raises:
+        OSError: the folder cannot be made, or there is no `tee` program.
+    """
+    return OutputTee(path)
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """Log to stderr, one line per message: time (UTC), level, logger, message. Replaces earlier handlers."""
+    formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for chatty in ("httpx", "httpcore", "matplotlib"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

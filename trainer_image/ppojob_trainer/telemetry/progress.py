@@ -1,0 +1,123 @@
+"""What is known of the run, as one `ProgressReport`. The trainer's loop feeds it; `reporter.py` sends what it returns.
+
+State without input or output: it reads no file and no clock but the one it is given.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from ppojob_api.v1alpha1.constants import STATUS_METRICS
+from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
+from ppojob_api.v1alpha1.status import CheckpointStatus
+from ppojob_trainer.telemetry.eta import Eta
+from ppojob_trainer.telemetry.records import Record
+
+REWARD = "critic/score/mean"
+VALIDATION_REWARD = "val-core/score/mean"
+_BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
+
+
+class RunProgress:
+    """Collects what a report carries; each report has everything, so that a lost one does no harm."""
+
+    def __init__(self, *, uid: str, attempt: int, total_steps: int, clock: Callable[[], float] = time.time) -> None:
+        self._uid = uid
+        self._attempt = attempt
+        self._clock = clock
+        self._eta = Eta(total_steps)
+        self._activity = Activity.LOADING
+        self._step = 0
+        self._metrics: dict[str, float] = {}
+        self._first_validation: float | None = None
+        self._validation: float | None = None
+        self._first_step_time: str | None = None
+        self._checkpoint: CheckpointStatus | None = None
+        self._model_path: str | None = None
+        self._recommendation: str | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run; may be set while it runs."""
+        return self._eta.total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self._eta.total_steps = steps
+
+    def restore(self, records: Sequence[Record], *, step: int) -> None:
+        """Take over what earlier attempts did up to `step`, from the records of metrics.jsonl."""
+        for record in records:
+            number, at = record.get("step"), record.get("time")
+            if number is None or at is None or number > step:
+                continue
+            values = {name: value for name, value in record.items() if value is not None}
+            self._record(int(number), {name: v for name, v in values.items() if name not in ("step", "time")}, at)
+        # The pace of the attempt before, and the pause between the attempts, say nothing about this one.
+        self._eta = Eta(self.total_steps)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note that `step` is done (0: the validation before training); metrics that are not finite are dropped."""
+        now = self._clock()
+        self._eta.tick(step, now)
+        self._record(step, metrics, now)
+
+    def set_activity(self, activity: Activity) -> None:
+        """Note what the trainer does at the moment."""
+        self._activity = activity
+
+    def set_checkpoint(self, step: int, path: str) -> None:
+        """Note the newest checkpoint, complete now."""
+        self._checkpoint = CheckpointStatus(step=step, path=path, time=_rfc3339(self._clock()))
+
+    def set_model(self, path: str) -> None:
+        """Note where the exported policy is."""
+        self._model_path = path
+
+    def set_recommendation(self, text: str) -> None:
+        """Note what the measured phases say about the layout."""
+        self._recommendation = text
+
+    def report(self) -> ProgressReport:
+        """Return everything that is known."""
+        return ProgressReport(
+            uid=self._uid,
+            attempt=self._attempt,
+            activity=self._activity,
+            step=self._step,
+            total_steps=self.total_steps,
+            eta_seconds=self._eta.seconds,
+            reward=self._metrics.get(REWARD),
+            first_validation_reward=self._first_validation,
+            validation_reward=self._validation,
+            first_step_time=self._first_step_time,
+            metrics={name: self._metrics[name] for name in STATUS_METRICS if name in self._metrics},
+            pools=self._pools(),
+            checkpoint=self._checkpoint,
+            model_path=self._model_path,
+            recommendation=self._recommendation,
+        )
+
+    def _record(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        validation = finite.get(VALIDATION_REWARD)
+        if validation is not None:
+            self._validation = validation
+            self._first_validation = validation if self._first_validation is None else self._first_validation
+        # A step without a validation keeps the last one's score in the status.
+        kept = {VALIDATION_REWARD: self._validation} if self._validation is not None else {}
+        self._step, self._metrics = step, kept | finite
+        if step > 0 and self._first_step_time is None:
+            self._first_step_time = _rfc3339(now)
+
+    def _pools(self) -> list[PoolReport]:
+        found = ((_BUSY.fullmatch(name), value) for name, value in self._metrics.items())
+        return [
+            PoolReport(name=match["pool"], busy_fraction=min(max(value, 0.0), 1.0)) for match, value in found if match
+        ]
+
+
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

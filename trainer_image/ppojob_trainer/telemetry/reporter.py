@@ -1,0 +1,150 @@
+"""Sends the progress to the operator's status endpoint, from a thread of its own.
+
+The trainer's loop hands over the newest report and reads the newest reply; neither waits for the network. An endpoint
+that is away costs one log line a minute and nothing else. It never invents a report: what it repeats is the last one
+that the loop gave.
+"""
+
+import logging
+import math
+import ssl
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, wait_exponential_jitter
+
+from ppojob_api.v1alpha1.progress import ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.resolve import Reporting
+
+_log = logging.getLogger(__name__)
+_FENCED_OUT = {409: "a newer attempt runs", 410: "the PPOJob is gone"}
+_REQUEST_TIMEOUT_S = 10.0
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
+
+
+class _NotDeliveredError(Exception):
+    """The report did not arrive; it is worth another try."""
+
+
+class ProgressReporter:
+    """Delivers the newest report at least every `interval_seconds`, and keeps the newest reply."""
+
+    def __init__(self, reporting: Reporting) -> None:
+        self.fenced_out = threading.Event()
+        """Set once the operator answered that this attempt no longer counts: stop at once, save nothing."""
+        self._reporting = reporting
+        self._changed = threading.Condition()
+        self._report: ProgressReport | None = None
+        self._delivered: ProgressReport | None = None
+        self._reply = ProgressReply()
+        self._is_urgent = False
+        self._closes_at: float | None = None
+        self._complained_at = -math.inf
+        self._thread = threading.Thread(target=self._run, name="progress-reporter", daemon=True)
+
+    @property
+    def reply(self) -> ProgressReply:
+        """The newest answer: a command, and the settings that may change while the job runs."""
+        with self._changed:
+            return self._reply
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def update(self, report: ProgressReport, *, now: bool = False) -> None:
+        """Put `report` in the place of the one before it; with `now` it is sent at once, not at the next interval."""
+        with self._changed:
+            self._report, self._is_urgent = report, self._is_urgent or now
+            self._changed.notify()
+
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Send the last report at once, trying again until `timeout_s` is over. Returns whether it arrived."""
+        with self._changed:
+            self._closes_at = time.monotonic() + timeout_s
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout=timeout_s + _REQUEST_TIMEOUT_S)
+        return self._delivered is self._report
+
+    def _run(self) -> None:
+        is_closing = False
+        while not is_closing and not self.fenced_out.is_set():
+            with self._changed:
+                self._changed.wait_for(self._is_due_at_once, timeout=self._reporting.interval_seconds)
+                self._is_urgent, is_closing = False, self._closes_at is not None
+                is_needed = self._report is not None and not (is_closing and self._delivered is self._report)
+            if is_needed:
+                self._deliver()
+
+    def _is_due_at_once(self) -> bool:
+        return self._is_urgent or self._closes_at is not None
+
+    def _deliver(self) -> None:
+        """Try until the newest report arrived, or until the next one is due."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(_NotDeliveredError),
+            wait=wait_exponential_jitter(initial=0.5, max=5.0, jitter=0.5),
+            stop=self._has_tried_enough,
+        )
+        try:
+            retrying(self._post)
+        except RetryError as error:
+            self._complain(error.last_attempt.exception())
+
+    def _has_tried_enough(self, state: RetryCallState) -> bool:
+        if self._closes_at is not None:
+            return time.monotonic() >= self._closes_at
+        return (state.seconds_since_start or 0.0) >= self._reporting.interval_seconds
+
+    def _post(self) -> None:
+        """Send the newest report.
+
+        Raises:
+            _NotDeliveredError: the endpoint was away, or did not take the report.
+        """
+        with self._changed:
+            report = self._report
+        if report is None:
+            return
+        try:
+            # Token and authority are renewed while the job runs, so both are read each time.
+            token = Path(self._reporting.token_path).read_text().strip()
+            with httpx.Client(verify=self._authority(), timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
+                answer = client.post(
+                    self._reporting.url,
+                    content=report.model_dump_json(by_alias=True, exclude_none=True),
+                    headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+                )
+        except (OSError, httpx.HTTPError) as error:
+            raise _NotDeliveredError(f"{type(error).__name__}: {error}") from error
+        self._take(answer, report)
+
+    def _authority(self) -> ssl.SSLContext | bool:
+        """Trust the endpoint's own authority and no other; plain HTTP (tests) has none to trust."""
+        if urlsplit(self._reporting.url).scheme != "https":
+            return False
+        return ssl.create_default_context(cafile=self._reporting.ca_path)
+
+    def _take(self, answer: httpx.Response, report: ProgressReport) -> None:
+        if answer.status_code in _FENCED_OUT:
+            _log.error("fenced out: %s (%s %s)", _FENCED_OUT[answer.status_code], answer.status_code, answer.text[:500])
+            self.fenced_out.set()
+            return
+        if not answer.is_success:
+            raise _NotDeliveredError(f"the endpoint answered {answer.status_code}: {answer.text[:500]}")
+        try:
+            reply = ProgressReply.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise _NotDeliveredError(f"the endpoint's answer is no ProgressReply: {answer.text[:200]}") from error
+        with self._changed:
+            self._reply, self._delivered = reply, report
+
+    def _complain(self, error: BaseException | None) -> None:
+        if time.monotonic() - self._complained_at >= _SECONDS_BETWEEN_COMPLAINTS:
+            self._complained_at = time.monotonic()
+            _log.warning("progress did not arrive at %s, the training goes on: %s", self._reporting.url, error)

@@ -1,0 +1,50 @@
+"""Where the files of a run are. Everybody who writes or names one asks here; nothing is created by asking."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files below a job's own folder (`job.root`)."""
+
+    root: Path
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def plot(self) -> Path:
+        """Reward, KL, lengths and timing as a picture."""
+        return self.root / "plot.png"
+
+    @property
+    def trace(self) -> Path:
+        """Phases of the steps in Chrome's trace format."""
+        return self.root / "trace.json"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one log of the driver and one of each role's process."""
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The exported policy, a HuggingFace folder."""
+        return self.root / "model"
+
+    def log_of(self, who: str) -> Path:
+        """Return the log of one process, such as `driver` or `actor-0`; each attempt appends to it."""
+        return self.logs / f"{who}.log"

@@ -1,0 +1,1 @@
+"""Where metrics go: one sink a file, each with `write(step, time, metrics)` and `close()`."""

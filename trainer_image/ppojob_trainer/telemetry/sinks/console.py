@@ -1,0 +1,48 @@
+"""The table on the console: one line per step, with the few numbers that say whether the run is healthy."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from ppojob_trainer.telemetry.eta import Eta, in_words
+from ppojob_trainer.telemetry.sinks.sink import Metrics
+
+_COLUMNS = (
+    ("reward", "critic/score/mean", "{:.3f}"),
+    ("validation", "val-core/score/mean", "{:.3f}"),
+    ("kl", "actor/ppo_kl", "{:.2e}"),
+    ("response tokens", "response_length/mean", "{:.1f}"),
+    ("tokens/s/gpu", "perf/throughput", "{:.0f}"),
+    ("s/step", "timing_s/step", "{:.1f}"),
+)
+_ROWS_BETWEEN_HEADS = 20
+
+
+class ConsoleSink:
+    """Prints one row per step, and the head of the table every twenty rows."""
+
+    def __init__(self, eta: Eta, *, console: Console | None = None) -> None:
+        # A log file has no width; the table needs about ninety characters.
+        self._console = console or Console(width=100, highlight=False)
+        self._eta = eta
+        self._rows = 0
+
+    def write(self, step: int, time: float, metrics: Metrics) -> None:
+        """Print the row of a step."""
+        table = Table(box=None, padding=(0, 1), show_header=self._rows % _ROWS_BETWEEN_HEADS == 0)
+        for title, width in (("step", 11), *((name, max(len(name), 8)) for name, _, _ in _COLUMNS), ("left", 11)):
+            table.add_column(title, justify="right", width=width, no_wrap=True)
+        cells = [_shown(metrics.get(metric), form) for _, metric, form in _COLUMNS]
+        table.add_row(f"{step}/{self._eta.total_steps}", *cells, in_words(self._eta.seconds))
+        self._console.print(table)
+        self._rows += 1
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _shown(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return form.format(value) if math.isfinite(value) else str(value)

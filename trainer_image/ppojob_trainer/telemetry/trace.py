@@ -1,0 +1,94 @@
+"""The phases of the steps as a Chrome trace: one process per pool, one lane per role. Written by the controller.
+
+Format: "JSON Array Format" of Chrome's Trace Event Format, in which the closing bracket may be missing; so the file can
+be opened (chrome://tracing, ui.perfetto.dev) while the run goes on and after a kill. Times are microseconds since 1970.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MAX_EVENTS = 500_000
+"""About 60 MB; a viewer opens no more, and a long run must not fill the storage."""
+
+
+class TraceWriter:
+    """Appends events to the file; a resumed run goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events = _whole_events(path)
+        self._num_events = len(events)
+        self._lanes = _known_lanes(events)
+        self._lock = threading.Lock()
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.write_text("[\n" + ",\n".join(events))
+        aside.replace(path)
+        self._file = path.open("a")
+
+    def record(self, name: str, *, pool: str, role: str, start: float, end: float, step: int) -> None:
+        """Add a phase that ran from `start` to `end` (seconds since 1970)."""
+        with self._lock:
+            process, lane = self._lane(pool, role)
+            times = {"ts": round(start * 1e6), "dur": max(round((end - start) * 1e6), 0)}
+            where = {"pid": process, "tid": lane}
+            self._write({"name": name, "cat": role, "ph": "X", **where, **times, "args": {"step": step}})
+
+    @contextmanager
+    def span(self, name: str, *, pool: str, role: str, step: int) -> Iterator[None]:
+        """Record the time that the block takes, also where it raises."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.record(name, pool=pool, role=role, start=start, end=time.time(), step=step)
+
+    def close(self) -> None:
+        """Close the array and the file; calling it again does nothing."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("\n]\n")
+                self._file.close()
+
+    def _lane(self, pool: str, role: str) -> tuple[int, int]:
+        """Return the numbers of pool and role, and name them in the file the first time."""
+        key = (pool, role)
+        if key not in self._lanes:
+            pools = list(dict.fromkeys(known for known, _ in [*self._lanes, key]))
+            process, lane = pools.index(pool) + 1, len(self._lanes) + 1
+            self._lanes[key] = (process, lane)
+            names = {"pool": pool, "role": role}
+            for kind, text in (("process_name", f"pool {pool}"), ("thread_name", role)):
+                self._write({"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": text, **names}})
+        return self._lanes[key]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._num_events < MAX_EVENTS and not self._file.closed:
+            self._file.write((",\n" if self._num_events else "") + json.dumps(event))
+            self._file.flush()
+            self._num_events += 1
+
+
+def _whole_events(path: Path) -> list[str]:
+    """Return the events that an earlier attempt wrote whole; what a kill tore is left out."""
+    lines = path.read_text().split("\n") if path.exists() else []
+    events = [line.removesuffix(",") for line in lines if line.startswith("{")]
+    return events if not events or _is_json(events[-1]) else events[:-1]
+
+
+def _known_lanes(events: list[str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the numbers that pools and roles got from an earlier attempt."""
+    named = [json.loads(event) for event in events if event.startswith('{"name": "thread_name"')]
+    return {(event["args"]["pool"], event["args"]["role"]): (event["pid"], event["tid"]) for event in named}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""How a worker's method is called on a group: which rank gets which arguments, and how the answers become one.
+
+    class CriticWorker:
+        @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+        def compute_values(self, batch: DataProto) -> DataProto: ...
+
+    future = critics.call(CriticWorker.compute_values, table)
+
+On an instance the method is an ordinary method. On the class it is a `RemoteMethod`, which carries two signatures:
+the worker's own, and the caller's, which the dispatch mode derives from it. So a call names the method, an editor can
+jump to it, and mypy checks the arguments. Worker classes import this module; `worker_group` reads the modes. The
+functions that split and merge are pure: they never talk to Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.worker_groups.futures import Future, TableFuture
+from ppojob_trainer.worker_groups.table import Table
+
+__all__ = ["Dispatch", "Execute", "Metrics", "RemoteMethod", "merge_metrics", "register", "split_all_to_all"]
+
+Metrics = Mapping[str, float]
+
+W = TypeVar("W")
+A = TypeVar("A")
+R = TypeVar("R")
+P = ParamSpec("P")
+C = ParamSpec("C")
+M = TypeVar("M")
+M_co = TypeVar("M_co", covariant=True)
+
+
+class Dispatch(Enum):
+    """How arguments are split over the ranks and answers are merged.
+
+    ONE_TO_ALL: the same arguments to all; a list of answers by rank.
+    RANK_ZERO: to rank 0 alone; its answer.
+    ALL_TO_ALL: one argument, a list with an entry for each rank; a list of answers by rank.
+    DP_COMPUTE: as ALL_TO_ALL, with an entry for each data-parallel rank.
+    DP_COMPUTE_PROTO: a table's rows over the data-parallel ranks; a table with as many rows, in the same order.
+    DP_COMPUTE_METRIC: a table's rows over the data-parallel ranks; metrics, merged by `merge_metrics`.
+    """
+
+    ONE_TO_ALL = "one to all"
+    RANK_ZERO = "rank zero"
+    ALL_TO_ALL = "all to all"
+    DP_COMPUTE = "dp compute"
+    DP_COMPUTE_PROTO = "dp compute proto"
+    DP_COMPUTE_METRIC = "dp compute metric"
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether the first argument is a table."""
+        return self in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+
+    @property
+    def sends_one_each(self) -> bool:
+        """Whether the argument is a list with an entry for each rank."""
+        return self in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
+
+
+class Execute(Enum):
+    """Which ranks run the method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank zero"
+
+
+class RemoteMethod(Generic[W, P, R, C, M_co]):
+    """A registered method: (W, P) -> R in the worker, C -> M_co for the caller of the group."""
+
+    def __init__(self, function: Callable[..., Any], dispatch: Dispatch, execute: Execute, blocking: bool) -> None:
+        if execute is Execute.RANK_ZERO and dispatch not in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+            raise ValueError(f"{function.__qualname__}: {dispatch} gives work to every rank, so execute must be ALL")
+        self.function = function
+        self.dispatch = dispatch
+        self.execute = Execute.RANK_ZERO if dispatch is Dispatch.RANK_ZERO else execute
+        self.blocking = blocking
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+        self.__qualname__ = function.__qualname__
+        self.__module__ = function.__module__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> RemoteMethod[W, P, R, C, M_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[P, R]: ...
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        return self if instance is None else self.function.__get__(instance, owner)
+
+    def __reduce__(self) -> tuple[Callable[[str, str], Any], tuple[str, str]]:
+        # By name: a worker has the class already, and a method pickled by value would be another one there.
+        return _find, (self.function.__module__, self.function.__qualname__)
+
+    def __repr__(self) -> str:
+        return f"<{self.function.__qualname__}, {self.dispatch.value}>"
+
+
+def _find(module: str, qualified_name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in qualified_name.split("."):
+        found = getattr(found, name)
+    return found
+
+
+Each = Literal[Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE]
+
+
+# fmt: off
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[False] = ...
+) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, Future[list[R]]]]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[True]
+) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, list[R]]]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[False] = ...
+) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, Future[R]]]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[True]
+) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, R]]: ...
+@overload
+def register(
+    *, dispatch: Each, execute: Execute = ..., blocking: Literal[False] = ...
+) -> Callable[[Callable[[W, A], R]], RemoteMethod[W, [A], R, [Sequence[A]], Future[list[R]]]]: ...
+@overload
+def register(
+    *, dispatch: Each, execute: Execute = ..., blocking: Literal[True]
+) -> Callable[[Callable[[W, A], R]], RemoteMethod[W, [A], R, [Sequence[A]], list[R]]]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_PROTO], execute: Execute = ..., blocking: Literal[False] = ...
+) -> Callable[
+    [Callable[Concatenate[W, DataProto, P], DataProto]],
+    RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], TableFuture],
+]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_PROTO], execute: Execute = ..., blocking: Literal[True]
+) -> Callable[
+    [Callable[Concatenate[W, DataProto, P], DataProto]],
+    RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], Table],
+]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[False] = ...
+) -> Callable[
+    [Callable[Concatenate[W, DataProto, P], Metrics]],
+    RemoteMethod[W, Concatenate[DataProto, P], Metrics, Concatenate[Table, P], Future[dict[str, float]]],
+]: ...
+@overload
+def register(
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[True]
+) -> Callable[
+    [Callable[Concatenate[W, DataProto, P], Metrics]],
+    RemoteMethod[W, Concatenate[DataProto, P], Metrics, Concatenate[Table, P], dict[str, float]],
+]: ...
+# fmt: on
+def register(*, dispatch: Dispatch, execute: Execute = Execute.ALL, blocking: bool = False) -> Any:
+    """Make a method callable on a group.
+
+    Args:
+        dispatch: how arguments are split and answers merged.
+        execute: which ranks run it; RANK_ZERO only where the arguments are not split.
+        blocking: True gives the caller the merged answer itself, within the group's time limit; else a future.
+
+    Raises:
+        ValueError: `dispatch` and `execute` do not go together.
+    """
+    return lambda function: RemoteMethod(function, dispatch, execute, blocking)
+
+
+def split_all_to_all(arguments: Sequence[A], num_ranks: int, method: str) -> list[A]:
+    """Return the argument of each rank.
+
+    Raises:
+        ValueError: there is not exactly one for each.
+    """
+    if len(arguments) != num_ranks:
+        raise ValueError(f"{method} takes one argument for each of {num_ranks} ranks, got {len(arguments)}")
+    return list(arguments)
+
+
+def merge_metrics(answers: Sequence[Metrics]) -> dict[str, float]:
+    """Merge the metrics of all ranks: the largest of names that end in `max`, the smallest of `min`, else the mean.
+
+    verl's rule. Where a mean must count tokens, the ranks have summed it before they answer.
+    """
+    values: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            values.setdefault(name, []).append(value)
+    return {name: _merge(name, found) for name, found in values.items()}
+
+
+def _merge(name: str, values: Sequence[float]) -> float:
+    if name.endswith("max"):
+        return max(values)
+    return min(values) if name.endswith("min") else sum(values) / len(values)

@@ -1,0 +1,31 @@
+"""What can go wrong between the controller and the role processes.
+
+Raised by this package, mapped to named failures of the job by `main`. The exception of the user's own code or of an
+engine is always the `__cause__`.
+"""
+
+from __future__ import annotations
+
+
+class WorkerGroupError(RuntimeError):
+    """Base of this package's errors."""
+
+
+class PoolNotPlacedError(WorkerGroupError):
+    """A pool's placement group could not be created; the message says what is missing."""
+
+
+class WorkerLostError(WorkerGroupError):
+    """A role process died or cannot be reached."""
+
+
+class WorkerOutOfMemoryError(WorkerGroupError):
+    """A role process was ended because its node ran out of memory."""
+
+
+class WorkerFailedError(WorkerGroupError):
+    """A worker's method raised; `__cause__` is what it raised."""
+
+
+class CallTimeoutError(WorkerGroupError):
+    """A call was not answered within its limit."""

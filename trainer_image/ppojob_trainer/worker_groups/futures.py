@@ -1,0 +1,155 @@
+"""Answers that are still on their way: awaited by the controller, or fed to another group as they are.
+
+Made by `worker_group`. A future says whose answer it waits for, and turns Ray's errors into this package's; of
+several ranks' failures it raises the one that explains the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from ppojob_trainer.worker_groups.errors import (
+    CallTimeoutError,
+    WorkerFailedError,
+    WorkerGroupError,
+    WorkerLostError,
+    WorkerOutOfMemoryError,
+)
+from ppojob_trainer.worker_groups.table import StoredRows, Table
+
+__all__ = ["Future", "Origin", "TableFuture"]
+
+T = TypeVar("T")
+
+# When one rank fails, its peers fail in their collectives a moment later, or earlier than Ray tells of its death.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose answer it is: role, method, and the rank of each part."""
+
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+
+
+class Future(Generic[T]):
+    """The merged answer of a call on several ranks."""
+
+    def __init__(self, refs: Sequence[ObjectRef[Any]], merge: Callable[[list[Any]], T], origin: Origin) -> None:
+        self._refs = tuple(refs)
+        self._merge = merge
+        self._origin = origin
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._gather().__await__()
+
+    def result(self, timeout_s: float) -> T:
+        """Wait here for the answer.
+
+        Raises:
+            CallTimeoutError: it did not come in time.
+            WorkerGroupError: a rank failed.
+        """
+        rank_of = dict(zip(self._refs, self._origin.ranks, strict=True))
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self._refs)
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank_of[ref]) for ref in waiting)
+                raise CallTimeoutError(f"{self._name} did not answer within {timeout_s:g} s; waiting for rank {late}")
+            self._raise_if_failed(ready[0], rank_of[ready[0]])
+        return self._merge(ray.get(list(self._refs)))
+
+    def _raise_if_failed(self, ref: ObjectRef[Any], rank: int) -> None:
+        try:
+            ray.get(ref)
+        except Exception as error:  # any exception of a worker's own code arrives here, under its own class
+            failure = self._explain(error, rank)
+            raise failure from failure.__cause__
+
+    async def _gather(self) -> T:
+        answers = [asyncio.ensure_future(_wait_for(ref)) for ref in self._refs]
+        await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        if all(answer.done() and answer.exception() is None for answer in answers):
+            return self._merge([answer.result() for answer in answers])
+        await asyncio.wait(answers, timeout=GRACE_S)
+        failures = [
+            self._explain(error, rank)
+            for rank, answer in zip(self._origin.ranks, answers, strict=True)
+            if answer.done() and (error := answer.exception()) is not None
+        ]
+        for answer in answers:
+            answer.cancel()
+        failure = min(failures, key=_rank_of_explanation)
+        raise failure from failure.__cause__
+
+    @property
+    def _name(self) -> str:
+        return f"{self._origin.role}.{self._origin.method}"
+
+    def _explain(self, error: BaseException, rank: int) -> WorkerGroupError:
+        who = f"{self._origin.role} rank {rank}"
+        explained: WorkerGroupError
+        if isinstance(error, OutOfMemoryError):
+            explained = WorkerOutOfMemoryError(f"{who} was ended because its node ran out of memory: {error}")
+        elif isinstance(error, RayTaskError):
+            # Ray's wrapper carries the worker's exception; it is what people want to read.
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            explained = WorkerFailedError(
+                f"{who} failed in {self._origin.method}: {type(cause).__name__}: {_first_line(cause)}"
+            )
+            explained.__cause__ = cause
+            return explained
+        elif isinstance(error, (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)):
+            explained = WorkerLostError(f"{who} was lost during {self._origin.method}: {_first_line(error)}")
+        else:
+            explained = WorkerFailedError(f"{who} gave no answer to {self._origin.method}: {error}")
+        explained.__cause__ = error
+        return explained
+
+
+class TableFuture(Future[Table]):
+    """A table that is not computed yet. `table` can be given to another group's call at once."""
+
+    def __init__(self, refs: Sequence[ObjectRef[StoredRows]], table: Table, origin: Origin) -> None:
+        super().__init__(refs, self._known, origin)
+        self.table = table
+
+    def _known(self, stored: list[StoredRows]) -> Table:
+        return self.table.known(stored)
+
+
+async def _wait_for(ref: ObjectRef[T]) -> T:
+    return await ref
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _rank_of_explanation(failure: WorkerGroupError) -> int:
+    """Memory explains a death, a named error explains a lost peer, and a peer's broken connection explains nothing."""
+    if isinstance(failure, WorkerOutOfMemoryError):
+        return 0
+    if isinstance(failure, WorkerLostError):
+        return 2
+    is_plain = type(failure.__cause__) in (RuntimeError, ConnectionError)
+    return 3 if is_plain else 1

@@ -1,0 +1,84 @@
+"""Starts the processes of a role in its pool's bundles and waits until they are up.
+
+Called by the roles' groups. A process that cannot start is named with its role and rank; nothing is started twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from ppojob_trainer.worker_groups.futures import Future, Origin
+from ppojob_trainer.worker_groups.placement import CPUS_PER_PROCESS, Bundle, PlacedPool
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat, WorkerProcess
+
+__all__ = ["Launcher"]
+
+W = TypeVar("W")
+
+START_TIMEOUT_S = 180.0
+"""Longest time for a process to start and import what it needs; the first of a pod reads the libraries from disk."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What all groups of a job have in common.
+
+    log_folder: where each process writes `<role>-<rank>.log`.
+    timeout_s: limit of one phase.
+    """
+
+    pools: Mapping[str, PlacedPool]
+    log_folder: Path
+    timeout_s: float
+
+    def start(
+        self,
+        role: str,
+        make: Callable[[Seat], W],
+        pool: PlacedPool,
+        bundles: Sequence[Bundle],
+        *,
+        gpu_fraction: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> WorkerGroup[W]:
+        """Start one process for each of `bundles`; rank r is in bundles[r]. Does not wait: see `wait_until_up`.
+
+        Args:
+            make: builds the worker in its process; must be importable there.
+            gpu_fraction: part of the bundle's GPU; 0 hides it from the process.
+            environment: variables of the processes.
+        """
+        processes = []
+        for rank, bundle in enumerate(bundles):
+            local_ranks = sum(other.node_id == bundle.node_id for other in bundles)
+            seat = Seat(role, rank, len(bundles), local_ranks, self.log_folder / f"{role}-{rank}.log", self.timeout_s)
+            options: dict[str, Any] = {
+                "num_cpus": CPUS_PER_PROCESS,
+                "num_gpus": gpu_fraction,
+                "scheduling_strategy": pool.strategy(bundle),
+                # A lost process is the end of the attempt: its peers hold shards that fit no other.
+                "max_restarts": 0,
+            }
+            if environment:
+                options["runtime_env"] = {"env_vars": dict(environment)}
+            processes.append(ray.remote(WorkerProcess).options(**options).remote(seat, make))
+        return WorkerGroup(role, processes, self.timeout_s)
+
+
+async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:
+    """Wait for all processes of the groups.
+
+    Raises:
+        WorkerGroupError: one did not start; names it.
+    """
+    for group in groups:
+        await group.addresses()
+
+
+_ = (Future, Origin)

@@ -1,0 +1,171 @@
+"""From a PPOJob's pools to bundles that role processes can be started in.
+
+Each pool becomes one placement group with one bundle for each GPU (with device cpu: for each worker), held by the
+pool's own Ray resource, so that it lands on the pool's pods. Roles that share a pool share every bundle, on cuda by
+fractions of its GPU. Called by `main` at start. Ray waits for ever, without a word, for a group that can never be
+placed; this waits with a limit and says what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
+from ppojob_api.v1alpha1.pools import Pool, Role
+from ppojob_api.v1alpha1.resolve import roles
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
+
+__all__ = ["CPUS_PER_PROCESS", "Bundle", "PlacedPool", "bundle_resources", "explain_shortage", "gpu_fraction", "place"]
+
+logger = logging.getLogger(__name__)
+
+CPUS_PER_PROCESS = 0.01
+"""What a role process asks of Ray. Ray's CPUs are tickets only, and a pod may have asked for 0.3 of a core."""
+
+_GPU_ROLES = (Role.ACTOR, Role.ROLLOUT, Role.REF, Role.CRITIC)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A place for processes: one GPU's worth of a pool, on one node."""
+
+    index: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class PlacedPool:
+    """A pool whose bundles are reserved, in the order of ranks: the bundles of a node lie side by side."""
+
+    name: str
+    group: PlacementGroup
+    bundles: tuple[Bundle, ...]
+    gpu_fraction: float
+
+    def strategy(self, bundle: Bundle) -> PlacementGroupSchedulingStrategy:
+        """Return what an actor is started with to land in the bundle."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle.index)
+
+    def one_per_node(self) -> tuple[Bundle, ...]:
+        """Return the first bundle of each node."""
+        first = {bundle.node_id: bundle for bundle in reversed(self.bundles)}
+        return tuple(bundle for bundle in self.bundles if first[bundle.node_id] is bundle)
+
+    def release(self) -> None:
+        """Give the bundles back; processes that still run in them are ended."""
+        remove_placement_group(self.group)
+
+
+def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
+    """Reserve the bundles of all pools that have a role.
+
+    Raises:
+        PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and what is missing.
+    """
+    pools = {pool.name: pool for _, pool in roles(spec)}
+    # All are asked for before the first is waited for: together they have `timeout_s`, not each.
+    groups = {name: _ask(spec, pool) for name, pool in pools.items()}
+    placed: dict[str, PlacedPool] = {}
+    try:
+        for name, group in groups.items():
+            if not group.wait(timeout_s):
+                raise PoolNotPlacedError(
+                    explain_shortage(pools[name], bundle_resources(spec, pools[name]), timeout_s, *_cluster_state())
+                )
+            placed[name] = PlacedPool(name, group, _in_order_of_nodes(group), gpu_fraction(spec, name))
+    except PoolNotPlacedError:
+        for group in groups.values():
+            remove_placement_group(group)
+        raise
+    for pool in placed.values():
+        nodes = len({bundle.node_id for bundle in pool.bundles})
+        logger.info("pool %s: %d bundles on %d nodes", pool.name, len(pool.bundles), nodes)
+    return placed
+
+
+def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
+    """Return the Ray resources of each of the pool's bundles."""
+    in_pool = [role for role, placed in roles(spec) if placed.name == pool.name]
+    # Each role at most once in a bundle, the data worker, and the reward workers spread over the bundles.
+    processes = len(in_pool) + 1
+    if Role.REWARD in in_pool:
+        processes += math.ceil(spec.reward.function.num_workers / pool.gpus)
+    resources = {POOL_RESOURCE_PREFIX + pool.name: 1.0, "CPU": round(processes * CPUS_PER_PROCESS, 4)}
+    return {**resources, "GPU": 1.0} if spec.device is Device.CUDA else resources
+
+
+def gpu_fraction(spec: PPOJobSpec, pool_name: str) -> float:
+    """Return each role's part of a GPU of the pool; 0 with device cpu."""
+    sharing = [role for role, pool in roles(spec) if pool.name == pool_name and role in _GPU_ROLES]
+    if spec.device is not Device.CUDA or not sharing:
+        return 0.0
+    # Rounded down: three times 0.3334 would not fit.
+    return math.floor(1000 / len(sharing)) / 1000
+
+
+def explain_shortage(
+    pool: Pool,
+    bundle: Mapping[str, float],
+    waited_s: float,
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+) -> str:
+    """Say why the pool's bundles do not fit into a cluster with these resources.
+
+    Args:
+        total, free: Ray's resources of the whole cluster.
+    """
+    short = list(_short_of(bundle, pool.gpus, total, free))
+    why = "; ".join(short) if short else "each resource is there, but no single node has enough of all of them together"
+    return (
+        f"pool {pool.name} wants {pool.gpus} bundles of {_shown(bundle)} and did not get them in {waited_s:g} s: {why}. "
+        f"Check that all {pool.nodes} pods of the pool have joined Ray, and that nothing else holds their resources"
+    )
+
+
+def _short_of(
+    bundle: Mapping[str, float], count: int, total: Mapping[str, float], free: Mapping[str, float]
+) -> Iterator[str]:
+    for name, amount in bundle.items():
+        wanted, there, left = amount * count, total.get(name, 0.0), free.get(name, 0.0)
+        if there < wanted:
+            yield f"the cluster has {there:g} {name}, wanted are {wanted:g}"
+        elif left < wanted:
+            yield f"only {left:g} of the cluster's {there:g} {name} are free, wanted are {wanted:g}"
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
+    bundles = [bundle_resources(spec, pool)] * pool.gpus
+    return placement_group(bundles, strategy="PACK", name=f"pool-{pool.name}")
+
+
+def _cluster_state() -> tuple[dict[str, float], dict[str, float]]:
+    return ray.cluster_resources(), ray.available_resources()
+
+
+def _in_order_of_nodes(group: PlacementGroup) -> tuple[Bundle, ...]:
+    nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    order = _first_seen(nodes[index] for index in sorted(nodes))
+    return tuple(Bundle(index, nodes[index]) for index in sorted(nodes, key=lambda at: (order.index(nodes[at]), at)))
+
+
+def _first_seen(names: Iterable[str]) -> Sequence[str]:
+    return list(dict.fromkeys(names))

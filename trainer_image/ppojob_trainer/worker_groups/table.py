@@ -1,0 +1,198 @@
+"""A batch whose rows lie in the workers: what the controller holds in place of tensors.
+
+A worker's result stays in the object store of its node, cut into blocks of rows; a `Table` knows, for every row,
+which rank's result holds it and at which position. Joining columns, taking and reordering rows are arithmetic on row
+numbers, done before the results even exist. A receiver gets `Rows`, and `pull` fetches only the blocks in which its
+rows lie, straight from the producer's node.
+
+    prompts   = data.call(DataWorker.next_batch, 3)               1 result
+    rollout   = rollouts.call(RolloutWorker.generate, prompts)    2 results, of 8 rows each
+    batch     = prompts.union(rollout)                            16 rows, nothing moved
+    actor 1   gets Rows(8..15 of both), pulls the blocks with these rows
+
+Called by `worker_group` (driver side) and `worker_process` (worker side). No tensor goes through the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import ray
+import torch
+from ray import ObjectRef
+
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.partition import Share
+
+__all__ = ["Rows", "StoredRows", "Table", "store_rows"]
+
+MAX_BLOCKS = 32
+"""Blocks of one result. More would let a receiver of scattered rows fetch less, and cost an object each."""
+
+Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A worker's answer in place of a DataProto: where its rows lie, and the small values the controller reads.
+
+    starts holds the first row of each block, and the number of rows at the end. lengths holds, for each row, the
+    tokens of the whole sequence and of the response, where the batch has masks.
+    """
+
+    blocks: tuple[ObjectRef[DataProto], ...]
+    starts: tuple[int, ...]
+    lengths: Mapping[str, list[int]]
+    metrics: Mapping[str, list[float]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this result, copies included."""
+        return self.starts[-1]
+
+
+def store_rows(batch: DataProto) -> StoredRows:
+    """Put a result into the node's object store in at most `MAX_BLOCKS` blocks.
+
+    The blocks are put one by one because Ray sends a small return value to the caller itself, and the caller is the
+    controller.
+    """
+    metrics = batch.meta_info.get(Meta.METRICS, {})
+    plain = DataProto(
+        batch.batch,
+        batch.non_tensor_batch,
+        {key: value for key, value in batch.meta_info.items() if key != Meta.METRICS},
+    )
+    size = max(1, -(-len(plain) // MAX_BLOCKS))
+    starts = (*range(0, len(plain), size), len(plain))
+    blocks = tuple(ray.put(part) for part in plain.split(size))
+    return StoredRows(blocks, starts, _lengths(plain), metrics)
+
+
+def _lengths(batch: DataProto) -> dict[str, list[int]]:
+    tensors = batch.tensors()
+    return {
+        key: tensors[key].long().sum(dim=1).tolist()
+        for key in (Keys.ATTENTION_MASK, Keys.RESPONSE_MASK)
+        if key in tensors
+    }
+
+
+@dataclass(frozen=True)
+class Source:
+    """One group's results and where each row of the table lies in them: result number and position, int64 [rows]."""
+
+    results: tuple[ObjectRef[StoredRows], ...]
+    result_of: Positions
+    position_of: Positions
+
+    def take(self, rows: Sequence[int]) -> Source:
+        """Return the source of these rows only, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        return Source(self.results, self.result_of[index], self.position_of[index])
+
+    def compact(self) -> Source:
+        """Return it without the results that no row needs, so that a receiver does not wait for them."""
+        used = np.unique(self.result_of)
+        numbers = np.searchsorted(used, self.result_of)
+        return Source(tuple(self.results[number] for number in used), numbers, self.position_of)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One rank's part of a table, as it travels to the rank: references and row numbers."""
+
+    sources: tuple[Source, ...]
+    padding: frozenset[int]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def pull(self, timeout_s: float) -> DataProto:
+        """Fetch the rows and join their columns. The response mask of copies is 0.
+
+        Raises:
+            ray.exceptions.GetTimeoutError: a source was not there in time.
+        """
+        parts = [_pull(source, timeout_s) for source in self.sources]
+        batch = parts[0]
+        for part in parts[1:]:
+            batch = batch.union(part)
+        batch = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, **self.meta})
+        if self.padding and Keys.RESPONSE_MASK in batch.keys()  # noqa: SIM118:
+            mask = batch.tensor(Keys.RESPONSE_MASK).clone()
+            mask[torch.tensor(sorted(self.padding))] = 0
+            batch = batch.with_fields({Keys.RESPONSE_MASK: mask})
+        return batch
+
+
+def _pull(source: Source, timeout_s: float) -> DataProto:
+    results = ray.get(list(source.results), timeout=timeout_s)
+    wanted: list[ObjectRef[DataProto]] = []
+    # Row in the concatenation of the fetched blocks, for each row of the table.
+    places = np.empty(len(source.result_of), dtype=np.int64)
+    fetched_rows = 0
+    for number, result in enumerate(results):
+        mine = np.flatnonzero(source.result_of == number)
+        positions = source.position_of[mine]
+        blocks = np.searchsorted(result.starts, positions, side="right") - 1
+        for block in np.unique(blocks):
+            start, stop = result.starts[block], result.starts[block + 1]
+            inside = blocks == block
+            places[mine[inside]] = positions[inside] - start + fetched_rows
+            fetched_rows += stop - start
+            wanted.append(result.blocks[block])
+    return DataProto.concat(ray.get(wanted, timeout=timeout_s))[places]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows in canonical order (prompts as the data gives them, a prompt's samples side by side), columns by source."""
+
+    sources: tuple[Source, ...]
+
+    @classmethod
+    def of_results(cls, results: Sequence[ObjectRef[StoredRows]], shares: Sequence[Share]) -> Table:
+        """The results of a call over `shares`, put back into the order of the rows that were sent."""
+        num_rows = sum(len(share.rows) - len(share.padding) for share in shares)
+        result_of = np.empty(num_rows, dtype=np.int64)
+        position_of = np.empty(num_rows, dtype=np.int64)
+        for number, share in enumerate(shares):
+            for position, row in enumerate(share.rows):
+                if position not in share.padding:
+                    result_of[row], position_of[row] = number, position
+        return cls((Source(tuple(results), result_of, position_of),))
+
+    def __len__(self) -> int:
+        return len(self.sources[0].result_of)
+
+    def union(self, *others: Table) -> Table:
+        """Put the columns of all tables side by side; a column that two of them have must be equal in both.
+
+        Raises:
+            ValueError: the tables do not have the same number of rows.
+        """
+        for other in others:
+            if len(other) != len(self):
+                raise ValueError(f"union of {len(self)} rows with {len(other)}: they are not of the same sequences")
+        return Table(self.sources + tuple(source for other in others for source in other.sources))
+
+    def take(self, rows: Sequence[int]) -> Table:
+        """Return these rows, in this order; a row may come several times."""
+        return Table(tuple(source.take(rows) for source in self.sources))
+
+    def reorder(self, order: Sequence[int]) -> Table:
+        """Return the rows in the order of `order`.
+
+        Raises:
+            ValueError: `order` is not a permutation of the rows.
+        """
+        if sorted(order) != list(range(len(self))):
+            raise ValueError(f"reorder needs a permutation of 0..{len(self) - 1}, got {list(order)[:16]}")
+        return self.take(order)
+
+    def rows(self, share: Share, meta: Mapping[str, Any] | None = None) -> Rows:
+        """Return what the rank with this share is sent."""
+        sources = tuple(source.take(share.rows).compact() for source in self.sources)
+        return Rows(sources, share.padding, meta or {})
