@@ -19,6 +19,8 @@ from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, JobI
 _JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/namespaces/{{namespace}}/{constants.PLURAL}/{{name}}"
 _PODS = "/api/v1/namespaces/{namespace}/pods/{name}"
 _SECRETS = "/api/v1/namespaces/{namespace}/secrets"
+_MAX_RACES = 5
+_SCHEMA_VIOLATION = "field not declared in schema"
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
 
@@ -74,16 +76,26 @@ class ProgressCluster:
     async def apply_progress(self, key: JobIdentity, status: RawObject) -> bool:
         """Apply the reports' part of the status; False if that object is gone.
 
-        The uid in the body makes the API server refuse (409) a later object of the same name.
+        A uid in the body guards nothing: on the status the API server takes any. So the object is looked at first, and
+        its resourceVersion makes the API server refuse (409) one that changed or was made anew in between.
         """
-        metadata = {"namespace": key.namespace, "name": key.name, "uid": key.uid}
-        body = {"apiVersion": constants.API_VERSION, "kind": constants.KIND, "metadata": metadata, "status": status}
+        for _ in range(_MAX_RACES):
+            current = await self.read_job(key.namespace, key.name)
+            if current is None or current["metadata"]["uid"] != key.uid:
+                return False
+            if await self._apply_to(current, status):
+                return True
+        raise ApiUnavailable(f"PPOJob {key} changed {_MAX_RACES} times while its status was being written")
+
+    async def _apply_to(self, current: RawObject, status: RawObject) -> bool:
+        """Apply the status to the object as it was read; False if it has changed since."""
+        metadata = {name: current["metadata"][name] for name in ("namespace", "name", "resourceVersion")}
         answer = await self._call(
             "PATCH",
             f"{_JOBS}/status",
-            key.namespace,
-            key.name,
-            body=body,
+            metadata["namespace"],
+            metadata["name"],
+            body={"apiVersion": constants.API_VERSION, "kind": constants.KIND, "metadata": metadata, "status": status},
             query={"fieldManager": constants.FIELD_MANAGER_PROGRESS, "force": "true"},
         )
         if answer.status in (404, 409):
@@ -151,6 +163,8 @@ class ProgressCluster:
         except aiohttp.ClientError as error:
             raise ApiUnavailable(f"{method} {path}: {type(error).__name__} {error}") from error
         answer = _Answer(response.status, _decode(data))
+        if answer.status == 500 and _SCHEMA_VIOLATION in answer.reason:
+            raise ApiRefused(answer.reason)
         if answer.status == 429 or answer.status >= 500:
             raise ApiUnavailable(f"{method} {path}: {answer.reason}")
         return answer

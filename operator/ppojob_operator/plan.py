@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -61,7 +60,6 @@ class Pod:
     """RayCluster that it belongs to."""
     pool: str | None
     """Its pool; None is the head."""
-    created: datetime
     is_ready: bool = False
     is_going: bool = False
     """It is being deleted."""
@@ -75,7 +73,6 @@ class Cluster:
     """A RayCluster of the job."""
 
     name: str
-    created: datetime
     is_going: bool = False
     """It is being deleted."""
     is_suspended: bool = False
@@ -115,6 +112,10 @@ class RayJob:
     error_type: str = ""
     """Ray's JobErrorType; empty: none."""
     exit_code: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What was sent along with it."""
+    node_id: str = ""
+    """Ray's node that the driver runs on; empty: not yet known."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import sys
 from typing import Annotated
 
 import typer
-
-from tests.cluster import cluster, kwok
+from tests.cluster import cluster, kwok, suite
 from tests.cluster.errors import ClusterError
+from tests.cluster.images import build as images
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes
 from tests.cluster.stages import StageFailed, Stages
@@ -17,11 +17,10 @@ app = typer.Typer(help="A real one-node Kubernetes with KubeRay.", no_args_is_he
 
 
 @app.command()
-def build() -> None:
-    """Install the system packages and build the binaries (again only where their module changed)."""
-    layout, stages = Layout.from_environment(), Stages()
-    with cluster.locked(layout):
-        cluster.build(layout, stages)
+def build(names: Annotated[list[str] | None, typer.Argument(help="Go modules; all if none is named.")] = None) -> None:
+    """Build the binaries (again only where their Go module changed)."""
+    stages = Stages()
+    cluster.build(Layout.from_environment(), stages, names or [])
     stages.print_table()
 
 
@@ -64,6 +63,23 @@ def env() -> None:
     layout = Layout.from_environment()
     print(f'export PATH="{layout.bin}:$PATH"')
     print(f'export KUBECONFIG="{layout.kubeconfig}"')
+
+
+@app.command()
+def image(
+    names: Annotated[list[str], typer.Argument(help="operator, trainer, or both.")],
+    fetch: Annotated[bool, typer.Option(help="Let the node fetch them now.")] = True,
+) -> None:
+    """Build images of the working tree and push them to the cluster's registry; prints their names last."""
+    layout, stages = Layout.from_environment(), Stages()
+    built = [images.ensure_in_cluster(layout, stages, name, fetch=fetch) for name in names]
+    print("\n".join(item.name for item in built))
+
+
+@app.command()
+def test() -> None:
+    """Run every part of the tests; the cluster and the images are built while the quick parts run."""
+    raise typer.Exit(suite.run(Layout.from_environment()))
 
 
 @app.command("kwok")

@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.cluster.command import run
 from tests.cluster.errors import ClusterError
 from tests.cluster.layout import GO_MODULES, Layout
+from tests.cluster.locks import held
 
 BUILD_LIMIT_SECONDS = 1800.0
 KUBERNETES_VERSION = "v1.34.4"
@@ -57,12 +58,13 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-# The cheap ones that `up` needs come first, so that a broken toolchain shows in seconds.
+# The quick checks want the first two soon; the longest build comes last, so that a broken toolchain shows early.
 MODULES = (
+    GoModule("kubeconform", _same("kubeconform")),
+    GoModule("helm", _same("helm")),
     GoModule("pause", _same("pause")),
     GoModule("etcd", {"etcd": "server"}),
     GoModule("registry", _same("registry")),
-    GoModule("kubeconform", _same("kubeconform")),
     GoModule(
         "kuberay",
         _same("ray-operator"),
@@ -70,13 +72,16 @@ MODULES = (
         assets={"crds": ("config/crd/bases/*.yaml",)},
     ),
     GoModule("coredns", _same("coredns")),
-    GoModule("helm", _same("helm")),
     GoModule(
         "kwok",
         _same("kwok"),
         asset_module="sigs.k8s.io/kwok",
         assets={
-            "stages": ("kustomize/stage/pod/fast/*.yaml", "kustomize/stage/node/fast/*.yaml", "kustomize/stage/node/heartbeat/*.yaml")
+            "stages": (
+                "kustomize/stage/pod/fast/*.yaml",
+                "kustomize/stage/node/fast/*.yaml",
+                "kustomize/stage/node/heartbeat/*.yaml",
+            )
         },
     ),
     GoModule(
@@ -94,9 +99,11 @@ def ensure(layout: Layout, module: GoModule) -> bool:
         ClusterError: Go is missing or too old, or the build fails.
     """
     target = built_folder(layout, module)
-    was_built = not target.is_dir()
-    if was_built:
-        _build(layout, module, target)
+    layout.builds.mkdir(parents=True, exist_ok=True)
+    with held(layout.builds / f"{module.name}.lock", limit=BUILD_LIMIT_SECONDS):
+        was_built = not target.is_dir()
+        if was_built:
+            _build(layout, module, target)
     layout.bin.mkdir(parents=True, exist_ok=True)
     for command, binary in module.commands.items():
         _link(layout.bin / command, target / binary)
@@ -118,7 +125,6 @@ def assets(layout: Layout, module_name: str) -> Path:
 
 def _build(layout: Layout, module: GoModule, target: Path) -> None:
     _require_go(module)
-    layout.builds.mkdir(parents=True, exist_ok=True)
     log = layout.log(f"build-{module.name}")
     # Static binaries: they also run in an image without a C library.
     environment = {"CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local", "GOFLAGS": ""}

@@ -15,7 +15,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
 from tests.cluster.addresses import API_PORT, API_SERVICE_IP, NODE_IP, NODE_NAME
 from tests.cluster.layout import Layout
 from tests.cluster.templates import render_as
@@ -37,7 +36,12 @@ class Identity:
 
 
 IDENTITIES = (
-    Identity("apiserver", "kube-apiserver", hosts=(*_KUBERNETES_NAMES, "127.0.0.1", API_SERVICE_IP, NODE_IP), has_kubeconfig=False),
+    Identity(
+        "apiserver",
+        "kube-apiserver",
+        hosts=(*_KUBERNETES_NAMES, "127.0.0.1", API_SERVICE_IP, NODE_IP),
+        has_kubeconfig=False,
+    ),
     Identity("apiserver-kubelet-client", "kube-apiserver-kubelet-client", "system:masters", has_kubeconfig=False),
     Identity("admin", "admin", "system:masters"),
     Identity("kubelet", f"system:node:{NODE_NAME}", "system:nodes", hosts=(NODE_NAME, "127.0.0.1", NODE_IP)),
@@ -144,9 +148,7 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
 def _write_service_account_keys(layout: Layout) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     _write_key(_path(layout, "service-account", "key"), key)
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     _path(layout, "service-account", "pub").write_bytes(public)
 
 

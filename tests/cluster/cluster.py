@@ -6,23 +6,33 @@ otherwise clears everything away and starts with an empty etcd: half a cluster i
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from tests.cluster import binaries, certificates, control_plane, dns, kuberay, kwok, leftovers, network, node, registry
-from tests.cluster import system_packages
+from tests.cluster import (
+    binaries,
+    certificates,
+    control_plane,
+    dns,
+    kuberay,
+    kwok,
+    leftovers,
+    network,
+    node,
+    registry,
+    system_packages,
+)
 from tests.cluster.addresses import PORTS
 from tests.cluster.errors import ClusterError
 from tests.cluster.images.pause import ensure_pause_image
 from tests.cluster.layout import Layout
+from tests.cluster.locks import held
 from tests.cluster.processes import Processes
 from tests.cluster.stages import Stages
 
+LOCK_LIMIT_SECONDS = 1200.0
 CORE = (*control_plane.PROCESSES, "containerd", "kubelet")
 SATELLITES = ("kube-proxy", dns.PROCESS, kuberay.PROCESS, registry.PROCESS)
 # What a process may need of what runs after it decides the order of the end: pods' owners first, stores last.
@@ -46,16 +56,11 @@ def locked(layout: Layout) -> Iterator[None]:
     """Hold the cluster's lock: one command at a time starts or stops things.
 
     Raises:
-        ClusterError: the caller is not root, or another command holds the lock.
+        ClusterError: the caller is not root, or another command holds the lock for too long.
     """
     if os.geteuid() != 0:
         raise ClusterError("the one-node cluster needs root (mounts, network, cgroups): run this with sudo")
-    layout.cache.mkdir(parents=True, exist_ok=True)
-    with layout.lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ClusterError(f"another command starts or stops the cluster ({layout.lock} is held); wait for it") from error
+    with held(layout.lock, limit=LOCK_LIMIT_SECONDS):
         yield
 
 
@@ -66,11 +71,12 @@ def is_healthy(layout: Layout) -> bool:
     return running and control_plane.is_ready(layout) and not node.not_ready_reason(layout)
 
 
-def build(layout: Layout, stages: Stages) -> None:
-    """Install the system packages and build every binary that is not built yet."""
-    with stages.stage("system packages") as stage:
-        stage.note = ", ".join(system_packages.ensure()) or "all there"
-    for module in binaries.MODULES:
+def build(layout: Layout, stages: Stages, names: Sequence[str] = ()) -> None:
+    """Build every binary that is not built yet, or only those of the named modules."""
+    known = {module.name: module for module in binaries.MODULES}
+    if unknown := sorted(set(names) - set(known)):
+        raise ClusterError(f"no module is called {unknown[0]!r}; there are: {', '.join(known)}")
+    for module in [known[name] for name in names] or binaries.MODULES:
         with stages.stage(f"build {module.name}") as stage:
             stage.note = "built" if binaries.ensure(layout, module) else "built before"
 
@@ -81,6 +87,8 @@ def up(layout: Layout, stages: Stages) -> bool:
     Raises:
         StageFailed: a stage failed; it has been reported.
     """
+    with stages.stage("system packages") as stage:
+        stage.note = ", ".join(system_packages.ensure()) or "all there"
     build(layout, stages)
     processes = Processes(layout)
     was_running = _has_healthy_core(layout, processes)
@@ -102,11 +110,12 @@ def down(layout: Layout, stages: Stages, *, purge: bool = False) -> None:
     with stages.stage("remove what the containers left") as stage:
         stage.note = ", ".join(leftovers.clear(layout)) or "nothing"
     with stages.stage("remove the state folder"):
-        _remove(layout.state)
+        for folder in (layout.image_runtime, layout.state):
+            leftovers.remove_tree(folder)
     if purge:
         with stages.stage("remove the cached images"):
             for folder in (layout.containerd_root, layout.registry, layout.image_store):
-                _remove(folder)
+                leftovers.remove_tree(folder)
 
 
 def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
@@ -119,7 +128,7 @@ def _start_core(layout: Layout, processes: Processes, stages: Stages) -> None:
         stopped = _stop_all(layout, processes)
         found = leftovers.clear(layout)
         for folder in (layout.etcd, layout.logs):
-            _remove(folder)
+            leftovers.remove_tree(folder)
         stage.note = ", ".join([*stopped, *found]) or "nothing there"
         _require_free_ports()
     with stages.stage("certificates") as stage:
@@ -169,10 +178,3 @@ def _require_free_ports() -> None:
                     f"port {port}, which {owner} needs, is taken by a process that this cluster did not start; "
                     f"`ss -ltnp sport = :{port}` names it"
                 ) from error
-
-
-def _remove(folder: Path) -> None:
-    if mounts := leftovers.mounts_below([folder]):
-        raise ClusterError(f"{mounts[0]} is still mounted; not removing {folder}")
-    if folder.exists():
-        shutil.rmtree(folder)

@@ -78,15 +78,11 @@ def _run(
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"ended after its limit of {limit:g} s: {shown[:SHOWN_CHARACTERS]}", path) from error
     finally:
-        _end_group(process)
+        # One that has ended is left alone: its id may be another's by now.
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=10)
     if process.returncode != 0:
         said = (error_output or output or "").strip()[-SHOWN_CHARACTERS:]
         raise ClusterError(f"exit code {process.returncode}: {shown[:SHOWN_CHARACTERS]}\n{said}", path)
     return output or ""
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End what is left of an interrupted program; one that has ended is left alone, its id may be another's now."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)

@@ -49,9 +49,7 @@ def _wait_for(
             processes.require_running(name)
         return missing_part(layout)
 
-    wait_until(
-        "the control plane", missing, limit=READY_LIMIT_SECONDS, interval=0.3, log=layout.log("kube-apiserver")
-    )
+    wait_until("the control plane", missing, limit=READY_LIMIT_SECONDS, interval=0.3, log=layout.log("kube-apiserver"))
 
 
 def _missing_api(layout: Layout) -> str:
@@ -133,6 +131,12 @@ def _start_api_server(layout: Layout, processes: Processes) -> None:
             f"--tls-cert-file={certificates}/apiserver.crt",
             f"--tls-private-key-file={certificates}/apiserver.key",
             f"--client-ca-file={certificates}/ca.crt",
+            # Nobody stands in front of this server, but its clients look for the setting every few seconds.
+            f"--requestheader-client-ca-file={certificates}/ca.crt",
+            "--requestheader-allowed-names=front-proxy-client",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={certificates}/service-account.pub",
             f"--service-account-signing-key-file={certificates}/service-account.key",

@@ -6,6 +6,7 @@ whole removal is one step for the kernel.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 
@@ -82,4 +83,4 @@ def _chain_of(rule: str) -> str:
 
 def _mentions(rule: str, chains: set[str]) -> bool:
     words = rule.split()
-    return any(word in ("-j", "-g") and following in chains for word, following in zip(words, words[1:], strict=False))
+    return any(word in ("-j", "-g") and following in chains for word, following in itertools.pairwise(words))

@@ -18,7 +18,7 @@ def kubectl(layout: Layout, *arguments: str, limit: float = DEFAULT_LIMIT_SECOND
     Raises:
         ClusterError: with kubectl's message.
     """
-    command = [layout.bin / "kubectl", f"--kubeconfig={layout.kubeconfig}", *arguments]
+    command = [str(layout.bin / "kubectl"), f"--kubeconfig={layout.kubeconfig}", *arguments]
     return run(command, limit=limit, stdin=stdin)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.cluster.addresses import FAKE_POD_CIDR
 from tests.cluster.binaries import assets
-from tests.cluster.kubernetes import apply, kubectl
+from tests.cluster.kubernetes import apply, get_json, kubectl
 from tests.cluster.layout import Layout
 from tests.cluster.node import GPU_RESOURCE
 from tests.cluster.processes import Processes
@@ -59,9 +59,8 @@ def add_nodes(
     apply(layout, *(_node(name, dict(labels or {}), gpus, resource) for name in names))
 
     def missing() -> str:
-        path = '{range .items[?(@.status.phase=="Running")]}{.metadata.name}{"\\n"}{end}'
-        ready = kubectl(layout, "get", "nodes", f"--selector={FAKE_LABEL}={prefix}", f"--output=jsonpath={path}").split()
-        left = sorted(set(names) - set(ready))
+        nodes = get_json(layout, "nodes", f"--selector={FAKE_LABEL}={prefix}")["items"]
+        left = sorted(set(names) - {node["metadata"]["name"] for node in nodes if _is_ready(node)})
         return f"{len(left)} nodes, such as {left[0]}" if left else ""
 
     wait_until("KWOK's nodes", missing, limit=60, interval=0.5, log=layout.log(PROCESS))
@@ -71,6 +70,11 @@ def add_nodes(
 def remove_nodes(layout: Layout, *, prefix: str = "fake") -> None:
     """Delete the nodes of this prefix."""
     kubectl(layout, "delete", "nodes", f"--selector={FAKE_LABEL}={prefix}", "--ignore-not-found", limit=120)
+
+
+def _is_ready(node: dict[str, Any]) -> bool:
+    conditions = node["status"].get("conditions", [])
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
 
 def _stages(layout: Layout) -> Path:

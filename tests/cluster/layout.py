@@ -48,6 +48,11 @@ class Layout:
         return self.cache / "containers"
 
     @property
+    def image_runtime(self) -> Path:
+        """buildah's mounts and locks while it builds."""
+        return self.runtime.with_name(f"{self.runtime.name}-images")
+
+    @property
     def registry(self) -> Path:
         """The local registry's blobs."""
         return self.cache / "registry"

@@ -46,7 +46,7 @@ def clear(layout: Layout) -> list[str]:
         "cgroups": _remove_cgroups(),
     }
     for folder in (layout.runtime, layout.kubelet):
-        _remove_tree(folder)
+        remove_tree(folder)
     return [f"{count} {name}" for name, count in counts.items() if count]
 
 
@@ -84,12 +84,8 @@ def pod_cgroups() -> list[Path]:
 
 def network_namespaces() -> list[Path]:
     """The network namespaces that the CNI's records name for our network."""
-    found = set()
-    for record in CNI_RESULTS.glob(f"{CNI_NETWORK}-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            interfaces = json.loads(record.read_text())["result"]["interfaces"]
-            found |= {Path(interface["sandbox"]) for interface in interfaces if interface.get("sandbox")}
-    return sorted(path for path in found if path.exists())
+    records = CNI_RESULTS.glob(f"{CNI_NETWORK}-*")
+    return sorted({path for record in records for path in _namespaces_of(record)})
 
 
 def _end_container_processes() -> int:
@@ -135,14 +131,24 @@ def _unmount(layout: Layout) -> int:
 
 
 def _remove_network_namespaces() -> int:
-    namespaces = network_namespaces()
-    for path in namespaces:
+    recorded = set(network_namespaces())
+    # The loopback plugin's records name no network of ours, but the same namespaces.
+    for record in CNI_RESULTS.glob("*"):
+        if recorded & _namespaces_of(record):
+            record.unlink(missing_ok=True)
+    existing = [path for path in recorded if path.exists()]
+    for path in existing:
         with contextlib.suppress(ClusterError):
             run(["umount", "--lazy", path], limit=20)
         path.unlink(missing_ok=True)
-    for record in CNI_RESULTS.glob(f"{CNI_NETWORK}-*"):
-        record.unlink(missing_ok=True)
-    return len(namespaces)
+    return len(existing)
+
+
+def _namespaces_of(record: Path) -> set[Path]:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        interfaces = json.loads(record.read_text())["result"]["interfaces"]
+        return {Path(interface["sandbox"]) for interface in interfaces if interface.get("sandbox")}
+    return set()
 
 
 def _remove_bridge() -> int:
@@ -170,7 +176,12 @@ def _remove_cgroups() -> int:
     return len(folders)
 
 
-def _remove_tree(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
+    """Remove the folder, if it is there and nothing is mounted in it.
+
+    Raises:
+        ClusterError: a mount or a file outlives the removal.
+    """
     if mounts := mounts_below([folder]):
         raise ClusterError(f"{mounts[0]} is still mounted; not removing {folder}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The node: containerd, the kubelet and kube-proxy, and the node object's labels and GPU capacity. Called by `up`.
 
-There is no GPU: the capacity is written into the node's status, so that the scheduler counts GPUs as it would real ones.
+There is no GPU: the capacity is written into the node's status, so that the scheduler counts it like real ones.
 """
 
 from __future__ import annotations

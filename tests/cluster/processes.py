@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from tests.cluster.layout import Layout
 from tests.cluster.waiting import wait_until
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Popen objects complain when they are collected before their process ends, and ours are meant to outlive us.
+_STARTED: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Processes:
                 )
             except OSError as error:
                 raise ClusterError(f"cannot start {name}: {error.strerror}: {arguments[0]}") from error
+        _STARTED.append(process)
         ticks = start_ticks(process.pid)
         if ticks is None:
             raise ClusterError(f"{name} ended at once with code {process.poll()}", log)
@@ -139,6 +141,5 @@ def end(pid: int, ticks: int, *, limit: float) -> None:
             os.kill(pid, signal_number)
         with contextlib.suppress(ClusterError):
             wait_until(f"the end of process {pid}", still_there, limit=seconds, interval=0.05)
-    time.sleep(0)
     if reason := still_there():
         raise ClusterError(f"{reason} after SIGKILL; it may hang in the kernel")

@@ -6,7 +6,6 @@ Called by `up` and by the image commands. Its blobs lie in the cache and outlive
 from __future__ import annotations
 
 import httpx
-
 from tests.cluster.addresses import REGISTRY, REGISTRY_PORT
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes

@@ -5,9 +5,10 @@ Called by the demo and the end-to-end tests. `down` removes the folder.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from tests.cluster.kubernetes import apply
+from tests.cluster.kubernetes import apply, kubectl
 from tests.cluster.layout import Layout
 
 STORAGE_CLASS = "ppojob-folder"
@@ -43,3 +44,12 @@ def ensure_claim(layout: Layout, *, namespace: str, name: str = "ppojob-data", s
         },
     )
     return folder
+
+
+def release(layout: Layout, *, namespace: str) -> None:
+    """Delete the namespace's volumes and their folders; the claims go with their namespace."""
+    folder = layout.storage / namespace
+    volumes = [f"{namespace}-{claim.name}" for claim in folder.iterdir()] if folder.is_dir() else []
+    if volumes:
+        kubectl(layout, "delete", "persistentvolume", *volumes, "--ignore-not-found", "--wait=false")
+    shutil.rmtree(folder, ignore_errors=True)

@@ -51,5 +51,5 @@ def parse_quantity(value: str) -> Decimal:
         raise ValueError(
             f"{value!r} is no Kubernetes quantity: write a number with an optional suffix, such as 8, 500m or 64Gi"
         )
-    number = value.rstrip("mkMGTPi")
+    number = value.rstrip("mkKMGTPi")
     return Decimal(number) * _FACTORS[value[len(number) :]]

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_operator.manifests.submission import pods_digest, pods_key
 from ppojob_operator.plan import Pod, RayJob, RayState
 from ppojob_operator.reconcile.situation import Failure, Situation
 
@@ -16,17 +17,9 @@ _SETTLING = timedelta(seconds=30)
 _SILENCE = timedelta(seconds=120)
 """How long neither dashboard nor trainer may answer before the head counts as lost."""
 
-_NEVER = timedelta(0)
-
 _SIGKILL = (137, -9)
 _USERS_TROUBLES = {Reason.OUT_OF_MEMORY}
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
-
-
-def is_log_wanted(situation: Situation) -> bool:
-    """Return whether the log would tell why the attempt failed, and has not been read yet."""
-    ray_job = situation.ray_job
-    return ray_job is not None and ray_job.state is RayState.FAILED and situation.observed.log_tail is None
 
 
 def judge(situation: Situation) -> Failure | None:
@@ -39,12 +32,12 @@ def judge(situation: Situation) -> Failure | None:
     if ray_job is not None and ray_job.state is RayState.STOPPED:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
-    return _lost_head(situation) or _lost_pods(situation)
+    return _lost_head(situation) or _pods_failure(situation)
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
-    lost = _missing_pods(situation)
+    lost = lost_pods(situation)
     if record is not None and (record.kind is not FailureKind.USER or not lost):
         suspect = record.kind is FailureKind.INFRASTRUCTURE
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=suspect)
@@ -75,8 +68,6 @@ def _lost_head(situation: Situation) -> Failure | None:
         message = f"the RayCluster {name} was suspended"
     elif head is None:
         message = f"the head pod of the RayCluster {name} is gone"
-    elif head.created > since:
-        message = f"the head pod of the RayCluster {name} was replaced by {head.name}"
     elif head.trouble is not None:
         message = f"the head pod {head.name} failed: {head.trouble.words}"
     elif ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
@@ -94,17 +85,14 @@ def _is_silent(situation: Situation) -> bool:
     return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
 
 
-def _lost_pods(situation: Situation) -> Failure | None:
+def _pods_failure(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer had time to notice, and did not."""
     killed = next((pod for pod in _all_pods(situation) if pod.trouble and pod.trouble.reason in _USERS_TROUBLES), None)
     if killed is not None and killed.trouble is not None:
         message = f"pod {killed.name}: {killed.trouble.words}: raise memory of resourcesPerGPU of pool {killed.pool}"
         return Failure(FailureKind.USER, killed.trouble.reason, message)
-    lost = _missing_pods(situation)
-    since = situation.submitted_at or situation.now
-    unready_for = situation.age_of(Condition.POOLS_READY, "False")
-    replaced_for = max((situation.now - pod.created for pod in situation.pods if pod.created > since), default=_NEVER)
-    if not lost or max(unready_for, replaced_for) < _SETTLING:
+    lost = lost_pods(situation)
+    if not lost or situation.age_of(Condition.POOLS_READY, "False") < _SETTLING:
         return None
     return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost)
 
@@ -114,16 +102,20 @@ def _all_pods(situation: Situation) -> list[Pod]:
     return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name and pod.pool is not None]
 
 
-def _missing_pods(situation: Situation) -> str:
-    """Return which pods of the attempt are gone, replaced or not ready; empty: none."""
-    since = situation.submitted_at or situation.now
+def lost_pods(situation: Situation) -> str:
+    """Return which pools have lost pods that the attempt began with; empty: none, or it has not begun."""
+    if situation.submitted_at is None or situation.ray_job is None:
+        return ""
     lines = []
     for pool in situation.spec.pools:
         pods = [pod for pod in situation.pods if pod.pool == pool.name]
-        same = sum(pod.is_ready and pod.created <= since for pod in pods)
-        if same < pool.nodes:
-            words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
-            lines.append(f"pool {pool.name} has {same} of the {pool.nodes} pods that the trainer began with{words}")
+        num_ready = sum(pod.is_ready for pod in pods)
+        words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
+        known = situation.ray_job.metadata.get(pods_key(pool.name))
+        if num_ready < pool.nodes:
+            lines.append(f"pool {pool.name} has only {num_ready} of its {pool.nodes} pods ready{words}")
+        elif known is not None and known != pods_digest(situation.pod_names(pool.name)):
+            lines.append(f"pool {pool.name} has other pods than the trainer began with")
     return "; ".join(lines)
 
 

@@ -61,9 +61,7 @@ def judge(situation: Situation) -> PoolsFinding:
 def released(situation: Situation) -> PoolsFinding:
     """Return the same for a job that has ended and gives its pods back."""
     pools = situation.spec.pools
-    statuses = (
-        PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools
-    )
+    statuses = (PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools)
     finding = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
 

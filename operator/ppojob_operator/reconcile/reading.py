@@ -56,7 +56,6 @@ def read_cluster(raw: Manifest) -> Cluster:
     suspended = conditions.get("RayClusterSuspended", {}).get("status") == "True"
     return Cluster(
         name=metadata["name"],
-        created=parse_time(metadata.get("creationTimestamp")),
         is_going="deletionTimestamp" in metadata,
         is_suspended=suspended or status.get("state") == "suspended" or raw.get("spec", {}).get("suspend") is True,
         problem=_cluster_problem(status, conditions),
@@ -73,7 +72,6 @@ def read_pod(raw: Manifest) -> Pod:
         name=metadata["name"],
         cluster=labels.get("ray.io/cluster", ""),
         pool=labels.get(constants.LABEL_POOL),
-        created=parse_time(metadata.get("creationTimestamp")),
         is_ready=conditions.get("Ready", {}).get("status") == "True" and status.get("phase") == "Running",
         is_going="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),

@@ -28,7 +28,9 @@ def judge(situation: Situation, failure: Failure, *, are_pools_ready: bool) -> V
         return Verdict(True, failure.reason, failure.message, retries)
     is_user = failure.kind is FailureKind.USER
     used, limit = (
-        (retries.user, policy.backoff_limit) if is_user else (retries.infrastructure, policy.infrastructure_backoff_limit)
+        (retries.user, policy.backoff_limit)
+        if is_user
+        else (retries.infrastructure, policy.infrastructure_backoff_limit)
     )
     if used >= limit:
         field = "backoffLimit" if is_user else "infrastructureBackoffLimit"

@@ -89,6 +89,10 @@ class Situation:
         """The head pod, if there is one."""
         return next((pod for pod in self.pods if pod.pool is None), None)
 
+    def pod_names(self, pool: str) -> tuple[str, ...]:
+        """Return the names of a pool's pods that are ready."""
+        return tuple(pod.name for pod in self.pods if pod.pool == pool and pod.is_ready)
+
     @property
     def submission_id(self) -> str:
         """Ray's id of the current attempt."""

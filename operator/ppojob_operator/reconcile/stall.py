@@ -42,4 +42,4 @@ def stalled(failure: Failure | None) -> Finding:
     """Return the condition Stalled."""
     if failure is not None and failure.reason == Reason.NO_PROGRESS:
         return Finding("True", Reason.NO_PROGRESS, failure.message)
-    return Finding("False", Reason.TRAINING, "the trainer reports in time")
+    return Finding("False", Reason.TRAINING, "no limit of time was passed")

@@ -27,7 +27,7 @@ class Step:
 def next_step(situation: Situation, pools: PoolsFinding) -> Step:
     """Return what brings the attempt forward: its objects, the submission, or nothing but patience."""
     if situation.submitted_at is not None:
-        return Step(_SUBMITTED, apply=_renewed_ca(situation))
+        return Step(_sent(situation), apply=_renewed_ca(situation))
     if situation.now < situation.due:
         failure = situation.status.last_failure
         words = f"attempt {failure.attempt} failed ({failure.reason})" if failure else "the last attempt failed"
@@ -41,15 +41,22 @@ def next_step(situation: Situation, pools: PoolsFinding) -> Step:
     if not pools.is_ready:
         return Step(_waiting("the pools are not ready"), apply=(*repair, *changed))
     problem = situation.observed.ray.problem if situation.observed.ray else "it was not asked yet"
-    if problem:
-        return Step(_waiting(f"Ray's dashboard does not answer: {problem}"), apply=changed)
+    if problem or situation.observed.last_error:
+        words = problem or situation.observed.last_error
+        return Step(_waiting(f"Ray's dashboard does not take the trainer: {words}"), apply=changed)
     sent = submission(
-        situation.job, attempt=situation.attempt, cluster=situation.cluster_name, job_text=text
+        situation.job,
+        attempt=situation.attempt,
+        cluster=situation.cluster_name,
+        job_text=text,
+        pods={pool.name: situation.pod_names(pool.name) for pool in situation.spec.pools},
     )
-    return Step(_SUBMITTED, apply=changed, submission=sent)
+    return Step(_sent(situation), apply=changed, submission=sent)
 
 
-_SUBMITTED = Finding("True", Reason.TRAINER_SUBMITTED, "the trainer was sent to Ray's head")
+def _sent(situation: Situation) -> Finding:
+    words = f"attempt {situation.attempt} of the trainer was sent to Ray in {situation.cluster_name}"
+    return Finding("True", Reason.TRAINER_SUBMITTED, words)
 
 
 def _waiting(words: str) -> Finding:

@@ -57,17 +57,29 @@ class SecretSource:
         for _ in range(_MAX_RACES):
             secret = await self._port.read_secret(self._namespace, self._name)
             old = self._decode(secret)
-            now = self._clock()
-            new = certificates.renew(old, self._server_names, now) if old else None
+            new = self._renew(old)
             if old and not new:
                 return old
-            new = new or certificates.make(self._server_names, now)
+            new = new or certificates.make(self._server_names, self._clock())
             if await self._store(secret, new):
                 _LOG.info("made certificates in Secret %s/%s: %r", self._namespace, self._name, new)
                 return new
         raise CertificateError(
             f"Secret {self._namespace}/{self._name} changed {_MAX_RACES} times while it was being renewed: "
             "look who else writes it"
+        )
+
+    def _renew(self, old: Certificates | None) -> Certificates | None:
+        """Return what takes the place of the old ones, or None where they are still good or there are none."""
+        try:
+            return certificates.renew(old, self._server_names, self._clock()) if old else None
+        except CertificateError as error:
+            raise self._unusable(str(error)) from error
+
+    def _unusable(self, problem: str) -> CertificateError:
+        return CertificateError(
+            f"Secret {self._namespace}/{self._name} does not hold the operator's certificates ({problem}): "
+            "empty its data, and the operator fills it anew"
         )
 
     async def _store(self, secret: RawObject | None, new: Certificates) -> bool:
@@ -90,10 +102,7 @@ class SecretSource:
                 **{field: base64.b64decode(data[key], validate=True).decode() for key, field in _KEYS.items()}
             )
         except (KeyError, binascii.Error, UnicodeDecodeError) as error:
-            raise CertificateError(
-                f"Secret {self._namespace}/{self._name} does not hold the operator's certificates "
-                f"({type(error).__name__} {error}): empty its data, and the operator fills it anew"
-            ) from error
+            raise self._unusable(f"{type(error).__name__} {error}") from error
 
 
 class FolderSource:

@@ -30,7 +30,7 @@ class Pulse:
         age = self.clock() - self.last
         if age <= self.limit_seconds:
             return None
-        return f"{self.name} stands still for {age:.0f} s, {self.limit_seconds:g} s are allowed"
+        return f"stands still for {age:.0f} s, {self.limit_seconds:g} s are allowed"
 
 
 class Health:

@@ -98,16 +98,19 @@ class ProgressWriter:
 
     async def flush(self, seconds: float) -> int:
         """Write everything that is kept, after `run` was cancelled; return how many reports could not be written."""
-        waiting = [key for key, job in self._jobs.items() if job.status is not None]
-        writes = [asyncio.create_task(self._write(key)) for key in waiting]
-        if writes:
-            _, late = await asyncio.wait(writes, timeout=seconds)
-            for write in late:
-                write.cancel()
-        left = [str(key) for key, job in self._jobs.items() if job.status is not None]
-        if left:
-            _LOG.warning("the last reports of %d jobs could not be written: %s", len(left), ", ".join(left[:20]))
-        return len(left)
+        try:
+            async with asyncio.timeout(seconds):
+                while waiting := self._waiting():
+                    await asyncio.gather(*map(self._write, waiting))
+                    if self._waiting():
+                        await asyncio.sleep(_LAST_REPORT_RETRY)
+        except TimeoutError:
+            left = self._waiting()
+            _LOG.warning("the last reports of %d jobs are not written: %s", len(left), ", ".join(map(str, left[:20])))
+        return len(self._waiting())
+
+    def _waiting(self) -> list[JobIdentity]:
+        return [key for key, job in self._jobs.items() if job.status is not None]
 
     async def _dispatch(self) -> None:
         while True:

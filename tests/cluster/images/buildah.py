@@ -69,4 +69,4 @@ def remove(layout: Layout, tag: str) -> None:
 
 
 def _program(layout: Layout) -> list[str]:
-    return ["buildah", f"--root={layout.image_store}", f"--runroot={layout.runtime}-images"]
+    return ["buildah", f"--root={layout.image_store}", f"--runroot={layout.image_runtime}"]

@@ -2,7 +2,7 @@
 
 from ppojob_trainer.checkpoints.checkpoint import Checkpoint
 from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError, FencedOutError, ForeignFilesError
-from ppojob_trainer.checkpoints.store import CheckpointStore
+from ppojob_trainer.checkpoints.store import CheckpointStore, last_attempt
 
 __all__ = [
     "Checkpoint",
@@ -10,4 +10,5 @@ __all__ = [
     "CheckpointUnreadableError",
     "FencedOutError",
     "ForeignFilesError",
+    "last_attempt",
 ]

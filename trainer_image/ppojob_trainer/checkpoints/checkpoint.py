@@ -46,7 +46,7 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         BrokenFolderError: it is not there, or not whole.
     """
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     found = _sizes(folder)
     for name, size in manifest["files"].items():
         if name not in found:
@@ -56,7 +56,12 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(step=manifest["step"], path=folder, uid=manifest["uid"], state=manifest["state"])
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what `seal` wrote: step, uid, state and the sizes of the files.
+
+    Raises:
+        BrokenFolderError: there is no manifest, or it is not what `seal` writes.
+    """
     if not folder.is_dir():
         raise BrokenFolderError("there is no such folder")
     try:

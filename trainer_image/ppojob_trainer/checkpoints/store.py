@@ -1,13 +1,14 @@
 """The checkpoints of one run. The controller alone calls it; the ranks write their shards where `begin` says.
 
     checkpoints/owner.json            uid and attempt: who may write here (the fence)
-    checkpoints/tracker.json          which checkpoint is the newest, and which ones were written; replaced last
+    checkpoints/tracker.json          which checkpoint is the newest; replaced last
     checkpoints/step-8/               a whole checkpoint, with manifest.json
     checkpoints/.step-12.tmp-1/       attempt 1 is writing it
     checkpoints/.step-4.gone/         being deleted
 
 A kill at any moment leaves the newest whole checkpoint readable: a folder gets its name when the disk has all of it,
-the tracker names it after that, and what is older goes last. It opens no tensor, and deletes only what it wrote.
+the tracker names it after that, and what is older goes last. It opens no tensor, and deletes only folders whose
+manifest says that this run wrote them.
 """
 
 import logging
@@ -20,12 +21,12 @@ from typing import Any
 
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import durable
-from ppojob_trainer.checkpoints.checkpoint import BrokenFolderError, Checkpoint, read, seal
+from ppojob_trainer.checkpoints.checkpoint import BrokenFolderError, Checkpoint, read, read_manifest, seal
 from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError, FencedOutError, ForeignFilesError
 
 _log = logging.getLogger(__name__)
 _FINAL = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"\.step-\d+\.(tmp-\d+|gone)")
+_LEFTOVER = re.compile(r"\.step-\d+\.(tmp-\d+|gone)|\.(tracker|owner)\.json\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class _Tracker:
 
     step: int | None = None
     """The newest checkpoint; None while it is being replaced."""
-    written: tuple[int, ...] = ()
-    """Steps that this run wrote and that may still be there: retention looks at no others."""
     resumed_from: str | None = None
     """The folder of `checkpoint.resumeFrom`, once the run went on from it; later attempts go on from their own."""
 
@@ -106,7 +105,7 @@ class CheckpointStore:
         self._check_fence()
         for path in self._folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         aside = self._aside(step)
         aside.mkdir()
         return aside
@@ -129,11 +128,11 @@ class CheckpointStore:
         self._aside(step).rename(self._final(step))
         durable.sync(self._folder)
         self._check_fence()
-        written = sorted({*self._tracker().written, step} & set(self._steps()))
-        self._track(_Tracker(step, tuple(written), self._resumed_from))
+        self._track(_Tracker(step, self._resumed_from))
+        own = [known for known in self._steps() if self._is_own(known)]
         # Steps after this one belong to a course of the run that was given up.
-        kept = [known for known in written if known <= step][-keep:]
-        for known in written:
+        kept = [known for known in own if known <= step][-keep:]
+        for known in own:
             if known not in kept:
                 self._delete(known)
         return read(self._final(step))
@@ -158,10 +157,15 @@ class CheckpointStore:
         """Make room for a step that is written again; the tracker must not name a folder that is going away."""
         if not self._final(step).exists():
             return
-        tracker = self._tracker()
+        tracker, older = self._tracker(), self.older_than(step)
         if tracker.step == step:
-            self._track(replace(tracker, step=max((known for known in tracker.written if known < step), default=None)))
-        self._delete(step)
+            self._track(replace(tracker, step=older.step if older else None))
+        if self._is_own(step):
+            self._delete(step)
+        else:
+            aside = self._folder / f"step-{step}.set-aside-{self._attempt}"
+            _log.warning("%s is no checkpoint of this run: it is now %s", self._final(step), aside)
+            self._final(step).rename(aside)
 
     def _delete(self, step: int) -> None:
         """Delete a checkpoint; it loses its name first, so that a kill leaves no half one under it."""
@@ -169,6 +173,13 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
         self._final(step).rename(gone)
         shutil.rmtree(gone)
+
+    def _is_own(self, step: int) -> bool:
+        try:
+            found = read_manifest(self._final(step))
+        except BrokenFolderError:
+            return False
+        return (found["uid"], found["step"]) == (self._uid, step)
 
     def _check_fence(self) -> None:
         owner = self._owner()
@@ -197,13 +208,13 @@ class CheckpointStore:
             raw = durable.read_json(path)
             if raw is None or raw["uid"] != self._uid:
                 return _Tracker()
-            return _Tracker(raw["step"], tuple(raw["written"]), raw["resumedFrom"])
+            return _Tracker(raw["step"], raw["resumedFrom"])
         except (ValueError, KeyError) as error:
             newest = _newest_whole(self._folder, self._steps())
             raise CheckpointUnreadableError.of(path, "it is not what this program writes", older=newest) from error
 
     def _track(self, tracker: _Tracker) -> None:
-        content = {"step": tracker.step, "written": list(tracker.written), "resumedFrom": tracker.resumed_from}
+        content = {"step": tracker.step, "resumedFrom": tracker.resumed_from}
         durable.write_json(self._folder / "tracker.json", {**content, "uid": self._uid, "attempt": self._attempt})
 
     def _aside(self, step: int) -> Path:
@@ -214,6 +225,16 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         return _steps_in(self._folder)
+
+
+def last_attempt(folder: Path) -> int | None:
+    """Return the number of the last attempt that claimed the folder; None where nobody did, or none can be read."""
+    try:
+        owner = durable.read_json(folder / "owner.json") or {}
+    except ValueError:
+        # `claim` names the broken file.
+        return None
+    return owner.get("attempt")
 
 
 def _steps_in(folder: Path) -> list[int]:

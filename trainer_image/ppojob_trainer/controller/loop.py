@@ -178,9 +178,7 @@ class TrainingLoop(Generic[B]):
 
     async def _validate(self) -> dict[str, float]:
         self._monitor.set_activity(Activity.VALIDATING)
-        return await self._or_stop(
-            self._phases.run(Phase.VALIDATE, "rollout", self._step, self._validation_metrics())
-        )
+        return await self._or_stop(self._phases.run(Phase.VALIDATE, "rollout", self._step, self._validation_metrics()))
 
     async def _validate_unless_stopped(self) -> dict[str, float]:
         """Validate; a stop drops the validation and not the step, which is done."""

@@ -97,11 +97,19 @@ def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
     return batch.split(len(batch) // number)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut: exactly `number` micro-batches, equal on all ranks, of at most `max_tokens` tokens each."""
+
+    number: int
+    max_tokens: int
+
+
 def build_micro_batches(
-    batch: DataProto, number: int, fields: Sequence[str], device: torch.device
+    batch: DataProto, cut: Cut, fields: Sequence[str], device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Divide a batch into exactly `number` micro-batches of nearly equal tokens and yield them, each on `device`."""
-    for part in micro_batches(sequence_lengths(batch), number):
+    """Yield the micro-batches, nearly equal in tokens, each on `device`."""
+    for part in micro_batches(sequence_lengths(batch), cut.max_tokens, cut.number):
         yield _build(batch, torch.tensor(part), fields, device)
 
 

@@ -1,4 +1,4 @@
-"""Addresses and ports of this host. Called where processes meet: the FSDP ranks, and trainer and rollout for weights."""
+"""Addresses and ports of this host. Called where processes meet: FSDP ranks, and trainer and rollout for weights."""
 
 from __future__ import annotations
 

@@ -30,14 +30,12 @@ _KL = (("actor/ppo_kl", "to the policy that generated"), ("actor/reward_kl_penal
 _TIMING = re.compile(r"timing_s/(?P<phase>[^/]+)")
 _BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
 _WHOLE, _WHOLE_LABEL = "step", "whole step"
-_PHASE_ORDER = (
-    "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
-    "save_checkpoint", "testing",
-)  # fmt: skip
-_PHASE_COLORS = (
-    "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
-    "#c9c9c9",
-)  # fmt: skip
+_PHASE_COLORS = {
+    "data": "#d8b365", "gen": "#4269d0", "reward": "#efb118", "old_log_prob": "#ff725c", "ref": "#6cc5b0",
+    "values": "#3ca951", "adv": "#ff8ab7", "update_critic": "#a463f2", "update_actor": "#97bbf5",
+    "update_weights": "#9c6b4e", "save_checkpoint": "#9498a0", "testing": "#c9c9c9",
+}  # fmt: skip
+_OTHER_COLORS = ("#2f4b7c", "#7a5195", "#bc5090", "#5c8001")
 _RUN_COLORS = ("#1f5fbf", "#d1495b", "#2a9d5c", "#b07aa1", "#e39f2d", "#5b5f66")
 _SMOOTHED_FROM = 60
 _MAX_BARS = 60
@@ -190,7 +188,7 @@ def _stack(axes: Axes, run: Run, phases: Sequence[str]) -> float:
     centers, widths = np.array([part.mean() for part in bars]), np.array([part[-1] - part[0] + 1 for part in bars])
     bottom = np.zeros(len(bars))
     gap = 0.86 if len(bars) <= 20 else 1.0
-    for phase, color in zip(phases, _PHASE_COLORS, strict=False):
+    for phase, color in zip(phases, _phase_colors(phases), strict=True):
         heights = _mean_within(run.get(f"timing_s/{phase}"), bars)
         if heights.any():
             axes.bar(centers, heights, widths * gap, bottom, color=color, label=_words(phase), linewidth=0)
@@ -218,9 +216,15 @@ def _phases(runs: Sequence[Run]) -> list[str]:
             match = _TIMING.fullmatch(metric)
             if match and match["phase"] != _WHOLE:
                 totals[match["phase"]] = totals.get(match["phase"], 0.0) + float(values.sum())
-    known = [phase for phase in _PHASE_ORDER if phase in totals]
+    known = [phase for phase in _PHASE_COLORS if phase in totals]
     others = sorted(set(totals) - set(known), key=lambda phase: -totals[phase])
-    return [*known, *others][: len(_PHASE_COLORS)]
+    return [*known, *others[: len(_OTHER_COLORS)]]
+
+
+def _phase_colors(phases: Sequence[str]) -> list[str]:
+    """Return a color for each phase; a known phase has the same one in every picture."""
+    others = iter(_OTHER_COLORS)
+    return [_PHASE_COLORS.get(phase) or next(others) for phase in phases]
 
 
 def _busy(axes: Axes, runs: Sequence[Run]) -> None:

@@ -28,6 +28,7 @@ __all__ = ["Dispatch", "Execute", "Metrics", "RemoteMethod", "merge_metrics", "r
 Metrics = Mapping[str, float]
 
 W = TypeVar("W")
+W_contra = TypeVar("W_contra", contravariant=True)
 A = TypeVar("A")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -72,7 +73,7 @@ class Execute(Enum):
     RANK_ZERO = "rank zero"
 
 
-class RemoteMethod(Generic[W, P, R, C, M_co]):
+class RemoteMethod(Generic[W_contra, P, R, C, M_co]):
     """A registered method: (W, P) -> R in the worker, C -> M_co for the caller of the group."""
 
     def __init__(self, function: Callable[..., Any], dispatch: Dispatch, execute: Execute, blocking: bool) -> None:
@@ -88,7 +89,7 @@ class RemoteMethod(Generic[W, P, R, C, M_co]):
         self.__module__ = function.__module__
 
     @overload
-    def __get__(self, instance: None, owner: type) -> RemoteMethod[W, P, R, C, M_co]: ...
+    def __get__(self, instance: None, owner: type) -> RemoteMethod[W_contra, P, R, C, M_co]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> Callable[P, R]: ...
     def __get__(self, instance: object | None, owner: type) -> Any:

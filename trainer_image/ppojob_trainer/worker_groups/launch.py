@@ -5,19 +5,21 @@ Called by the roles' groups. A process that cannot start is named with its role 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
+from ray.actor import ActorHandle
 
-from ppojob_trainer.worker_groups.futures import Future, Origin
+from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.placement import CPUS_PER_PROCESS, Bundle, PlacedPool
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat, WorkerProcess
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "wait_until_up"]
 
 W = TypeVar("W")
 
@@ -33,7 +35,6 @@ class Launcher:
     timeout_s: limit of one phase.
     """
 
-    pools: Mapping[str, PlacedPool]
     log_folder: Path
     timeout_s: float
 
@@ -54,7 +55,7 @@ class Launcher:
             gpu_fraction: part of the bundle's GPU; 0 hides it from the process.
             environment: variables of the processes.
         """
-        processes = []
+        processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles):
             local_ranks = sum(other.node_id == bundle.node_id for other in bundles)
             seat = Seat(role, rank, len(bundles), local_ranks, self.log_folder / f"{role}-{rank}.log", self.timeout_s)
@@ -67,7 +68,8 @@ class Launcher:
             }
             if environment:
                 options["runtime_env"] = {"env_vars": dict(environment)}
-            processes.append(ray.remote(WorkerProcess).options(**options).remote(seat, make))
+            started = ray.remote(WorkerProcess).options(**options).remote(seat, make)
+            processes.append(cast("ActorHandle[Any]", started))
         return WorkerGroup(role, processes, self.timeout_s)
 
 
@@ -75,10 +77,20 @@ async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:
     """Wait for all processes of the groups.
 
     Raises:
-        WorkerGroupError: one did not start; names it.
+        WorkerGroupError: one did not start, or not in time; names its role.
     """
-    for group in groups:
-        await group.addresses()
+    await asyncio.gather(*(_up(group) for group in groups))
 
 
-_ = (Future, Origin)
+async def _up(group: WorkerGroup[Any]) -> None:
+    try:
+        await asyncio.wait_for(_addresses(group), START_TIMEOUT_S)
+    except TimeoutError as error:
+        raise CallTimeoutError(
+            f"the {len(group)} processes of role {group.role} were not up within {START_TIMEOUT_S:g} s: "
+            "look into Ray's logs of their nodes"
+        ) from error
+
+
+async def _addresses(group: WorkerGroup[Any]) -> list[str]:
+    return await group.addresses()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ppojob_trainer.maths.balancing import balance_over_ranks
 
-__all__ = ["Partition", "Share", "balanced", "contiguous", "in_groups", "in_minibatches"]
+__all__ = ["Partition", "Share", "balanced", "contiguous", "in_groups", "in_minibatches", "spread"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ def contiguous(num_rows: int, num_ranks: int) -> Partition:
     padded = num_rows + -num_rows % num_ranks
     size = padded // num_ranks
     return tuple(_share(range(rank * size, (rank + 1) * size), num_rows) for rank in range(num_ranks))
+
+
+def spread(num_rows: int, num_ranks: int) -> Partition:
+    """Cut into parts in order that differ by one row at most; without copies, so a part may be empty.
+
+    For ranks that do not wait for each other: copies would be generated or scored for nothing.
+
+    Raises:
+        ValueError: no rows or no ranks.
+    """
+    _check(num_rows, num_ranks)
+    ends = [num_rows * (rank + 1) // num_ranks for rank in range(num_ranks)]
+    return tuple(Share(tuple(range(start, end))) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def balanced(lengths: Sequence[int], num_ranks: int) -> Partition:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import ray
 from ray.util.placement_group import (
@@ -130,9 +131,10 @@ def explain_shortage(
         total, free: Ray's resources of the whole cluster.
     """
     short = list(_short_of(bundle, pool.gpus, total, free))
-    why = "; ".join(short) if short else "each resource is there, but no single node has enough of all of them together"
+    why = "; ".join(short) or "each resource is there, but no single node has enough of all of them together"
     return (
-        f"pool {pool.name} wants {pool.gpus} bundles of {_shown(bundle)} and did not get them in {waited_s:g} s: {why}. "
+        f"pool {pool.name} wants {pool.gpus} bundles of {_shown(bundle)} and did not get them in {waited_s:g} s: "
+        f"{why}. "
         f"Check that all {pool.nodes} pods of the pool have joined Ray, and that nothing else holds their resources"
     )
 
@@ -154,11 +156,11 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
     bundles = [bundle_resources(spec, pool)] * pool.gpus
-    return placement_group(bundles, strategy="PACK", name=f"pool-{pool.name}")
+    return cast(PlacementGroup, placement_group(bundles, strategy="PACK", name=f"pool-{pool.name}"))
 
 
 def _cluster_state() -> tuple[dict[str, float], dict[str, float]]:
-    return ray.cluster_resources(), ray.available_resources()
+    return ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
 
 
 def _in_order_of_nodes(group: PlacementGroup) -> tuple[Bundle, ...]:

@@ -120,7 +120,7 @@ class Rows:
         for part in parts[1:]:
             batch = batch.union(part)
         batch = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, **self.meta})
-        if self.padding and Keys.RESPONSE_MASK in batch.keys()  # noqa: SIM118:
+        if self.padding and Keys.RESPONSE_MASK in batch.tensors():
             mask = batch.tensor(Keys.RESPONSE_MASK).clone()
             mask[torch.tensor(sorted(self.padding))] = 0
             batch = batch.with_fields({Keys.RESPONSE_MASK: mask})
@@ -151,6 +151,16 @@ class Table:
     """Rows in canonical order (prompts as the data gives them, a prompt's samples side by side), columns by source."""
 
     sources: tuple[Source, ...]
+    lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each mask that a known source holds, the tokens of every row."""
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    """What the call that made this table measured, of all ranks in their order."""
+
+    @classmethod
+    def of_stored(cls, stored: StoredRows) -> Table:
+        """A table of one result that is known already."""
+        share = Share(tuple(range(stored.num_rows)))
+        return cls.of_results([ray.put(stored)], [share]).known([stored])
 
     @classmethod
     def of_results(cls, results: Sequence[ObjectRef[StoredRows]], shares: Sequence[Share]) -> Table:
@@ -167,6 +177,17 @@ class Table:
     def __len__(self) -> int:
         return len(self.sources[0].result_of)
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of each sequence, prompt and response.
+
+        Raises:
+            ValueError: no source that is known has sequences.
+        """
+        if Keys.ATTENTION_MASK not in self.lengths:
+            raise ValueError("the lengths of this table's rows are not known: await the rollout first")
+        return self.lengths[Keys.ATTENTION_MASK]
+
     def union(self, *others: Table) -> Table:
         """Put the columns of all tables side by side; a column that two of them have must be equal in both.
 
@@ -176,11 +197,30 @@ class Table:
         for other in others:
             if len(other) != len(self):
                 raise ValueError(f"union of {len(self)} rows with {len(other)}: they are not of the same sequences")
-        return Table(self.sources + tuple(source for other in others for source in other.sources))
+        tables = (self, *others)
+        lengths = {key: value for table in reversed(tables) for key, value in table.lengths.items()}
+        return Table(tuple(source for table in tables for source in table.sources), lengths)
 
     def take(self, rows: Sequence[int]) -> Table:
         """Return these rows, in this order; a row may come several times."""
-        return Table(tuple(source.take(rows) for source in self.sources))
+        lengths = {key: tuple(value[row] for row in rows) for key, value in self.lengths.items()}
+        return Table(tuple(source.take(rows) for source in self.sources), lengths)
+
+    def known(self, stored: Sequence[StoredRows]) -> Table:
+        """Return the table of one source with what its results say of themselves."""
+        (source,) = self.sources
+        lengths = {
+            key: tuple(
+                stored[number].lengths[key][position]
+                for number, position in zip(source.result_of, source.position_of, strict=True)
+            )
+            for key in stored[0].lengths
+        }
+        metrics: dict[str, list[float]] = {}
+        for result in stored:
+            for name, values in result.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+        return Table(self.sources, lengths, metrics)
 
     def reorder(self, order: Sequence[int]) -> Table:
         """Return the rows in the order of `order`.

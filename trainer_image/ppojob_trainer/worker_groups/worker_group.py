@@ -111,6 +111,11 @@ class WorkerGroup(Generic[W]):
     def _origin(self, method: RemoteMethod[W, Any, Any, Any, Any], ranks: tuple[int, ...]) -> Origin:
         return Origin(self.role, method.__name__, ranks)
 
+    def addresses(self) -> Future[list[str]]:
+        """Return each process's address, once all of them are up."""
+        refs = [process.address.remote() for process in self._processes]
+        return Future(refs, list, Origin(self.role, "start", tuple(range(len(self)))))
+
     def kill(self) -> None:
         """End all processes of the group at once; they write nothing more."""
         for process in self._processes:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Seat:
 
     local_ranks: processes of the role on the same node, among which its cores are divided.
     timeout_s: longest wait for the rows of a call.
+    address: of the process's node, as others reach it; known once it runs.
     """
 
     role: str
@@ -40,6 +41,7 @@ class Seat:
     local_ranks: int
     log_file: Path
     timeout_s: float
+    address: str = ""
 
 
 class WorkerProcess:
@@ -50,12 +52,12 @@ class WorkerProcess:
         self._tee = tee_output(seat.log_file)
         configure_logging()
         _limit_threads(num_threads(seat.local_ranks))
-        self._seat = seat
-        self._worker = make(seat)
+        self._seat = replace(seat, address=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        self._worker = make(self._seat)
 
     def address(self) -> str:
         """Return the address under which other nodes reach this one."""
-        return str(ray.util.get_node_ip_address())
+        return self._seat.address
 
     def execute(
         self,

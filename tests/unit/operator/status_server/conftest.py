@@ -145,7 +145,11 @@ def report() -> dict[str, Any]:
         "firstStepTime": "2026-01-31T12:00:00Z",
         "metrics": {"actor/lr": 1e-6, "critic/score/mean": 0.412345, "my/own": 3.0},
         "pools": [{"name": "actor", "busyFraction": 0.91}, {"name": "stranger", "busyFraction": 0.5}],
-        "checkpoint": {"step": 10, "path": "/data/ppojob/rl-team/arithmetic/checkpoints/10", "time": "2026-01-31T12:01:00Z"},
+        "checkpoint": {
+            "step": 10,
+            "path": "/data/ppojob/rl-team/arithmetic/checkpoints/10",
+            "time": "2026-01-31T12:01:00Z",
+        },
     }
 
 

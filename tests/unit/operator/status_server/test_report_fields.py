@@ -22,7 +22,9 @@ def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     return progress_status(ProgressReport.model_validate(report), job, NOW)
 
 
-def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(report: dict[str, Any], job: dict[str, Any]) -> None:
+def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
     status = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
 
     assert status == {
@@ -53,7 +55,9 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
     before = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
-    job["status"] |= before | {"pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]}
+    job["status"] |= before | {
+        "pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]
+    }
 
     after = status_of({"uid": "uid-1", "attempt": 3, "activity": "Loading", "totalSteps": 120}, job)
 

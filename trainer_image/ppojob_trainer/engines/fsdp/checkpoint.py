@@ -42,7 +42,7 @@ def save(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
     model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
     state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
     state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
-    dcp.save(state, checkpoint_id=folder, no_dist=parallel.world_size == 1)
+    dcp.save(state, checkpoint_id=folder)
 
 
 def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
@@ -64,7 +64,7 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
         random = {key: value for key, value in random.items() if key in known}
         state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
         state |= random
-        dcp.load(state, checkpoint_id=folder, no_dist=parallel.world_size == 1)
+        dcp.load(state, checkpoint_id=folder)
         set_state_dict(module, optimizer.adamw, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER])
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise CheckpointUnreadableError(

@@ -1,4 +1,4 @@
-"""Models in the form that the engines train: a HuggingFace model, sharded by FSDP2, behind a forward pass on packed tokens.
+"""Models as the engines train them: from HuggingFace, sharded by FSDP2, with a forward pass on packed tokens.
 
 Called by the policy, reference and critic engines. The model's own output layer is not called: `maths.log_probs` goes
 from hidden states to log-probs in chunks. Rank 0 reads the checkpoint, in the dtype of the file, and the others get
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils.logging import disable_progress_bar
 
 from ppojob_trainer.engines.batch import PackedTokens
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
@@ -35,6 +36,10 @@ _LOGIT_SETTINGS: Final[dict[str, tuple[object, ...]]] = {
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
 }
+
+
+# A bar for every rank would fill the logs.
+disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ class ValueModule(nn.Module):
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the N values, float32 [N]."""
         values: Tensor = self.value_head(_hidden(self.backbone, tokens).float())
-        return values.squeeze(-1)
+        # FSDP hooks what a module returns, and warns of a view there.
+        return values.squeeze(-1).clone()
 
 
 def load_policy(path: str, options: LoadOptions, parallel: DataParallel) -> PolicyModule:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ppojob_trainer.engines.batch import (
+    Cut,
     EngineMeta,
     MicroBatch,
     build_micro_batches,
@@ -68,11 +69,11 @@ class Passes:
     ) -> DataProto:
         """Return what `forward` gives for every micro-batch ([b, R] for each name) as fields [B, R] on the CPU."""
         self.module.eval()
-        (number,) = self._micro_batches_of([batch])
+        (cut,) = self._cuts([batch])
         shape = batch.tensor(Keys.RESPONSE_MASK).shape
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
-        for micro in build_micro_batches(batch, number, (), self.parallel.device):
+        for micro in build_micro_batches(batch, cut, (), self.parallel.device):
             found.append((micro.indices, forward(micro)))
         for indices, values in found:
             for name, value in zip(names, values, strict=True):
@@ -92,13 +93,13 @@ class Passes:
             torch.stack([Denominators.of(part.tensor(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches])
         )
         denominators = [Denominators.from_tensor(row) for row in counts]
-        numbers = self._micro_batches_of(minibatches)
+        cuts = self._cuts(minibatches)
         self.module.train()
         result = UpdateResult(epochs * len(minibatches), 0, optimizer.learning_rate)
         sums: dict[str, Tensor] = {}
         for _ in range(epochs):
-            for part, denominator, number in zip(minibatches, denominators, numbers, strict=True):
-                for micro in build_micro_batches(part, number, fields, self.parallel.device):
+            for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
+                for micro in build_micro_batches(part, cut, fields, self.parallel.device):
                     self._backward(micro, denominator, loss_of, sums)
                 step = optimizer.step()
                 result.grad_norms.append(step.grad_norm)
@@ -125,10 +126,9 @@ class Passes:
         result.shares = dict(zip(sums, reduced, strict=False))
         result.num_tokens, result.num_token_pairs = reduced[-2:]
 
-    def _micro_batches_of(self, parts: Sequence[DataProto]) -> list[int]:
+    def _cuts(self, parts: Sequence[DataProto]) -> list[Cut]:
         mine = [num_micro_batches(sequence_lengths(part), self.max_tokens) for part in parts]
-        most: list[int] = self.parallel.max(torch.tensor(mine)).tolist()
-        return most
+        return [Cut(int(most), self.max_tokens) for most in self.parallel.max(torch.tensor(mine))]
 
 
 def temperature_of(batch: DataProto) -> float:

@@ -53,7 +53,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Settings of one replica. Lengths count tokens; `sleeps`: the GPU is shared, so memory is given back in between."""
+    """Settings of one replica. Lengths count tokens; `sleeps`: it gives memory back, because the GPU is shared."""
 
     path: str
     device: Device

@@ -6,13 +6,12 @@ not exist is found before any process has spent minutes on loading.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
-from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
@@ -50,12 +49,9 @@ class TrainedWorker:
     @register(dispatch=Dispatch.RANK_ZERO)
     def rendezvous(self) -> tuple[str, int]:
         """Return where rank 0 will listen."""
-        import ray
-
         from ppojob_trainer.engines.network import free_port
 
-        address = str(ray.util.get_node_ip_address())
-        return address, free_port(address)
+        return self.seat.address, free_port(self.seat.address)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def join(self, address: str, port: int) -> None:
@@ -76,6 +72,3 @@ async def join(group: WorkerGroup[W]) -> None:
     """Have all ranks of a group meet at rank 0."""
     address, port = await group.call(TrainedWorker.rendezvous)
     await group.call(TrainedWorker.join, address, port)
-
-
-_: Any = (Generic, PlacedPool)

@@ -1,0 +1,125 @@
+# One command per intent; `make help` lists them. The continuous integration calls `make test`, people too.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# Where tests/cluster puts helm, kubectl and kubeconform.
+CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
+export PATH := $(CURDIR)/$(VENV)/bin:$(CLUSTER_BIN):$(PATH)
+# A machine without uv gets it from pip, in an environment of its own.
+UV := $(or $(shell command -v uv),.build/uv/bin/uv)
+PYTEST := $(PYTHON) -m pytest
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- environment ---
+
+.PHONY: install
+install: $(STAMP) ## Make .venv with the pinned development requirements and the project itself (editable).
+
+.build/uv/bin/uv:
+	python3 -m venv .build/uv
+	.build/uv/bin/python -m pip install --quiet uv
+
+$(STAMP): requirements/dev.txt pyproject.toml | $(filter .build/%,$(UV))
+	test -x $(PYTHON) || $(UV) venv --quiet --python 3.11 $(VENV)
+	$(UV) pip install --quiet --python $(PYTHON) --require-hashes --no-deps --requirement requirements/dev.txt
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
+	touch $@
+
+COMPILE = $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 pyproject.toml
+.PHONY: requirements
+requirements: | $(filter .build/%,$(UV)) ## Pin the requirements anew, with hashes, from pyproject.toml.
+	$(COMPILE) --extra dev --extra trainer-cpu --output-file requirements/dev.txt
+	$(COMPILE) --extra operator --constraint requirements/dev.txt --output-file requirements/operator.txt
+	$(COMPILE) --extra trainer-cpu --constraint requirements/dev.txt --output-file requirements/trainer-cpu.txt
+	$(COMPILE) --extra trainer --output-file requirements/trainer.txt
+
+# --- quick checks ---
+
+.PHONY: lint
+lint: install ## Lint and check the format (ruff).
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+.PHONY: format
+format: install ## Format the code and fix what ruff can fix.
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: types
+types: install ## Check the types (mypy, strict).
+	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --package tests.cluster
+
+.PHONY: contracts
+contracts: install ## Check who imports whom (import-linter).
+	$(VENV)/bin/lint-imports
+
+.PHONY: generate
+generate: install ## Write the CRD, the chart's copy of it and the field reference from the models.
+	$(PYTHON) -m ppojob_api.v1alpha1.generate
+
+.PHONY: generate-check
+generate-check: install ## Fail if a generated file is not what `make generate` would write.
+	$(PYTHON) -m ppojob_api.v1alpha1.generate --check
+
+.PHONY: tools
+tools: install ## Build helm and kubeconform, which some checks call.
+	@$(PYTHON) -m tests.cluster build helm kubeconform
+
+.PHONY: unit
+unit: tools ## Run the unit tests.
+	$(PYTEST) tests/unit
+
+.PHONY: golden
+golden: tools ## Compare with the recorded results.
+	$(PYTEST) tests/golden
+
+.PHONY: architecture
+architecture: install ## Check the tree's own rules (sizes, layers, words).
+	$(PYTEST) tests/architecture
+
+.PHONY: check
+check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit.
+
+# --- the one-node cluster ---
+
+.PHONY: cluster-up
+cluster-up: install ## Start the one-node Kubernetes with KubeRay (the first time builds it: about 15 minutes).
+	$(PYTHON) -m tests.cluster up
+
+.PHONY: cluster-down
+cluster-down: install ## End it and remove all that it left on the machine.
+	$(PYTHON) -m tests.cluster down
+
+.PHONY: images
+images: install ## Build the operator's and the trainer's image into the running cluster.
+	$(PYTHON) -m tests.cluster image operator trainer
+
+.PHONY: integration
+integration: install ## Run the tests of several parts together; needs the cluster.
+	$(PYTEST) tests/integration
+
+.PHONY: e2e
+e2e: install ## Run whole jobs on the cluster.
+	$(PYTEST) tests/e2e
+
+.PHONY: test
+test: install ## Everything, with the cluster and the images built meanwhile; a table at the end.
+	$(PYTHON) -m tests.cluster test
+
+.PHONY: demo
+demo: install ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
+	$(PYTHON) -m tests.cluster demo
+
+.PHONY: bench
+bench: install ## Run the benchmarks.
+	$(PYTHON) -m tests.bench

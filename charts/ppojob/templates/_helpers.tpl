@@ -1,0 +1,48 @@
+{{/* Name of the release's objects; the release's own name where that says ppojob already. */}}
+{{- define "ppojob.name" -}}
+{{- if contains "ppojob" .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-ppojob" (.Release.Name | trunc 33 | trimSuffix "-") -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "ppojob.selectorLabels" -}}
+app.kubernetes.io/name: ppojob-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "ppojob.labels" -}}
+{{ include "ppojob.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "ppojob.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "ppojob.name" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret that the operator fills with its own certificates. */}}
+{{- define "ppojob.certificateSecret" -}}
+{{- printf "%s-certificates" (include "ppojob.name" .) -}}
+{{- end -}}
+
+{{/* The Secret that the operator fills with the key of the dashboards' tokens. */}}
+{{- define "ppojob.dashboardSecret" -}}
+{{- printf "%s-dashboard-key" (include "ppojob.name" .) -}}
+{{- end -}}
+
+{{/* Role or ClusterRole: what the operator may do where its jobs are. */}}
+{{- define "ppojob.roleKind" -}}
+{{- if .Values.watchNamespace -}}Role{{- else -}}ClusterRole{{- end -}}
+{{- end -}}
+
+{{/* Objects without a namespace: another release must not meet them. */}}
+{{- define "ppojob.clusterWideName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "ppojob.name" .) -}}
+{{- end -}}

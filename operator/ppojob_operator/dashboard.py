@@ -1,0 +1,128 @@
+"""Ray's dashboard: submit the trainer, ask how it is, read the end of its log.
+
+The only module that talks to Ray, over HTTP and with the token of that RayCluster. Every call has a limit. Source of
+the addresses: Ray's job submission REST API, and the log endpoint of its state API (which alone can read a log's end).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from ppojob_api.v1alpha1.constants import MAX_LOG_LINES
+from ppojob_operator.plan import Ray, RayJob, RayState, Submission
+
+_MAX_WORDS = 500
+_MAX_LOG_BYTES = 1_000_000
+
+
+class DashboardError(Exception):
+    """The dashboard did not answer, or refused; the message has its words."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a dashboard is, and what opens it."""
+
+    url: str
+    token: str
+
+    def __repr__(self) -> str:
+        """Return the address without the token."""
+        return f"Address({self.url})"
+
+
+class Dashboard:
+    """The dashboards of all jobs; they share one pool of connections."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, timeout: float) -> None:
+        """`timeout` of one call is in seconds."""
+        self._session = session
+        self._timeout = timeout
+
+    async def look(self, address: Address) -> Ray:
+        """Return what Ray knows of its jobs, or why it does not answer."""
+        try:
+            listed = await self._json("GET", address, "/api/jobs/")
+            if not isinstance(listed, list):
+                raise DashboardError(f"GET {address.url}/api/jobs/: no list but {str(listed)[:_MAX_WORDS]!r}")
+            return Ray(jobs=tuple(_read_job(raw) for raw in listed if raw.get("submission_id")))
+        except DashboardError as error:
+            return Ray(problem=str(error))
+
+    async def submit(self, address: Address, submission: Submission) -> None:
+        """Start the job. That Ray has it already is no error: the look that sent it was cut short.
+
+        Raises:
+            DashboardError: it could not be started.
+        """
+        body = {
+            "submission_id": submission.submission_id,
+            "entrypoint": submission.entrypoint,
+            # Without resources of its own the driver runs on the head.
+            "entrypoint_num_cpus": 0,
+            "runtime_env": {"env_vars": dict(submission.environment)},
+            "metadata": dict(submission.metadata),
+        }
+        try:
+            await self._json("POST", address, "/api/jobs/", body=body)
+        except DashboardError:
+            ray = await self.look(address)
+            if not any(job.submission_id == submission.submission_id for job in ray.jobs):
+                raise
+
+    async def log_tail(self, address: Address, job: RayJob) -> str:
+        """Return the last lines of the driver's log; where they cannot be read, what Ray has in the job's message."""
+        query = {
+            "submission_id": job.submission_id,
+            "node_id": job.node_id,
+            "lines": str(MAX_LOG_LINES),
+            "filter_ansi_code": "true",
+        }
+        try:
+            text = await self._text("GET", address, "/api/v0/logs/file", query=query)
+        except DashboardError as error:
+            return f"(the log could not be read: {error})\n{job.message}"
+        return text.decode(errors="replace")
+
+    async def _json(self, method: str, address: Address, path: str, *, body: object = None) -> Any:
+        data = await self._text(method, address, path, body=body)
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise DashboardError(f"{method} {address.url}{path}: no JSON but {data[:_MAX_WORDS]!r}") from error
+
+    async def _text(
+        self, method: str, address: Address, path: str, *, body: object = None, query: Mapping[str, str] | None = None
+    ) -> bytes:
+        where = f"{method} {address.url}{path}"
+        headers = {"Authorization": f"Bearer {address.token}"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._session.request(method, address.url + path, headers=headers, json=body, params=query) as answer,
+            ):
+                data = await answer.content.read(_MAX_LOG_BYTES) if answer.status >= 400 else await answer.read()
+        except TimeoutError as error:
+            raise DashboardError(f"{where}: no answer within {self._timeout:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise DashboardError(f"{where}: {type(error).__name__} {error}") from error
+        if answer.status >= 400:
+            words = data.decode(errors="replace").strip().splitlines()
+            raise DashboardError(f"{where}: {answer.status} {(words[-1] if words else '')[:_MAX_WORDS]}")
+        return data
+
+
+def _read_job(raw: Mapping[str, Any]) -> RayJob:
+    return RayJob(
+        submission_id=raw["submission_id"],
+        state=RayState(raw["status"]),
+        message=raw.get("message") or "",
+        error_type=raw.get("error_type") or "",
+        exit_code=raw.get("driver_exit_code"),
+        metadata=raw.get("metadata") or {},
+        node_id=raw.get("driver_node_id") or "",
+    )

@@ -1,0 +1,54 @@
+"""Kopf's functions: each notes which job needs a look, and does nothing else.
+
+`watches.py` runs them. Only watches are used, so that Kopf needs get, list and watch and writes nothing: no
+annotations, no finalizers, no Events of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kopf
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_operator.plan import JobKey
+from ppojob_operator.settings import Settings
+
+Note = Callable[[JobKey], None]
+
+_OF_A_JOB = {constants.LABEL_JOB: kopf.PRESENT}
+
+
+def registry(note: Note) -> kopf.OperatorRegistry:
+    """Return the handlers, which call `note` with the job that an event is about."""
+    handlers = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=handlers)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.on.event(constants.GROUP, constants.VERSION, constants.PLURAL, registry=handlers)
+    def job_changed(namespace: str | None, name: str | None, **_: Any) -> None:
+        note(JobKey(namespace or "", name or ""))
+
+    @kopf.on.event("ray.io", "v1", "rayclusters", labels=_OF_A_JOB, registry=handlers)
+    def cluster_changed(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
+    @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
+    def pod_changed(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
+    return handlers
+
+
+def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
+    """Return how Kopf is to behave: it watches what belongs to jobs, and posts nothing."""
+    configured = kopf.OperatorSettings()
+    configured.posting.enabled = False
+    configured.networking.request_timeout = settings.request_timeout
+    # Filtered by the API server: pods and RayClusters of others never come here.
+    configured.watching.label_selectors["", "v1", "pods"] = constants.LABEL_JOB
+    configured.watching.label_selectors["ray.io", "v1", "rayclusters"] = constants.LABEL_JOB
+    # In one namespace the operator has no right to see CustomResourceDefinitions and namespaces.
+    configured.scanning.disabled = bool(settings.watch_namespace)
+    return configured

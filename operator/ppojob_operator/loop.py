@@ -1,0 +1,301 @@
+"""The loop: which job needs a look, and the look itself: observe -> decide -> apply, one status write each.
+
+        handlers (watches)        timers (look_again_after)        sweep (all jobs, every few minutes)
+                 |                          |                              |
+                 +----------> WorkQueue: one entry a job, never two looks at the same job
+                                            |
+                              workers: observe (cluster, dashboard) -> reconcile.decide -> carry out
+
+`main.py` runs it; `handlers` only note keys. An error of one job is written down, and the job is tried again after a
+growing pause; it never stops the others.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from time import monotonic
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.cluster import Cluster, ClusterError, ClusterRefused
+from ppojob_operator.dashboard import Address, Dashboard, DashboardError
+from ppojob_operator.manifests.dashboard_secret import dashboard_token
+from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
+from ppojob_operator.reconcile import dashboard_target, decide, read_claim, read_cluster, read_job, read_pod
+from ppojob_operator.settings import DashboardAccess, Settings
+
+logger = logging.getLogger(__name__)
+
+_BURST = 0.2
+"""Seconds that a note waits for others about the same job: an event rarely comes alone."""
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+_IDLE_TICK = 20.0
+
+
+class WorkQueue:
+    """Jobs that need a look, each at most once, with the time from which on; a job in work is not given out again."""
+
+    def __init__(self) -> None:
+        self._due: dict[JobKey, float] = {}
+        self._in_work: set[JobKey] = set()
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many jobs wait for a look that is due."""
+        now = monotonic()
+        return sum(due <= now for due in self._due.values())
+
+    def add(self, key: JobKey, delay: float = 0.0) -> None:
+        """Ask for a look after `delay` seconds; an earlier one that was asked for stays."""
+        due = monotonic() + delay
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._changed.set()
+
+    async def take(self, limit: float) -> JobKey | None:
+        """Return the next job that is due, or None after `limit` seconds. It is in work until `done`."""
+        end = monotonic() + limit
+        while True:
+            now = monotonic()
+            waiting = ((due, key) for key, due in self._due.items() if key not in self._in_work)
+            due, key = min(waiting, default=(float("inf"), None))
+            if key is not None and due <= now:
+                del self._due[key]
+                self._in_work.add(key)
+                return key
+            if now >= end:
+                return None
+            self._changed.clear()
+            await _wait(self._changed, min(due, end) - now)
+
+    def done(self, key: JobKey) -> None:
+        """Say that the look is over."""
+        self._in_work.discard(key)
+        self._changed.set()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop tells the probes and the metrics."""
+
+    beat: Callable[[], None] = lambda: None
+    """Called at least every twenty seconds while a worker lives and works."""
+    observe_look: Callable[[float, str], None] = lambda seconds, outcome: None
+    """Called after each look with its seconds and `ok`, `gone` or `error`."""
+
+
+class Loop:
+    """The queue, its workers, and the look at one job."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        dashboard: Dashboard,
+        surroundings: Callable[[JobKey], Surroundings],
+        hooks: Hooks,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._dashboard = dashboard
+        self._surroundings = surroundings
+        self._hooks = hooks
+        self._clock = clock
+        self._queue = WorkQueue()
+        self._num_errors: dict[JobKey, int] = {}
+        self._phases: dict[JobKey, str] = {}
+        self._told: set[JobKey] = set()
+        self._untold: set[JobKey] = set()
+
+    def note(self, key: JobKey) -> None:
+        """Note that a job needs a look. The handlers of the watches call it."""
+        self._told.add(key)
+        self._queue.add(key, _BURST)
+
+    @property
+    def queue_depth(self) -> int:
+        """How many jobs wait for a look that is due."""
+        return len(self._queue)
+
+    def jobs_by_phase(self) -> dict[str, int]:
+        """Return how many jobs are in each phase."""
+        phases = list(self._phases.values())
+        return {phase: phases.count(phase) for phase in sorted(set(phases))}
+
+    def watch_problem(self) -> str | None:
+        """Return what is wrong if the watches do not tell of jobs that are there."""
+        missed = self._untold - self._told
+        if not missed:
+            return None
+        return f"the watch never told of {len(missed)} jobs that exist, such as {min(missed)}"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Look at jobs until `stop` is set; looks in work are finished first."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._settings.workers):
+                tasks.create_task(self._work(stop))
+            tasks.create_task(self._sweep(stop))
+
+    async def _work(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            key = await self._queue.take(min(_IDLE_TICK, 1.0))
+            if key is not None:
+                await self._guarded_look(key)
+                self._queue.done(key)
+            self._hooks.beat()
+
+    async def _sweep(self, stop: asyncio.Event) -> None:
+        """Ask for a look at every job from time to time: what no watch told of is found nevertheless."""
+        found: set[JobKey] = set()
+        while not await _wait(stop, self._settings.idle_interval):
+            try:
+                listed = await self._cluster.list_jobs(self._settings.watch_namespace)
+            except ClusterError as error:
+                logger.warning("the sweep could not list the jobs: %s", error)
+                continue
+            keys = {JobKey(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in listed}
+            # The watch had the time between two sweeps to tell of them.
+            self._untold, found = found & keys, keys
+            for key in keys:
+                self._queue.add(key)
+
+    async def _guarded_look(self, key: JobKey) -> None:
+        """Look at a job; whatever goes wrong is this job's affair alone."""
+        began, outcome = monotonic(), "error"
+        try:
+            async with asyncio.timeout(self._settings.pass_timeout):
+                outcome = await self.look(key)
+            self._num_errors.pop(key, None)
+        except (ClusterError, DashboardError) as error:
+            self._try_again(key, str(error))
+        except TimeoutError:
+            self._try_again(key, f"the look took more than {self._settings.pass_timeout:g} s")
+        except Exception:  # A fault of ours in one job's look must not end the looks at all others.
+            logger.exception("%s: fault in the operator", key)
+            self._try_again(key, "see the fault above")
+        self._hooks.observe_look(monotonic() - began, outcome)
+
+    def _try_again(self, key: JobKey, words: str) -> None:
+        count = self._num_errors[key] = self._num_errors.get(key, 0) + 1
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(count - 1, 10))
+        logger.warning("%s: %s; tried again in %g s", key, words, pause)
+        self._queue.add(key, pause)
+
+    async def look(self, key: JobKey) -> str:
+        """Look at a job once and do what is to be done. Return `ok`, or `gone` if there is no such job.
+
+        Raises:
+            ClusterError, DashboardError: something could not be done; the look is to be repeated.
+        """
+        raw = await self._cluster.read_job(key)
+        if raw is None:
+            self._phases.pop(key, None)
+            self._num_errors.pop(key, None)
+            self._told.discard(key)
+            return "gone"
+        job = read_job(raw)
+        observed = await self._observe(job)
+        plan = decide(job, observed, self._clock())
+        if plan.wanted_log:
+            observed = replace(observed, log_tail=await self._read_log(job, observed, plan.wanted_log))
+            plan = decide(job, observed, self._clock())
+        await self._carry_out(job, observed, plan)
+        self._phases[key] = (plan.status or {}).get("phase") or job.status.phase or ""
+        if plan.look_again_after is not None:
+            self._queue.add(key, plan.look_again_after)
+        return "ok"
+
+    async def _observe(self, job: Job) -> Observed:
+        needs_claim = isinstance(job.spec, PPOJobSpec) and job.status.start_time is None
+        clusters, pods, config, claim = await asyncio.gather(
+            self._cluster.list_clusters(job.key),
+            self._cluster.list_pods(job.key),
+            self._cluster.read_config(job.key),
+            self._read_claim(job) if needs_claim else _nothing(),
+        )
+        observed = Observed(
+            surroundings=self._surroundings(job.key),
+            is_kuberay_served=clusters is not None,
+            claim=None if claim is None else read_claim(claim),
+            clusters=tuple(read_cluster(raw) for raw in clusters or ()),
+            pods=tuple(read_pod(raw) for raw in pods),
+            config=config,
+        )
+        address = self._address(job, observed)
+        return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
+
+    async def _read_claim(self, job: Job) -> Manifest | None:
+        assert isinstance(job.spec, PPOJobSpec)
+        return await self._cluster.read_claim(job.key.namespace, job.spec.storage.persistent_volume_claim)
+
+    def _address(self, job: Job, observed: Observed) -> Address | None:
+        target = dashboard_target(job, observed)
+        if target is None:
+            return None
+        is_by_service = self._settings.dashboard_access is DashboardAccess.SERVICE
+        token = dashboard_token(observed.surroundings.dashboard_key, job.uid, target.cluster)
+        return Address(target.service_url if is_by_service else target.pod_url, token)
+
+    async def _read_log(self, job: Job, observed: Observed, submission_id: str) -> str:
+        address = self._address(job, observed)
+        assert address is not None
+        assert observed.ray is not None
+        ray_job = next(ray_job for ray_job in observed.ray.jobs if ray_job.submission_id == submission_id)
+        return await self._dashboard.log_tail(address, ray_job)
+
+    async def _carry_out(self, job: Job, observed: Observed, plan: Plan) -> None:
+        try:
+            await self._bring_forward(job, observed, plan)
+        except (ClusterRefused, DashboardError) as error:
+            # Said in the status too: the user can do something about it, or at least see it.
+            told = decide(job, replace(observed, last_error=str(error)), self._clock())
+            await self._write(job, replace(told, apply=(), submission=None))
+            raise
+        if await self._write(job, plan):
+            for name in plan.delete_clusters:
+                await self._cluster.delete_cluster(job.key.namespace, name)
+            if plan.delete_job:
+                await self._cluster.delete_job(job)
+
+    async def _bring_forward(self, job: Job, observed: Observed, plan: Plan) -> None:
+        for manifest in plan.apply:
+            await self._cluster.apply(manifest)
+        if plan.submission is not None:
+            address = self._address(job, observed)
+            assert address is not None
+            await self._dashboard.submit(address, plan.submission)
+
+    async def _write(self, job: Job, plan: Plan) -> bool:
+        """Write status and Events; False if the object is gone, or another has its name."""
+        if plan.status is not None:
+            if not await self._cluster.write_status(job, plan.status):
+                self._queue.add(job.key)
+                return False
+            logger.info("%s: %s", job.key, _summary(plan))
+        for event in plan.events:
+            await self._cluster.emit(job, event)
+        return True
+
+
+def _summary(plan: Plan) -> str:
+    """Return one line about a status: phase, and the condition that was said last."""
+    status = plan.status or {}
+    words = "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
+    return f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {words}".rstrip()
+
+
+async def _nothing() -> None:
+    return None
+
+
+async def _wait(event: asyncio.Event, limit: float) -> bool:
+    """Wait for an event for at most `limit` seconds; return whether it came."""
+    try:
+        async with asyncio.timeout(limit):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

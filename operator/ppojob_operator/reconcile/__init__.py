@@ -1,0 +1,10 @@
+"""What is to be done about a job: pure policies, one in each file; `decide` puts them together.
+
+`loop.py` calls them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
+"""
+
+from ppojob_operator.reconcile.asking import dashboard_target
+from ppojob_operator.reconcile.decide import decide
+from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod
+
+__all__ = ["dashboard_target", "decide", "read_claim", "read_cluster", "read_job", "read_pod"]

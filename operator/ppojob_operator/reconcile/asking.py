@@ -1,0 +1,37 @@
+"""Policy: whom to ask. Before Ray's dashboard can be asked there must be a RayCluster with a head that is ready."""
+
+from dataclasses import dataclass
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests import naming
+from ppojob_operator.plan import Job, Observed
+from ppojob_operator.reconcile.completion import is_finished
+from ppojob_operator.reconcile.reading import parse_time
+from ppojob_operator.reconcile.situation import Situation
+
+
+@dataclass(frozen=True)
+class DashboardTarget:
+    """The dashboard of a job's current attempt."""
+
+    cluster: str
+    """Name of the RayCluster."""
+    service_url: str
+    """Its address by the head's Service."""
+    pod_url: str
+    """Its address by the head pod's IP address."""
+
+
+def dashboard_target(job: Job, observed: Observed) -> DashboardTarget | None:
+    """Return whom to ask about the current attempt, or None: there is nobody yet, or no need any more."""
+    if not isinstance(job.spec, PPOJobSpec) or job.is_going or is_finished(job.status):
+        return None
+    situation = Situation(job, job.spec, observed, parse_time(None))
+    cluster, head = situation.cluster, situation.head
+    if cluster is None or head is None or not head.is_ready or not cluster.head_service:
+        return None
+    return DashboardTarget(
+        cluster=cluster.name,
+        service_url=naming.dashboard_url(cluster.head_service, job.key.namespace),
+        pod_url=f"http://{head.address}:{naming.DASHBOARD_PORT}",
+    )

@@ -1,0 +1,219 @@
+"""decide(job, observed, now) -> Plan: the policies put together, in the order in which they overrule each other.
+
+    finished?   release the RayCluster, delete the job when its time is over
+    accepted?   no: say why and wait
+    ended?      complete -> final; past a deadline -> final; attempt failed -> next attempt or final
+    else        the next step towards a running trainer
+
+Pure and without memory: everything that it must remember is in the status. `loop.py` calls it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
+from ppojob_operator.plan import EventRecord, Job, Observed, Plan
+from ppojob_operator.reconcile import (
+    acceptance,
+    attempts,
+    completion,
+    conditions,
+    deadlines,
+    log_tail,
+    phase,
+    pools,
+    retry,
+    stall,
+    submission,
+    ttl,
+)
+from ppojob_operator.reconcile.pools import PoolsFinding
+from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.reconcile.status import owned
+
+_NOT_ACCEPTED_INTERVAL = 15.0
+_STARTING_INTERVAL = 15.0
+_ASKING_INTERVAL = 3.0
+_RUNNING_INTERVAL = 10.0
+_SOON = 1.0
+
+
+def decide(job: Job, observed: Observed, now: datetime) -> Plan:
+    """Return what is to be done about a job, given one look at it."""
+    if job.is_going:
+        return Plan()
+    if completion.is_finished(job.status):
+        return _after_the_end(job, observed, now)
+    accepted = acceptance.judge(job, observed)
+    if accepted.status != "True" or not isinstance(job.spec, PPOJobSpec):
+        return _not_accepted(job, accepted, now)
+    return _accepted(Situation(job, job.spec, observed, now), accepted)
+
+
+def _accepted(situation: Situation, accepted: Finding) -> Plan:
+    found = pools.judge(situation)
+    if lost := attempts.lost_pods(situation):
+        found = replace(found, finding=Finding("False", Reason.POD_LOST, lost))
+    step = submission.next_step(situation, found)
+    findings = {
+        Condition.ACCEPTED: accepted,
+        Condition.POOLS_READY: found.finding,
+        Condition.SUBMITTED: step.finding,
+        Condition.PROGRESSING: stall.progressing(situation),
+    }
+    if complete := completion.judge(situation):
+        return _final(situation, findings, {Condition.COMPLETE: complete})
+    late = deadlines.judge(situation, found.finding, step.finding)
+    failure = late or attempts.judge(situation) or stall.judge(situation)
+    if failure is not None and log_tail.is_wanted(situation):
+        return Plan(wanted_log=situation.submission_id)
+    if late is not None:
+        return _failed(situation, findings, late, late.reason, late.message)
+    if failure is not None:
+        return _attempt_failed(situation, findings, found, failure)
+    if situation.submitted_at is not None:
+        findings[Condition.STALLED] = stall.stalled(None)
+    return replace(
+        _plan(situation, _status(situation, findings, found)),
+        apply=step.apply,
+        submission=step.submission,
+        look_again_after=_interval(situation, found),
+    )
+
+
+def _attempt_failed(
+    situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
+) -> Plan:
+    verdict = retry.judge(situation, failure, are_pools_ready=found.is_ready)
+    if verdict.is_final:
+        return _failed(situation, findings, failure, verdict.reason, verdict.message)
+    restarting = Finding("False", Reason.RESTARTING, verdict.message)
+    findings = {**findings, Condition.SUBMITTED: restarting, Condition.PROGRESSING: restarting}
+    findings[Condition.STALLED] = stall.stalled(failure)
+    status = _status(situation, findings, found).model_copy(
+        update={
+            "attempt": situation.attempt + 1,
+            "submission_id": None,
+            "retries": verdict.retries,
+            "last_failure": _last_failure(situation, failure),
+        }
+    )
+    if not verdict.keeps_cluster:
+        status = status.model_copy(update={"ray_cluster": None})
+    plan = _plan(situation, status)
+    told = EventRecord(failure.reason, verdict.message, is_warning=True, action=Condition.PROGRESSING)
+    return replace(plan, events=(told, *plan.events), look_again_after=_SOON)
+
+
+def _failed(situation: Situation, findings: Mapping[str, Finding], failure: Failure, reason: str, message: str) -> Plan:
+    over = {Condition.FAILED: Finding("True", reason, message)}
+    if situation.submitted_at is not None:
+        over[Condition.STALLED] = stall.stalled(failure)
+    return _final(situation, findings, over, _last_failure(situation, failure))
+
+
+def _final(
+    situation: Situation,
+    findings: Mapping[str, Finding],
+    over: Mapping[str, Finding],
+    last_failure: LastFailure | None = None,
+) -> Plan:
+    """End the job: the verdict is written first, then the cluster is released."""
+    verdict = next(finding for kind, finding in over.items() if kind in (Condition.COMPLETE, Condition.FAILED))
+    given_back = pools.released(situation)
+    ended = Finding("False", verdict.reason, verdict.message)
+    findings = {**findings, Condition.POOLS_READY: given_back.finding, Condition.PROGRESSING: ended, **over}
+    status = _status(situation, findings, given_back).model_copy(
+        update={"completion_time": conditions.format_time(situation.now), "ray_cluster": None}
+    )
+    if last_failure is not None:
+        status = status.model_copy(update={"last_failure": last_failure})
+    return replace(_plan(situation, status), look_again_after=_SOON)
+
+
+def _after_the_end(job: Job, observed: Observed, now: datetime) -> Plan:
+    clusters = tuple(cluster.name for cluster in observed.clusters if not cluster.is_going)
+    expiry = ttl.expiry(job.spec, job.status) if isinstance(job.spec, PPOJobSpec) else None
+    if expiry is None:
+        return Plan(delete_clusters=clusters)
+    seconds = max(0.0, (expiry - now).total_seconds())
+    return Plan(delete_clusters=clusters, delete_job=seconds == 0, look_again_after=seconds or None)
+
+
+def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
+    """Say why the job cannot be run. One that was running under an older operator ends here."""
+    findings = {Condition.ACCEPTED: accepted}
+    was_admitted = job.status.start_time is not None
+    update: dict[str, object] = {"observed_generation": job.generation, "attempt": job.status.attempt or 0}
+    if was_admitted and accepted.status == "False":
+        findings[Condition.FAILED] = Finding("True", accepted.reason, accepted.message)
+        update |= {"completion_time": conditions.format_time(now), "ray_cluster": None}
+    merged = conditions.merge(job.status.conditions, findings, job.generation, now)
+    update |= {"conditions": merged, "phase": phase.derive(merged, job.status.attempt or 0)}
+    status = owned(job.status.model_copy(update=update))
+    return Plan(
+        status=None if status == owned(job.status) else status,
+        events=tuple(conditions.events(job.status.conditions, merged)),
+        look_again_after=_NOT_ACCEPTED_INTERVAL,
+    )
+
+
+def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding) -> PPOJobStatus:
+    """Return the status with the findings in it; of the trainer's part nothing is kept or needed."""
+    old, job = situation.status, situation.job
+    address = submission.dashboard_address(situation)
+    is_due = situation.now >= situation.due
+    cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
+    return PPOJobStatus(
+        observed_generation=job.generation,
+        conditions=conditions.merge(old.conditions, findings, job.generation, situation.now),
+        attempt=situation.attempt,
+        submission_id=situation.submission_id if findings[Condition.SUBMITTED].status == "True" else None,
+        start_time=old.start_time or conditions.format_time(situation.now),
+        completion_time=old.completion_time,
+        retries=old.retries or Retries(),
+        ready=found.ready,
+        pools=list(found.pools),
+        metrics=[],
+        ray_cluster=cluster,
+        last_failure=old.last_failure,
+    )
+
+
+def _plan(situation: Situation, status: PPOJobStatus) -> Plan:
+    """Return the plan that leads to a status: written only if it differs, other RayClusters released after it."""
+    status = status.model_copy(update={"phase": phase.derive(status.conditions, status.attempt or 0)})
+    wanted = owned(status)
+    kept = status.ray_cluster.name if status.ray_cluster else None
+    return Plan(
+        status=None if wanted == owned(situation.status) else wanted,
+        delete_clusters=tuple(c.name for c in situation.observed.clusters if c.name != kept and not c.is_going),
+        events=tuple(conditions.events(situation.status.conditions, status.conditions)),
+    )
+
+
+def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
+    return LastFailure(
+        attempt=situation.attempt,
+        reason=failure.reason,
+        message=failure.message[:4096],
+        exit_code=failure.exit_code,
+        log_tail=log_tail.shorten(situation.observed.log_tail),
+        time=conditions.format_time(situation.now),
+    )
+
+
+def _interval(situation: Situation, found: PoolsFinding) -> float:
+    """Return the seconds until the next look, were nothing to happen: no later than the next deadline."""
+    if situation.submitted_at is not None:
+        interval = _RUNNING_INTERVAL
+    else:
+        interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
+    deadline = deadlines.next_deadline(situation)
+    if deadline is None:
+        return interval
+    left = (deadline - situation.now) / timedelta(seconds=1)
+    return min(interval, max(_SOON, left))

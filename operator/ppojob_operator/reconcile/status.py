@@ -1,0 +1,22 @@
+"""The operator's own part of the status: built from a look's result, and taken out of the status that stands.
+
+The other part belongs to the trainer's reports and never passes through here.
+"""
+
+from typing import Any
+
+from ppojob_api.v1alpha1.status import PPOJobStatus
+
+_OWNED = (
+    "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "completionTime", "retries",
+    "ready", "rayCluster", "lastFailure",
+)  # fmt: skip
+_OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
+
+
+def owned(status: PPOJobStatus) -> dict[str, Any]:
+    """Return the operator's part of a status, as it goes over the wire."""
+    wire = status.to_wire()
+    pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
+    part = {name: wire[name] for name in _OWNED if name in wire}
+    return {**part, "pools": pools} if pools else part

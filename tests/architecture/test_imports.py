@@ -1,0 +1,70 @@
+"""Who may import whom: the contracts of `.importlinter`, and what fresh processes really load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONTRACT = sorted(Path("operator/ppojob_api").rglob("*.py"))
+CONTRACT_MAY_IMPORT = {"ppojob_api", "pydantic", "pydantic_core", *sys.stdlib_module_names}
+GENERATOR_MAY_IMPORT = {"yaml"}
+HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Return the top packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top packages that a fresh process has loaded after a statement."""
+    program = f"{statement}\nimport sys\nsys.stdout.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_the_import_contracts_are_kept() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", CONTRACT, ids=str)
+def test_the_contract_stands_on_pydantic_alone(path: Path) -> None:
+    allowed = CONTRACT_MAY_IMPORT | (GENERATOR_MAY_IMPORT if path.name == "generate.py" else set())
+
+    assert imported_packages(path) <= allowed
+
+
+def test_there_is_a_contract() -> None:
+    assert CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import ppojob_operator.main", HEAVY),
+        ("import ppojob_api.v1alpha1.validation, ppojob_api.v1alpha1.resolve", (*HEAVY, "yaml", "kubernetes", "kopf")),
+        ("import ppojob_trainer.controller.loop", ("ray", "vllm")),
+        ("import ppojob_trainer.telemetry, ppojob_trainer.checkpoints", (*HEAVY, "matplotlib", "tensorboard")),
+        ("import ppojob_trainer.cli", (*HEAVY, "httpx", "matplotlib", "tensorboard")),
+    ],
+)
+def test_a_fresh_process_loads_no_more_than_it_needs(statement: str, absent: tuple[str, ...]) -> None:
+    assert loaded_by(statement) & set(absent) == set()
+
+
+def test_a_heavy_package_would_be_seen() -> None:
+    assert "rich" in loaded_by("import ppojob_trainer.cli")

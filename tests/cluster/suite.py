@@ -1,0 +1,152 @@
+"""`make test`: every part of the tests in order, with the slow builds in the background, and a table at the end.
+
+    foreground   lint types contracts generate-check unit golden architecture ─┬─ integration ─ e2e ─ table
+    background   binaries, cluster, images  ───────────────────────────────────┘
+
+A part that fails does not stop the next one, so that one run shows everything; a failed background build ends the run
+at once, because nothing after it could pass. A cluster that ran before stays; one that this started is taken down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tests.cluster.cluster import is_healthy
+from tests.cluster.errors import tail
+from tests.cluster.layout import PROJECT, Layout
+
+# part (a target of the Makefile) -> the seconds that it may take
+QUICK_PARTS = {
+    "lint": 300,
+    "types": 600,
+    "contracts": 300,
+    "generate-check": 300,
+    "unit": 1800,
+    "golden": 900,
+    "architecture": 600,
+}
+CLUSTER_PARTS = {"integration": 3600, "e2e": 5400}
+BACKGROUND_LIMIT_SECONDS = 3600
+BACKGROUND_LOG = PROJECT / ".build" / "background.log"
+_CLUSTER = (sys.executable, "-m", "tests.cluster")
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """How one part went; `result` is passed, or says why not."""
+
+    name: str
+    result: str
+    seconds: float
+
+
+class BackgroundFailed(RuntimeError):
+    """The cluster or an image could not be made."""
+
+
+def run(layout: Layout, project: Path = PROJECT) -> int:
+    """Run everything; return 0 if all parts passed, else 1."""
+    console = Console(highlight=False, soft_wrap=True)
+    was_healthy = is_healthy(layout)
+    results: list[PartResult] = []
+    try:
+        with _background(project) as background:
+            for name, limit in QUICK_PARTS.items():
+                results.append(_run_part(name, limit, project, console, background))
+            results.append(_wait_for(background, console))
+        for name, limit in CLUSTER_PARTS.items():
+            results.append(_run_part(name, limit, project, console, None))
+    except BackgroundFailed as error:
+        console.print(f"[bold red]FAILED[/] building the cluster and the images: {error}", markup=True)
+        console.print(tail(BACKGROUND_LOG, lines=40), markup=False)
+        results.append(PartResult("cluster and images", str(error), 0.0))
+    finally:
+        if not was_healthy:
+            subprocess.run([*_CLUSTER, "down"], cwd=project, check=False, timeout=300)
+    _print_table(results, console)
+    return 0 if results and all(result.result == "passed" for result in results) else 1
+
+
+@contextmanager
+def _background(project: Path) -> Iterator[subprocess.Popen[bytes]]:
+    BACKGROUND_LOG.parent.mkdir(parents=True, exist_ok=True)
+    with BACKGROUND_LOG.open("w") as log:
+        process = subprocess.Popen(
+            ["make", "--no-print-directory", "cluster-up", "images"],
+            cwd=project,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _run_part(
+    name: str, limit: float, project: Path, console: Console, background: subprocess.Popen[bytes] | None
+) -> PartResult:
+    console.rule(f"make {name}")
+    start = time.monotonic()
+    process = subprocess.Popen(
+        ["make", "--no-print-directory", name], cwd=project, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        while process.poll() is None and time.monotonic() - start < limit:
+            _require_alive(background)
+            time.sleep(0.2)
+        code = process.poll()
+    finally:
+        _end(process)
+    result = "passed" if code == 0 else "failed" if code is not None else f"ended after its limit of {limit:g} s"
+    return PartResult(name, result, time.monotonic() - start)
+
+
+def _wait_for(background: subprocess.Popen[bytes], console: Console) -> PartResult:
+    start = time.monotonic()
+    if background.poll() is None:
+        console.rule("waiting for the cluster and the images")
+        console.print(f"log: {BACKGROUND_LOG.relative_to(PROJECT)}")
+    while background.poll() is None:
+        if time.monotonic() - start > BACKGROUND_LIMIT_SECONDS:
+            raise BackgroundFailed(f"not ready {BACKGROUND_LIMIT_SECONDS} s after the quick parts")
+        time.sleep(0.5)
+    _require_alive(background)
+    return PartResult("wait for cluster and images", "passed", time.monotonic() - start)
+
+
+def _require_alive(background: subprocess.Popen[bytes] | None) -> None:
+    if background is not None and background.poll() not in (None, 0):
+        raise BackgroundFailed(f"exit code {background.returncode}; the end of {BACKGROUND_LOG.relative_to(PROJECT)}:")
+
+
+def _end(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> None:
+    """End the process group of an unfinished part: SIGTERM first, so that it can tidy up."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=grace_seconds)
+
+
+def _print_table(results: Sequence[PartResult], console: Console) -> None:
+    table = Table("part", "result", "seconds")
+    for result in results:
+        color = "green" if result.result == "passed" else "red"
+        table.add_row(result.name, f"[{color}]{result.result}[/]", f"{result.seconds:.1f}")
+    console.print(table)

@@ -1,0 +1,82 @@
+"""The real API server of `KUBECONFIG`, through kubectl, and a namespace for each test module.
+
+`python -m tests.cluster up` starts one; `eval "$(python -m tests.cluster env)"` makes it known.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).resolve().parents[2]
+_LIMIT_SECONDS = 60
+
+
+class Kubectl:
+    """kubectl, with a namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it and return what came, whatever its exit status."""
+        command = ["kubectl", "--namespace", self.namespace, *arguments]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> str:
+        """Run it and return its output; an error fails the test with kubectl's words."""
+        done = self.run(*arguments, stdin=stdin)
+        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def json(self, *arguments: str) -> Any:
+        """Return the output as JSON."""
+        return json.loads(self(*arguments, "--output=json"))
+
+    def apply(self, *manifests: dict[str, Any], validate: str = "strict") -> subprocess.CompletedProcess[str]:
+        """Apply manifests and return what came."""
+        text = yaml.safe_dump_all(manifests)
+        return self.run("apply", f"--validate={validate}", "--filename=-", stdin=text)
+
+    def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Create one object and return it as the API server has it."""
+        created: dict[str, Any] = json.loads(
+            self("create", "--filename=-", "--output=json", stdin=json.dumps(manifest))
+        )
+        return created
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Kubectl:
+    """kubectl for the cluster as a whole; our CRD is there and served."""
+    if not shutil.which("kubectl") or not os.environ.get("KUBECONFIG"):
+        pytest.fail('no cluster: run `python -m tests.cluster up` and `eval "$(python -m tests.cluster env)"` first')
+    kubectl = Kubectl("default")
+    crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
+    kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+    kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    return kubectl
+
+
+@pytest.fixture(scope="module")
+def kubectl(cluster: Kubectl) -> Iterator[Kubectl]:
+    """kubectl for a new namespace, which goes with the module."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    cluster("create", "namespace", name)
+    yield Kubectl(name)
+    cluster("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    """The PPOJob of the first example."""
+    text = (PROJECT / "examples" / "01-quickstart" / "ppojob.yaml").read_text()
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded

@@ -1,0 +1,93 @@
+"""What depends on other fields: the pool of each role, the schedule, the GPU resource."""
+
+from typing import Any
+
+import pytest
+from tests.bad_specs import GONE, with_changes
+
+from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.resolve import job_root, resolve, roles
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.validation import parse_manifest
+
+KL = {("spec", "algorithm"): {"kl": {"inReward": True}}}
+GRPO = {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
+GRPO_WITH_KL = {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
+NO_CRITIC_POOL = {("spec", "placement", "critic"): GONE}
+
+
+def _resolved(changes: dict[tuple[str | int, ...], Any]) -> PPOJobSpec:
+    return resolve(parse_manifest(with_changes(changes))[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "actor=actor rollout=actor critic=critic reward=critic"),
+        (KL, "actor=actor rollout=actor ref=critic critic=critic reward=critic"),
+        (KL | NO_CRITIC_POOL, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
+        (GRPO, "actor=actor rollout=actor reward=actor"),
+        (GRPO_WITH_KL, "actor=actor rollout=actor ref=actor reward=actor"),
+        (
+            KL | {("spec", "placement", "ref"): "actor"},
+            "actor=actor rollout=actor ref=actor critic=critic reward=critic",
+        ),
+        ({("spec", "placement", "rollout"): "critic"}, "actor=actor rollout=critic critic=critic reward=critic"),
+        ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
+    ],
+    ids=["gae", "kl", "one pool", "grpo", "grpo with kl", "ref given", "rollout given", "ref of no use"],
+)
+def test_every_role_in_use_has_a_pool(changes: dict[tuple[str | int, ...], Any], expected: str) -> None:
+    placed = {role: pool.name for role, pool in roles(_resolved(changes))}
+
+    assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({}, ScheduleMode.OVERLAPPED),
+        (NO_CRITIC_POOL, ScheduleMode.SERIAL),
+        (GRPO, ScheduleMode.SERIAL),
+        ({("spec", "schedule"): {"mode": "ParallelUpdate"}}, ScheduleMode.PARALLEL_UPDATE),
+        ({("spec", "schedule"): {"mode": "Serial"}}, ScheduleMode.SERIAL),
+    ],
+)
+def test_auto_overlaps_where_actor_and_critic_are_apart(
+    changes: dict[tuple[str | int, ...], Any], mode: ScheduleMode
+) -> None:
+    assert _resolved(changes).schedule.mode is mode
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cuda", None, "nvidia.com/gpu"),
+        ("cpu", None, ""),
+        ("cuda", "amd.com/gpu", "amd.com/gpu"),
+        ("cpu", "x/y", "x/y"),
+    ],
+)
+def test_the_gpu_resource_follows_the_device(device: str, given: str | None, expected: str) -> None:
+    changes: dict[tuple[str | int, ...], Any] = {("spec", "device"): device}
+    if given:
+        changes[("spec", "pools", 0, "gpuResourceName")] = given
+
+    assert _resolved(changes).pool("actor").gpu_resource_name == expected
+
+
+def test_resolving_twice_changes_nothing_more() -> None:
+    once = _resolved(KL)
+
+    assert resolve(once) == once
+
+
+def test_a_resolved_spec_is_a_valid_spec() -> None:
+    once = _resolved(KL)
+
+    assert PPOJobSpec.model_validate(once.to_wire()) == once
+
+
+def test_a_job_has_a_folder_of_its_own() -> None:
+    assert job_root("/data", "rl-team", "arithmetic") == "/data/ppojob/rl-team/arithmetic"

@@ -1,0 +1,81 @@
+"""Every bad spec is refused with the field's path, its value and what would be right; good ones pass."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
+
+from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+
+EXAMPLES = sorted(Path("examples").glob("*/ppojob.yaml"))
+
+
+@pytest.mark.parametrize("bad", BAD_SPECS, ids=lambda bad: bad.name)
+def test_a_bad_spec_is_refused_with_path_value_and_remedy(bad: BadSpec) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(bad.manifest())
+
+    named = {error.path: str(error) for error in caught.value.errors}
+    assert bad.path in named, f"named instead: {named}"
+    assert bad.says in named[bad.path]
+    assert bad.shows in named[bad.path]
+
+
+def test_every_mistake_of_the_table_has_its_own_name() -> None:
+    names = [bad.name for bad in BAD_SPECS]
+
+    assert len(set(names)) == len(names)
+
+
+def test_the_spec_that_the_table_begins_from_is_good() -> None:
+    namespace, name, spec = parse_manifest(GOOD)
+
+    assert (namespace, name) == ("default", "good")
+    assert spec.pool("critic").gpus == 1
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_every_example_is_good(path: Path) -> None:
+    parse_manifest(yaml.safe_load(path.read_text()))
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+def test_all_problems_are_told_at_once() -> None:
+    bad = with_changes(
+        {("spec", "pools", 0, "gpusPerNode"): 0, ("spec", "actor", "gradClip"): -1, ("spec", "device"): "x"}
+    )
+
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(bad)
+
+    assert {error.path for error in caught.value.errors} == {
+        "spec.pools[0].gpusPerNode",
+        "spec.actor.gradClip",
+        "spec.device",
+    }
+
+
+def test_all_problems_that_span_fields_are_told_at_once() -> None:
+    bad = with_changes({("spec", "actor", "miniBatchSize"): 3, ("spec", "placement", "ref"): "nowhere"})
+
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(bad)
+
+    assert [error.path for error in caught.value.errors] == ["spec.placement.ref", "spec.actor.miniBatchSize"]
+
+
+def test_a_long_value_is_shortened() -> None:
+    bad = with_changes({("spec", "device"): "x" * 1000})
+
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(bad)
+
+    assert len(str(caught.value)) < 400
+
+
+def test_a_status_in_the_file_is_passed_over() -> None:
+    parse_manifest(with_changes({("status",): {"phase": "Running"}}))

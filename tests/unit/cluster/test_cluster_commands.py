@@ -1,0 +1,67 @@
+"""Running programs and waiting: every limit holds, and every error says what happened."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cluster.command import run, succeeds
+from tests.cluster.errors import ClusterError, tail
+from tests.cluster.waiting import wait_until
+
+
+def test_run_returns_the_output_and_passes_input_and_environment() -> None:
+    program = "import os, sys; print(sys.stdin.read() + os.environ['ADDED'])"
+    assert run([sys.executable, "-c", program], limit=10, stdin="a", environment={"ADDED": "b"}) == "ab\n"
+
+
+def test_a_failing_program_is_reported_with_what_it_said() -> None:
+    with pytest.raises(ClusterError, match=r"exit code 3: .*\nwrong port"):
+        run([sys.executable, "-c", "import sys; sys.stderr.write('wrong port'); sys.exit(3)"], limit=10)
+
+
+def test_with_a_log_the_error_ends_with_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "build.log"
+    with pytest.raises(ClusterError, match=r"log: .*build.log\n  \| line 1\n  \| line 2"):
+        run([sys.executable, "-c", "print('line 1'); print('line 2'); raise SystemExit(1)"], limit=10, log=log)
+
+
+def test_a_program_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    start = time.monotonic()
+    with pytest.raises(ClusterError, match=r"ended after its limit of 0\.5 s"):
+        run(["sh", "-c", f"(sleep 2; touch {mark}) & sleep 60"], limit=0.5)
+    assert time.monotonic() - start < 5
+    time.sleep(2)
+    assert not mark.exists()
+
+
+def test_a_missing_program_is_an_error_and_no_success() -> None:
+    with pytest.raises(ClusterError, match="cannot run no-such-program"):
+        run(["no-such-program"], limit=5)
+    assert not succeeds(["no-such-program"], limit=5)
+    assert not succeeds(["false"], limit=5)
+    assert succeeds(["true"], limit=5)
+
+
+def test_waiting_ends_as_soon_as_nothing_is_missing() -> None:
+    answers = iter(["the port", "the port", ""])
+    assert wait_until("the server", lambda: next(answers), limit=5, interval=0.01) < 1
+
+
+def test_waiting_says_what_was_still_missing(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("no space left\n")
+    with pytest.raises(
+        ClusterError, match=r"waited 0\.05 s for the server; still missing: its port\nlog: (.|\n)*no space"
+    ):
+        wait_until("the server", lambda: "its port", limit=0.05, interval=0.01, log=log)
+
+
+def test_tail_shows_the_last_lines_and_survives_a_missing_file(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(str(number) for number in range(100)))
+    assert tail(log, lines=2) == "  | 98\n  | 99"
+    assert tail(tmp_path / "none") == "  (no log: No such file or directory)"

@@ -1,0 +1,74 @@
+"""An image's tag follows from what goes into it, and from nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.cluster.errors import ClusterError
+from tests.cluster.images.recipes import OPERATOR, RECIPES, TRAINER, Recipe
+from tests.cluster.layout import PROJECT
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of what goes into the two images."""
+    for recipe in RECIPES.values():
+        recipe.copy_context(tmp_path)
+    return tmp_path
+
+
+def test_the_same_files_give_the_same_tag_in_another_clone(project: Path) -> None:
+    for recipe in RECIPES.values():
+        assert recipe.tag(project) == recipe.tag(PROJECT)
+
+
+@pytest.mark.parametrize(
+    ("path", "changes_operator", "changes_trainer"),
+    [
+        ("operator/ppojob_operator/added.py", True, False),
+        ("trainer_image/ppojob_trainer/added.py", False, True),
+        ("operator/ppojob_api/added.py", True, True),
+        ("requirements/operator.txt", True, False),
+        ("requirements/trainer-cpu.txt", False, True),
+        ("trainer_image/Containerfile", False, True),
+        ("operator/ppojob_api/__pycache__/spec.cpython-311.pyc", False, False),
+        ("docs/guide.md", False, False),
+    ],
+)
+def test_a_tag_changes_with_what_goes_in(
+    project: Path, path: str, changes_operator: bool, changes_trainer: bool
+) -> None:
+    before = OPERATOR.tag(project), TRAINER.tag(project)
+    (project / path).parent.mkdir(parents=True, exist_ok=True)
+    with (project / path).open("a") as file:
+        file.write("changed\n")
+    assert (OPERATOR.tag(project) != before[0]) is changes_operator
+    assert (TRAINER.tag(project) != before[1]) is changes_trainer
+
+
+def test_a_missing_input_is_named(project: Path) -> None:
+    shutil.rmtree(project / "operator" / "ppojob_operator")
+    with pytest.raises(ClusterError, match="operator/ppojob_operator goes into the image ppojob/operator"):
+        OPERATOR.tag(project)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_the_containerfile_copies_is_what_the_tag_counts(recipe: Recipe) -> None:
+    copied = set()
+    for line in (PROJECT / recipe.containerfile).read_text().splitlines():
+        if line.startswith("COPY "):
+            copied |= set(line.replace("${REQUIREMENTS}", recipe.requirements).split()[1:-1])
+    assert copied == {recipe.requirements, *recipe.code}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_image_runs_as_a_numeric_user_that_is_not_root(recipe: Recipe) -> None:
+    users = [
+        line.split()[1]
+        for line in (PROJECT / recipe.containerfile).read_text().splitlines()
+        if line.startswith("USER ")
+    ]
+    assert users[-1].isdigit()
+    assert int(users[-1]) > 0

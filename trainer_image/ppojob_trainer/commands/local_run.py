@@ -1,0 +1,86 @@
+"""Everything about `ppojob run` that is not the training: the job file, the attempt, the environment, Ctrl-C.
+
+A run on one machine has no operator, so what the operator decides on a cluster is decided here.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.checkpoints import last_attempt
+from ppojob_trainer.commands.local_paths import localize
+from ppojob_trainer.commands.manifest import Manifest
+
+_COURSE = ("data", "reward", "algorithm", "actor", "critic", "rollout")
+"""Sections that decide what a run computes; where it computes, and for how long, may change between attempts."""
+
+
+def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
+    """Return the resolved job, with the paths of this machine.
+
+    Args:
+        output: the run's own folder.
+        storage: folder that stands for spec.storage; None: `storage` within `output`, or beside it.
+
+    Raises:
+        SpecError: a path of the spec is not on this machine.
+    """
+    root = output.absolute()
+    storages = [storage.absolute()] if storage else [root / "storage", root.parent / "storage"]
+    spec = resolve(localize(manifest.spec, storages))
+    uid = _uid(manifest)
+    return JobFile(namespace=manifest.namespace, name=manifest.name, uid=uid, root=str(root), spec=spec)
+
+
+def next_attempt(checkpoints: Path) -> int:
+    """Return the number after the last attempt that was made in this folder; 0 for the first."""
+    last = last_attempt(checkpoints)
+    return 0 if last is None else last + 1
+
+
+def set_environment(spec: PPOJobSpec) -> list[str]:
+    """Set the spec's environment for the processes of the run; returns the names that only a cluster could set."""
+    for variable in spec.env:
+        if variable.value is not None:
+            os.environ[variable.name] = variable.value
+    return [variable.name for variable in spec.env if variable.value is None and variable.name not in os.environ]
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C (or SIGTERM) sets; the second Ctrl-C ends the program at once."""
+    stop = threading.Event()
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        sys.stderr.write("\nstopping after the running step; once more Ctrl-C ends at once\n")
+
+    before = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _uid(manifest: Manifest) -> str:
+    """Return what takes the place of the object's UID: the same file goes on, another course is another run.
+
+    Source of the idea: the operator's rule that these sections cannot change once a job is accepted.
+    """
+    raw = manifest.spec.to_wire()
+    course = {section: raw.get(section) for section in _COURSE} | {"seed": manifest.spec.trainer.seed}
+    models = {role: model.get("path") for role, model in raw["model"].items()}
+    text = json.dumps([manifest.namespace, manifest.name, course, models], sort_keys=True)
+    return f"local-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

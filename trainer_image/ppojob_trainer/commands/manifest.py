@@ -1,0 +1,87 @@
+"""From a YAML file and `--set` options to a checked PPOJob.
+
+The commands `validate` and `run` call it. It refuses what the API server would refuse, and what it would silently drop.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from ppojob_trainer.commands.overrides import apply_override
+
+
+class ManifestError(ValueError):
+    """The file is no YAML, or holds no PPOJob, or several; the message begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked PPOJob, as its file and the options say it."""
+
+    namespace: str
+    name: str
+    spec: PPOJobSpec
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as Kubernetes takes it: a key given twice is an error, not a silent choice. Merge keys and anchors work."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse a key that stands twice in one mapping; a key that `<<` brings in may be given anew."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.composer.ComposerError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Manifest:
+    """Return the PPOJob in the file (`-`: standard input) with the `--set` options applied.
+
+    Raises:
+        ManifestError: the file cannot be read, is no YAML, or does not hold exactly one PPOJob.
+        SpecError: the PPOJob, or an option, cannot be used; with every problem that was found.
+    """
+    documents = [document for document in _documents(path) if document is not None]
+    jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == constants.KIND]
+    if len(jobs) != 1:
+        found = ", ".join(_shown(document) for document in documents) or "nothing"
+        raise ManifestError(f"{path}: it must hold one document of kind {constants.KIND}; it holds {found}")
+    # An anchor and its aliases are one object in Python: `--set` must change only the place that it names.
+    raw = json.loads(json.dumps(jobs[0], default=str))
+    for override in overrides:
+        apply_override(raw, override)
+    return Manifest(*parse_manifest(raw))
+
+
+def problems(error: ManifestError | SpecError) -> list[str]:
+    """Return one line for each problem: `path: value: message`."""
+    return [str(field) for field in error.errors] if isinstance(error, SpecError) else [str(error)]
+
+
+def _documents(path: Path) -> list[Any]:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        return list(yaml.load_all(text, Loader=_Loader))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path}: it cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ManifestError(f"{path}: it is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _shown(document: object) -> str:
+    if not isinstance(document, dict):
+        return f"a {type(document).__name__}"
+    metadata = document.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    return f"{document.get('kind', 'an object without kind')} {name or ''}".strip()

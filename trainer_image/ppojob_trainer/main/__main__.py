@@ -1,0 +1,110 @@
+"""`python -m ppojob_trainer.main`: what the operator submits to the cluster.
+
+    --job /etc/ppojob/job.json --hash H --generation G --attempt N
+
+It waits for the file with that hash, because a mounted ConfigMap may be a minute old; it runs the job; on failure the
+last line of its log is the failure's record. SIGTERM and SIGINT stop it in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
+from ppojob_api.v1alpha1.progress import FailureRecord
+from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_trainer.main.failures import (
+    INTERRUPTED_EXIT_CODE,
+    JobFileMissingError,
+    failure_record,
+    interrupted,
+)
+from ppojob_trainer.main.run import run_job
+from ppojob_trainer.telemetry import RunFiles, configure_logging, tee_output
+
+logger = logging.getLogger(__name__)
+
+JOB_FILE_TIMEOUT_S = 120.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job; return the exit code."""
+    configure_logging()
+    options = _parse(arguments)
+    stop, signals = threading.Event(), []
+
+    def handle(number: int, _: object) -> None:
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    record = _run(options, stop, signals)
+    if record is None:
+        return 0
+    # The last line: the operator reads it from the log, which outlives the connection.
+    sys.stderr.flush()
+    sys.stdout.write(record.to_log_line() + "\n")
+    sys.stdout.flush()
+    return record.exit_code
+
+
+def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Event) -> JobFile:
+    """Return the job, once the file has the hash `digest`.
+
+    Raises:
+        JobFileMissingError: it had not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    seen = "there is no such file"
+    while time.monotonic() < deadline and not stop.is_set():
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            if JobFile.digest(text) == digest:
+                return JobFile.model_validate_json(text)
+            seen = f"the file there has the hash {JobFile.digest(text)}"
+        stop.wait(1.0)
+    raise JobFileMissingError(
+        f"{path} with the hash {digest} did not come within {timeout_s:g} s: {seen}. "
+        "The ConfigMap may not be mounted, or a newer submission has replaced it"
+    )
+
+
+def _run(options: argparse.Namespace, stop: threading.Event, signals: list[int]) -> FailureRecord | None:
+    try:
+        job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
+        # Not before: the job says where its logs go.
+        tee_output(RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log")
+        logger.info(
+            "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
+        )
+        outcome = run_job(job, attempt=options.attempt, stop=stop)
+    except Exception as error:
+        logger.exception("the job failed")
+        return failure_record(error)
+    if outcome.is_finished:
+        logger.info("all %d steps are done", outcome.step)
+        return None
+    # Asked by the operator it ends well; by a signal it was ended.
+    return interrupted(outcome.step, INTERRUPTED_EXIT_CODE if signals else 0)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ppojob_trainer.main", description="Runs a PPOJob on its Ray cluster."
+    )
+    parser.add_argument("--job", type=Path, default=Path(CONFIG_MOUNT_PATH) / JOB_FILE, help="the job file")
+    parser.add_argument("--hash", required=True, help="SHA-256 of the job file that is meant")
+    parser.add_argument("--generation", type=int, required=True, help="generation of the PPOJob's spec")
+    parser.add_argument("--attempt", type=int, required=True, help="number of this attempt, from 0")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

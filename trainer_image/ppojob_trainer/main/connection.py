@@ -1,0 +1,81 @@
+"""The connection to Ray: the cluster that the operator made, or one of this machine's own for the time of a run.
+
+Called by `run`. What it started it ends. Ray's token authentication is set in so many words, because Ray 2.60 turns it
+on by itself and writes a token into the home folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+__all__ = ["connected", "local_resources"]
+
+logger = logging.getLogger(__name__)
+
+_STORE_BYTES_CPU = 1024**3
+"""Object store of a run on CPU: its batches are small, and the memory is needed for the models."""
+
+
+@contextmanager
+def connected(spec: PPOJobSpec) -> Iterator[None]:
+    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine whose resources are the pools'."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray's own zero would hide the GPUs from processes that ask for none, and warns that it will stop doing so.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    handlers = _signal_handlers()
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+    else:
+        _start_here(spec)
+    # Ray takes SIGTERM for itself; a stop in order is this program's.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def local_resources(spec: PPOJobSpec) -> dict[str, float]:
+    """Return the Ray resources that stand for the pools on one machine."""
+    return {POOL_RESOURCE_PREFIX + pool.name: float(pool.gpus) for pool in spec.pools}
+
+
+def _start_here(spec: PPOJobSpec) -> None:
+    num_gpus = sum(pool.gpus for pool in spec.pools)
+    is_cuda = spec.device is Device.CUDA
+    for variable in spec.env:
+        if variable.value is None:
+            logger.warning(
+                "env %s has no value of its own: a Secret's value must be in this shell's env", variable.name
+            )
+    ray.init(
+        address="local",
+        num_cpus=2 * num_gpus,
+        num_gpus=num_gpus if is_cuda else 0,
+        resources=local_resources(spec),
+        object_store_memory=None if is_cuda else _STORE_BYTES_CPU,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={
+            "env_vars": {variable.name: variable.value for variable in spec.env if variable.value is not None}
+        },
+    )
+
+
+def _signal_handlers() -> dict[signal.Signals, signal._HANDLER]:
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

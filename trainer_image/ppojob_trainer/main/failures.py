@@ -1,0 +1,125 @@
+"""From an exception to the failure's name, kind and sentence: one table, so that every failure is named in one place.
+
+Called by `run` and `__main__`. The first exception in the chain (`__cause__`) that the table knows gives the name;
+what nobody knows is TrainerFailed, which counts against the user's backoffLimit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError
+from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.data import DataError
+from ppojob_trainer.engines.errors import EngineError
+from ppojob_trainer.rewards import RewardError, RewardImportError
+from ppojob_trainer.telemetry import MetricsUnreadableError
+from ppojob_trainer.worker_groups.errors import (
+    CallTimeoutError,
+    PoolNotPlacedError,
+    WorkerFailedError,
+    WorkerLostError,
+    WorkerOutOfMemoryError,
+)
+
+__all__ = ["INTERRUPTED_EXIT_CODE", "JobFailedError", "JobFileMissingError", "failure_record", "interrupted"]
+
+INTERRUPTED_EXIT_CODE = 130
+_MAX_MESSAGE = 4096
+
+
+class JobFileMissingError(RuntimeError):
+    """The file with the submission's hash did not come."""
+
+
+class JobFailedError(RuntimeError):
+    """A job failed, and this is its name; `__cause__` is the exception that ended it."""
+
+    def __init__(self, record: FailureRecord) -> None:
+        super().__init__(record.message)
+        self.record = record
+
+
+# The most special class first.
+_NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
+    (JobFileMissingError, Reason.JOB_FILE_MISSING, FailureKind.INFRASTRUCTURE),
+    (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
+    (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),
+    (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
+    (PoolNotPlacedError, Reason.POOL_NOT_PLACED, FailureKind.INFRASTRUCTURE),
+    (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.USER),
+    (CallTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
+    (WorkerLostError, Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE),
+    (WorkerOutOfMemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
+    (MemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
+    (CheckpointUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
+    (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
+    (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
+    (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
+    (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),
+)
+
+# The engines name the reason themselves; whom it counts against is decided here.
+_ENGINE_KINDS = {
+    Reason.MODEL_NOT_FOUND: FailureKind.PERMANENT,
+    Reason.CHECKPOINT_UNREADABLE: FailureKind.PERMANENT,
+    Reason.PHASE_TIMEOUT: FailureKind.INFRASTRUCTURE,
+}
+
+# Classes of packages that this module must not load; a GPU's is torch.OutOfMemoryError.
+_NAMES_OF_FOREIGN = {"OutOfMemoryError": (Reason.OUT_OF_MEMORY, FailureKind.USER)}
+
+
+def failure_record(error: BaseException) -> FailureRecord:
+    """Return the name of a failure, with the sentence of the exception that gave it."""
+    if isinstance(error, JobFailedError):
+        return error.record
+    for link in _chain(error):
+        named = _name(link)
+        if named is not None:
+            reason, kind = named
+            exit_code = INTERRUPTED_EXIT_CODE if reason == Reason.INTERRUPTED else 1
+            return FailureRecord(reason=reason, message=_sentence(error, link), kind=kind, exit_code=exit_code)
+    return FailureRecord(reason=Reason.TRAINER_FAILED, message=_sentence(error, error), kind=FailureKind.USER)
+
+
+def interrupted(step: int, exit_code: int) -> FailureRecord:
+    """Return the record of a run that was stopped in order."""
+    return FailureRecord(
+        reason=Reason.INTERRUPTED,
+        message=f"stopped in order after step {step}; the run goes on from its last checkpoint",
+        kind=FailureKind.INFRASTRUCTURE,
+        exit_code=exit_code,
+    )
+
+
+def _name(error: BaseException) -> tuple[str, FailureKind] | None:
+    if isinstance(error, EngineError):
+        return error.reason, _ENGINE_KINDS.get(error.reason, FailureKind.USER)
+    for known, reason, kind in _NAMES:
+        if isinstance(error, known):
+            return reason, kind
+    return _NAMES_OF_FOREIGN.get(type(error).__name__)
+
+
+def _sentence(error: BaseException, named: BaseException) -> str:
+    """The named exception's own words; a worker's role and rank go before them."""
+    text = str(named).strip() or type(named).__name__
+    if named is error or not isinstance(error, WorkerFailedError):
+        text = text if named is not error or _is_ours(error) else f"{type(error).__name__}: {text}"
+        return text[:_MAX_MESSAGE]
+    where = str(error).partition(" failed in ")[0]
+    return f"{where}: {text}"[:_MAX_MESSAGE]
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.startswith("ppojob_")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__

@@ -1,0 +1,153 @@
+"""What a run tells the outside, and what the outside tells the run: files, console, the operator, a stop.
+
+Implements `controller.ports.MonitorPort` for `run`. Live settings come with the operator's replies; a stop comes from
+a signal (an Event) or from the operator; being fenced out ends the run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
+from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_trainer.checkpoints import FencedOutError
+from ppojob_trainer.telemetry import MetricLogger, ProgressReporter, RunFiles, RunProgress, read_metrics
+
+__all__ = ["Monitor", "live_settings"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
+
+def live_settings(job: JobFile) -> LiveSettings:
+    """Return what the spec says of the settings that may change."""
+    spec = job.spec
+    return LiveSettings(
+        total_steps=spec.trainer.total_steps,
+        validate_every_steps=spec.trainer.validate_every_steps,
+        checkpoint_every_steps=spec.checkpoint.every_steps,
+        checkpoint_keep=spec.checkpoint.keep,
+    )
+
+
+class Monitor:
+    """See the module's docstring. A context manager: it ends with the last report."""
+
+    def __init__(self, job: JobFile, attempt: int, files: RunFiles, stop: threading.Event) -> None:
+        self._files = files
+        self._attempt = attempt
+        self._stop = stop
+        self._settings = live_settings(job)
+        self._stopping = asyncio.Event()
+        self._metrics: MetricLogger | None = None
+        self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
+        self._reporter = ProgressReporter(job.reporting) if job.reporting else None
+
+    def start(self) -> None:
+        """Begin to report."""
+        if self._reporter is not None:
+            self._reporter.start()
+        self._report()
+
+    def close(self) -> None:
+        """Finish the files and send the last report."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._reporter is not None:
+            self._reporter.update(self._progress.report())
+            if not self._reporter.close():
+                logger.warning("the last report did not reach the operator; all of it is in the job's storage")
+
+    async def watch(self) -> None:
+        """Look for a stop and for new settings, for ever.
+
+        Raises:
+            FencedOutError: the operator says that this attempt no longer counts.
+        """
+        while True:
+            self._look()
+            await asyncio.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        reporter = self._reporter
+        asked = reporter is not None and reporter.reply.command is Command.STOP
+        if (self._stop.is_set() or asked) and not self._stopping.is_set():
+            logger.info("asked to stop: what cannot be dropped is finished first")
+            self._stopping.set()
+        if reporter is None:
+            return
+        if reporter.fenced_out.is_set():
+            raise FencedOutError(self._files.root, attempt=self._attempt, newer=self._attempt + 1)
+        self._take(reporter.reply.settings)
+
+    def _take(self, settings: LiveSettings | None) -> None:
+        if settings is None or settings == self._settings:
+            return
+        logger.info("new settings: %s", settings)
+        self._settings = settings
+        self._progress.total_steps = settings.total_steps
+        if self._metrics is not None:
+            self._metrics.set_total_steps(settings.total_steps)
+
+    # What the loop reads.
+
+    @property
+    def settings(self) -> LiveSettings:
+        """See `MonitorPort`."""
+        return self._settings
+
+    @property
+    def is_stopping(self) -> bool:
+        """See `MonitorPort`."""
+        return self._stopping.is_set()
+
+    async def wait_for_stop(self) -> None:
+        """See `MonitorPort`."""
+        await self._stopping.wait()
+
+    # What the loop tells.
+
+    def set_activity(self, activity: Activity) -> None:
+        """See `MonitorPort`."""
+        self._progress.set_activity(activity)
+        self._report()
+
+    def resumed(self, step: int) -> None:
+        """See `MonitorPort`."""
+        logger.info("going on after step %d", step)
+        self._progress.restore(read_metrics(self._files.metrics), step=step)
+        self._open(step)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `MonitorPort`."""
+        self._progress.record(step, metrics)
+        self._open(0).log(step, metrics)
+        self._report()
+
+    def saved(self, step: int, path: Path) -> None:
+        """See `MonitorPort`."""
+        logger.info("checkpoint of step %d: %s", step, path)
+        self._progress.set_checkpoint(step, str(path))
+        self._report()
+
+    def exported(self, path: Path) -> None:
+        """See `MonitorPort`."""
+        logger.info("the policy is in %s", path)
+        self._progress.set_model(str(path))
+        self._report()
+
+    def _open(self, resume_step: int) -> MetricLogger:
+        if self._metrics is None:
+            self._metrics = MetricLogger.open(
+                self._files, total_steps=self._settings.total_steps, resume_step=resume_step
+            )
+        return self._metrics
+
+    def _report(self) -> None:
+        if self._reporter is not None:
+            self._reporter.update(self._progress.report())

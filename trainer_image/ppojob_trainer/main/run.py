@@ -1,0 +1,174 @@
+"""`run_job`: one attempt of a job, from the connection to Ray to the last report.
+
+    claim the folder ─ connect Ray ─ place the pools ─ start the processes ─ check ─ load ─ loop ─ report ─ end
+
+Called by the command line and by `__main__`. A failure has its name when it leaves here (`JobFailedError`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ExportPolicy
+from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
+from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.controller.ppo import PPO, PPOSettings
+from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.main.checkpoints import JobCheckpoints
+from ppojob_trainer.main.connection import connected
+from ppojob_trainer.main.failures import JobFailedError, failure_record
+from ppojob_trainer.main.groups import Groups, launch, make_ready, pools_of_roles
+from ppojob_trainer.main.monitor import Monitor
+from ppojob_trainer.maths.kl import make_kl_controller
+from ppojob_trainer.telemetry import RunFiles, TraceWriter
+from ppojob_trainer.worker_groups.placement import PlacedPool, place
+
+__all__ = ["PLACEMENT_TIMEOUT_S", "run_job"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PLACEMENT_TIMEOUT_S = 120.0
+"""The operator submits when the pods are ready, so their resources are there, or they will not come."""
+
+
+def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
+    """Run an attempt of a job to its end, or until `stop` is set.
+
+    Args:
+        job: its spec is resolved.
+        attempt: its number; a higher one owns the storage.
+        stop: set it to stop in order: a step that has begun to change the models is finished, then a checkpoint is
+            written.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        JobFailedError: it failed; `record` has the name.
+    """
+    files = RunFiles(Path(job.root))
+    # tqdm's and the tokenizers' own threads only disturb the logs of many processes.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        store = CheckpointStore(files.checkpoints, uid=job.uid, attempt=attempt)
+        store.claim()
+        with connected(job.spec):
+            return asyncio.run(_Attempt(job, attempt, files, store, stop).run())
+    except Exception as error:
+        raise JobFailedError(failure_record(error)) from error
+
+
+class _Attempt:
+    """One attempt, inside an event loop."""
+
+    def __init__(
+        self, job: JobFile, attempt: int, files: RunFiles, store: CheckpointStore, stop: threading.Event
+    ) -> None:
+        self._job = job
+        self._attempt = attempt
+        self._files = files
+        self._store = store
+        self._monitor = Monitor(job, attempt, files, stop)
+        self._pools: dict[str, PlacedPool] = {}
+        self._groups: Groups | None = None
+
+    async def run(self) -> Outcome:
+        self._monitor.start()
+        watch = asyncio.create_task(self._monitor.watch())
+        try:
+            if not await self._unless_stopped(self._start(), watch):
+                return Outcome(0, is_finished=False)
+            return await _first(asyncio.create_task(self._train()), watch)
+        finally:
+            watch.cancel()
+            self._end()
+            # After the processes have ended: the last report may take its time.
+            await asyncio.to_thread(self._monitor.close)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None], watch: asyncio.Task[None]) -> bool:
+        """Do `work`; return False where a stop came first."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._monitor.wait_for_stop())
+        try:
+            await asyncio.wait({task, stopped, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+            if not task.done():
+                return False
+            task.result()
+            return True
+        finally:
+            await _cancel(task, stopped)
+
+    async def _start(self) -> None:
+        spec = self._job.spec
+        self._pools = await asyncio.to_thread(place, spec, PLACEMENT_TIMEOUT_S)
+        folder = self._files.logs / f"attempt-{self._attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._groups = launch(spec, self._pools, folder)
+        await make_ready(self._groups, spec)
+
+    async def _train(self) -> Outcome:
+        assert self._groups is not None, "_start() comes first"
+        job, spec = self._job, self._job.spec
+        pool_of, ports = pools_of_roles(spec), self._groups.ports()
+        trace = TraceWriter(self._files.trace)
+        phases = Phases(pool_of, float(spec.trainer.phase_timeout_seconds), trace)
+        schedule = schedule_of(spec.schedule.mode)
+        controller = spec.algorithm.kl.controller
+        kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
+        settings = PPOSettings(pool_of, spec.data.max_response_length, spec.critic.warmup_steps)
+        ppo = PPO(ports, schedule, phases, settings, kl)
+        saved = JobCheckpoints(self._store, self._groups, self._files, spec.checkpoint, self._attempt)
+        try:
+            loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(job.spec))
+            return await loop.run()
+        finally:
+            trace.close()
+
+    def _end(self) -> None:
+        """End the processes, then give the bundles back. What they had to write is written."""
+        if self._groups is not None:
+            for group in self._groups.all():
+                group.kill()
+        for pool in self._pools.values():
+            pool.release()
+
+
+def loop_settings(spec: PPOJobSpec) -> LoopSettings:
+    """Return what the loop must know of the spec."""
+    return LoopSettings(
+        has_validation=spec.data.validation is not None,
+        validates_first=spec.trainer.validate_before_training,
+        exports_final=spec.checkpoint.export is not ExportPolicy.NEVER,
+        exports_each=spec.checkpoint.export is ExportPolicy.EACH,
+        num_gpus=sum(pool.gpus for pool in spec.pools),
+    )
+
+
+async def _first(work: asyncio.Task[T], watch: asyncio.Task[None]) -> T:
+    """Await `work`; where `watch` ends first, it ends with an error, which is raised."""
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            watch.result()
+        return await work
+    finally:
+        await _cancel(work)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,152 @@
+"""The actor: the policy that is trained, its log-probs, its weights for the rollout, its checkpoints and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
+from ppojob_trainer.maths.masked import Moments
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, with_metrics
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
+from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["ActorGroup", "ActorWorker"]
+
+
+class ActorWorker(TrainedWorker):
+    """One rank of the policy."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._engine: PolicyEngine | None = None
+        self._sender: WeightSender | None = None
+
+    @property
+    def engine(self) -> PolicyEngine:
+        """The loaded policy."""
+        assert self._engine is not None, "load() comes first"
+        return self._engine
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def check(self) -> None:
+        """Raise ModelNotFoundError where there is no model at the path."""
+        model = self.spec.model.actor
+        check_model(model.path, model.trust_remote_code)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self) -> None:
+        """Load and shard the model, after `join`."""
+        spec = self.spec
+        self._engine = PolicyEngine(
+            self.parallel, spec.model.actor, spec.actor, spec.algorithm.kl, total_steps=spec.trainer.total_steps
+        )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Return old_log_probs, and in the metrics how far the rollout's are from them."""
+        found = self.engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+        return with_metrics(found.tensors(), rollout_difference(batch.union(found), self.parallel))
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, batch: DataProto) -> Metrics:
+        """Run PPO's minibatches on the batch."""
+        return self.engine.update(batch)
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
+        """Return advantages and returns, for estimators without a critic."""
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+
+    @register(dispatch=Dispatch.ALL_TO_ALL)
+    def open_weights(self, plan: LinkPlan | None) -> WeightLink | None:
+        """Open the way of the weights; None for a rank that only takes part in gathering."""
+        self._sender = WeightSender(
+            self.engine.weights(), plan, self.seat.address, self.seat.timeout_s, device=self.parallel.device
+        )
+        return self._sender.listen()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def connect_weights(self) -> None:
+        """Wait for the replicas, which connect at the same time."""
+        assert self._sender is not None, "open_weights() comes first"
+        self._sender.prepare()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def push_weights(self, version: int) -> Receipt | None:
+        """Send the weights, while the replicas receive."""
+        assert self._sender is not None, "open_weights() comes first"
+        return self._sender.push(version)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint into a new folder."""
+        self.engine.save(folder)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint's folder."""
+        self.engine.load(folder)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def export(self, folder: Path) -> None:
+        """Write the policy as a HuggingFace folder."""
+        self.engine.export(folder)
+
+
+class ActorGroup:
+    """The actor as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[ActorWorker], spec: PPOJobSpec) -> None:
+        self.group = group.using({Meta.TEMPERATURE: spec.rollout.temperature})
+        self._samples = spec.rollout.samples_per_prompt
+        self._minibatch_rows = spec.actor.mini_batch_size * self._samples
+        num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size
+        self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
+
+    async def compute_log_prob(self, batch: Table) -> tuple[Table, dict[str, float]]:
+        """See `ActorPort`."""
+        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        found = await group.call(ActorWorker.compute_log_prob, batch)
+        return found, reduce_metrics(found)
+
+    async def update(self, batch: Table) -> dict[str, float]:
+        """See `ActorPort`."""
+        partition = in_minibatches(batch.tokens, self._minibatch_rows, len(self.group))
+        return await self.group.over(partition).using(self._updating).call(ActorWorker.update_actor, batch)
+
+    async def compute_advantages(self, batch: Table, kl_coefficient: float) -> tuple[Table, dict[str, float]]:
+        """See `AdvantagePort`."""
+        group = self.group.over(in_groups(len(batch), self._samples, len(self.group)))
+        found = await group.call(ActorWorker.compute_advantages, batch, kl_coefficient)
+        return found, reduce_metrics(found)
+
+
+def reduce_metrics(table: Table) -> dict[str, float]:
+    """Return the metrics that a call put beside its table, one number each."""
+    per_rank = zip(*table.metrics.values(), strict=True)
+    return merge_metrics([dict(zip(table.metrics, values, strict=True)) for values in per_rank])
+
+
+def rollout_difference(batch: DataProto, ranks: Ranks) -> dict[str, float]:
+    """Say how far the rollout engine's probabilities of its tokens are from the trainer's. Collective.
+
+    verl's `training/rollout_probs_diff_*`: mean, largest and standard deviation of |exp(rollout) - exp(trainer)|; a
+    mean above 0.005 says that the engines do not compute the same model.
+    """
+    mask = batch.tensor(Keys.RESPONSE_MASK)
+    rollout, trainer = batch.tensor(Keys.ROLLOUT_LOG_PROBS), batch.tensor(Keys.OLD_LOG_PROBS)
+    difference = (rollout.exp() - trainer.exp()).abs() * mask
+    moments = Moments.from_tensor(ranks.sum(Moments.of(difference, mask).to_tensor()))
+    return {
+        "training/rollout_probs_diff_mean": moments.mean,
+        "training/rollout_probs_diff_max": float(ranks.max(difference.max())),
+        "training/rollout_probs_diff_std": moments.variance**0.5,
+    }

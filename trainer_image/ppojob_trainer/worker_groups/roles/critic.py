@@ -1,0 +1,105 @@
+"""The critic: values, their update, and the advantages, which are computed where the values are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.fsdp.critic import CriticEngine
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.worker_groups.advantages import compute_advantages
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
+from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
+from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["CriticGroup", "CriticWorker"]
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._engine: CriticEngine | None = None
+
+    @property
+    def engine(self) -> CriticEngine:
+        """The loaded critic."""
+        assert self._engine is not None, "load() comes first"
+        return self._engine
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def check(self) -> None:
+        """Raise ModelNotFoundError where there is no model at the path."""
+        model = self.spec.model
+        check_model(model.critic.path or model.actor.path, model.critic.trust_remote_code)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self) -> None:
+        """Load and shard the model, after `join`."""
+        spec = self.spec
+        self._engine = CriticEngine(
+            self.parallel,
+            spec.model.critic,
+            spec.model.actor.path,
+            spec.critic,
+            total_steps=spec.trainer.total_steps,
+            seed=spec.trainer.seed,
+        )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Return values."""
+        return self.engine.compute_values(batch)
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
+        """Return advantages and returns."""
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, batch: DataProto) -> Metrics:
+        """Run the value loss's minibatches on the batch."""
+        return self.engine.update(batch)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint into a new folder."""
+        self.engine.save(folder)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint's folder."""
+        self.engine.load(folder)
+
+
+class CriticGroup:
+    """The critic as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[CriticWorker], spec: PPOJobSpec) -> None:
+        self.group = group
+        self._samples = spec.rollout.samples_per_prompt
+        self._minibatch_rows = spec.critic.mini_batch_size * self._samples
+        num_minibatches = spec.data.train_batch_size // spec.critic.mini_batch_size
+        self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
+
+    async def compute_values(self, batch: Table) -> Table:
+        """See `CriticPort`."""
+        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        return await group.call(CriticWorker.compute_values, batch)
+
+    async def compute_advantages(self, batch: Table, kl_coefficient: float) -> tuple[Table, dict[str, float]]:
+        """See `AdvantagePort`."""
+        group = self.group.over(in_groups(len(batch), self._samples, len(self.group)))
+        found = await group.call(CriticWorker.compute_advantages, batch, kl_coefficient)
+        return found, reduce_metrics(found)
+
+    async def update(self, batch: Table) -> dict[str, float]:
+        """See `CriticPort`."""
+        partition = in_minibatches(batch.tokens, self._minibatch_rows, len(self.group))
+        return await self.group.over(partition).using(self._updating).call(CriticWorker.update_critic, batch)

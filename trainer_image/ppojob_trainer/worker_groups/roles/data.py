@@ -1,0 +1,150 @@
+"""The data: one CPU process that reads the prompts and hands them out, step by step.
+
+The rows stay in its node's object store; the controller gets references. It keeps the position after each recent
+step, because with overlapping steps the prompts of the next one are out before a checkpoint of this one is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppojob_api.v1alpha1.data import DataSource
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
+from ppojob_trainer.engines.errors import ModelNotFoundError
+from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["DataGroup", "DataWorker", "PromptsOfStep", "load_tokenizer", "with_samples"]
+
+_KEPT_POSITIONS = 8
+
+
+def load_tokenizer(model: ActorModel) -> Any:
+    """Return the tokenizer in the actor's folder.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    from ppojob_trainer.worker_groups.roles.trained import check_model
+
+    check_model(model.path, model.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"model path {model.path} holds no tokenizer that can be read: {error}") from error
+
+
+def with_samples(prompts: DataProto, samples: int) -> DataProto:
+    """Repeat each prompt for its samples, side by side, and number them."""
+    repeated = prompts.repeat(samples)
+    return repeated.with_fields(non_tensors={Keys.SAMPLE_INDEX: [row % samples for row in range(len(repeated))]})
+
+
+class DataWorker:
+    """Reads the data."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        self.spec = spec
+        self._loader: PromptLoader | None = None
+        self._validation: StoredRows | None = None
+        self._positions: dict[int, dict[str, Any]] = {}
+
+    @property
+    def loader(self) -> PromptLoader:
+        """The training prompts."""
+        assert self._loader is not None, "load() comes first"
+        return self._loader
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def load(self) -> None:
+        """Open the sources.
+
+        Raises:
+            DataError: the data cannot be read, or a prompt cannot be used.
+            ModelNotFoundError: no tokenizer in the actor's folder.
+        """
+        data, tokenizer = self.spec.data, load_tokenizer(self.spec.model.actor)
+        train = self._dataset(data.train, tokenizer)
+        self._loader = PromptLoader(train, data.train_batch_size, self.spec.trainer.seed, data.shuffle)
+        if data.validation is not None:
+            dataset = self._dataset(data.validation, tokenizer)
+            prompts = dataset.batch(range(len(dataset)))
+            self._validation = store_rows(with_samples(prompts, self.spec.rollout.validation.samples_per_prompt))
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def next_batch(self, step: int) -> tuple[StoredRows, int]:
+        """Return the prompts of the next step, each repeated for its samples, and their epoch."""
+        epoch = self.loader.epoch
+        batch = self.loader.next_batch()
+        self._positions[step] = self.loader.state_dict()
+        self._positions.pop(step - _KEPT_POSITIONS, None)
+        return store_rows(with_samples(batch, self.spec.rollout.samples_per_prompt)), epoch
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def validation_batch(self) -> StoredRows:
+        """Return all validation prompts."""
+        assert self._validation is not None, "the spec has no validation data"
+        return self._validation
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def position(self, step: int) -> dict[str, Any]:
+        """Return the position after the prompts of `step`."""
+        return self._positions[step]
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        """Go on after `step`.
+
+        Raises:
+            DataError: the position is of other data.
+        """
+        self.loader.load_state_dict(state)
+        self._positions[step] = self.loader.state_dict()
+
+    def _dataset(self, source: DataSource, tokenizer: Any) -> PromptDataset:
+        data = self.spec.data
+        prompts = PromptTokenizer(tokenizer, source.system_prompt)
+        return PromptDataset(open_source(source), prompts, data.max_prompt_length, data.overlong_prompts.value)
+
+
+@dataclass(frozen=True)
+class PromptsOfStep:
+    """See `controller.ports.Prompts`."""
+
+    batch: Table
+    epoch: int
+
+
+class DataGroup:
+    """The data as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[DataWorker]) -> None:
+        self.group = group
+
+    async def prompts(self, step: int) -> PromptsOfStep:
+        """See `DataPort`."""
+        stored, epoch = await self.group.call(DataWorker.next_batch, step)
+        return PromptsOfStep(Table.of_stored(stored), epoch)
+
+    async def validation_prompts(self) -> Table:
+        """See `DataPort`."""
+        return Table.of_stored(await self.group.call(DataWorker.validation_batch))
+
+    async def state(self, step: int) -> dict[str, Any]:
+        """See `DataPort`."""
+        return await self.group.call(DataWorker.position, step)
+
+    async def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """See `DataPort`."""
+        await self.group.call(DataWorker.restore, step, dict(state))

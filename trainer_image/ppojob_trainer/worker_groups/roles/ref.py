@@ -1,0 +1,60 @@
+"""The reference policy: it computes log-probs and never changes."""
+
+from __future__ import annotations
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
+from ppojob_trainer.protocol import DataProto, Meta
+from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.partition import balanced
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["RefGroup", "RefWorker"]
+
+
+class RefWorker(TrainedWorker):
+    """One rank of the reference policy."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._path = spec.model.ref.path or spec.model.actor.path
+        # Without a path of its own it is the actor's model, and runs the actor's code.
+        own = spec.model.ref if spec.model.ref.path else spec.model.actor
+        self._trust_remote_code = own.trust_remote_code
+        self._engine: ReferenceEngine | None = None
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def check(self) -> None:
+        """Raise ModelNotFoundError where there is no model at the path."""
+        check_model(self._path, self._trust_remote_code)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self) -> None:
+        """Load and shard the model, after `join`."""
+        self._engine = ReferenceEngine(
+            self.parallel,
+            self._path,
+            trust_remote_code=self._trust_remote_code,
+            max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
+        )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return ref_log_prob."""
+        assert self._engine is not None, "load() comes first"
+        return self._engine.compute_ref_log_prob(batch)
+
+
+class RefGroup:
+    """The reference as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[RefWorker], spec: PPOJobSpec) -> None:
+        self.group = group.using({Meta.TEMPERATURE: spec.rollout.temperature})
+
+    async def compute_ref_log_prob(self, batch: Table) -> Table:
+        """See `RefPort`."""
+        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        return await group.call(RefWorker.compute_ref_log_prob, batch)
