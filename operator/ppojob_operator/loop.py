@@ -31,7 +31,7 @@ _BURST = 0.2
 """Seconds that a note waits for others about the same job: an event rarely comes alone."""
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
-_IDLE_TICK = 20.0
+_IDLE_TICK = 1.0
 
 
 class WorkQueue:
@@ -81,7 +81,7 @@ class Hooks:
     """What the loop tells the probes and the metrics."""
 
     beat: Callable[[], None] = lambda: None
-    """Called at least every twenty seconds while a worker lives and works."""
+    """Called at least every second while a worker has nothing to do, and after each look."""
     observe_look: Callable[[float, str], None] = lambda seconds, outcome: None
     """Called after each look with its seconds and `ok`, `gone` or `error`."""
 
@@ -141,9 +141,10 @@ class Loop:
 
     async def _work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            key = await self._queue.take(min(_IDLE_TICK, 1.0))
-            if key is not None:
+            key = await self._queue.take(_IDLE_TICK)
+            if key is not None and not stop.is_set():
                 await self._guarded_look(key)
+            if key is not None:
                 self._queue.done(key)
             self._hooks.beat()
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 from tests.cluster import cluster, kwok, suite
+from tests.cluster.demo.run import ImageNames
+from tests.cluster.demo.run import run as run_demo
+from tests.cluster.demo.target import choose
 from tests.cluster.errors import ClusterError
 from tests.cluster.images import build as images
+from tests.cluster.images.prune import prune as remove_unused
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes
 from tests.cluster.stages import StageFailed, Stages
@@ -74,6 +79,34 @@ def image(
     layout, stages = Layout.from_environment(), Stages()
     built = [images.ensure_in_cluster(layout, stages, name, fetch=fetch) for name in names]
     print("\n".join(item.name for item in built))
+
+
+@app.command()
+def prune() -> None:
+    """Remove the images that neither the working tree nor a pod uses."""
+    stages = Stages()
+    with stages.stage("remove unused images") as stage:
+        stage.note = ", ".join(remove_unused(Layout.from_environment())) or "none"
+
+
+@app.command()
+def demo(
+    image: Annotated[str, typer.Option(envvar="IMAGE", help="The trainer's image, for a cluster of your own.")] = "",
+    operator_image: Annotated[str, typer.Option(envvar="OPERATOR_IMAGE", help="The operator's image, likewise.")] = "",
+    limit: Annotated[int, typer.Option(min=60, help="Seconds that the training may take.")] = 2400,
+) -> None:
+    """From nothing to a trained model; with KUBECONFIG, IMAGE and OPERATOR_IMAGE on a cluster of your own."""
+    layout, stages = Layout.from_environment(), Stages()
+    target = choose(layout, trainer_image=image, operator_image=operator_image)
+    names = None if target.is_ours else ImageNames(trainer=image, operator=operator_image)
+    if target.is_ours and os.environ.get("KUBECONFIG", str(layout.kubeconfig)) != str(layout.kubeconfig):
+        stages.console.print("KUBECONFIG is left alone: without IMAGE and OPERATOR_IMAGE the one-node cluster is used")
+    try:
+        run_demo(layout, target, names, limit=limit, stages=stages)
+    finally:
+        stages.print_table()
+    if target.is_ours:
+        env()
 
 
 @app.command()

@@ -5,6 +5,8 @@ Called by `up` and by the image commands. Its blobs lie in the cache and outlive
 
 from __future__ import annotations
 
+import time
+
 import httpx
 from tests.cluster.addresses import REGISTRY, REGISTRY_PORT
 from tests.cluster.layout import Layout
@@ -13,6 +15,7 @@ from tests.cluster.templates import render
 from tests.cluster.waiting import wait_until
 
 PROCESS = "registry"
+_URL = f"http://127.0.0.1:{REGISTRY_PORT}/v2"
 _MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -36,8 +39,29 @@ def ensure(layout: Layout, processes: Processes) -> bool:
 
 def has(repository: str, tag: str) -> bool:
     """True if the registry holds this image."""
-    url = f"http://127.0.0.1:{REGISTRY_PORT}/v2/{repository}/manifests/{tag}"
+    url = f"{_URL}/{repository}/manifests/{tag}"
     return httpx.head(url, headers={"Accept": _MANIFEST_TYPES}, timeout=10).status_code == httpx.codes.OK
+
+
+def images() -> list[tuple[str, str]]:
+    """Every repository and tag that the registry holds."""
+    found = []
+    for repository in httpx.get(f"{_URL}/_catalog", timeout=30).raise_for_status().json()["repositories"]:
+        # null, and not an empty list, where the last tag was deleted.
+        tags = httpx.get(f"{_URL}/{repository}/tags/list", timeout=30).raise_for_status().json()["tags"] or []
+        found += [(repository, tag) for tag in tags]
+    return found
+
+
+def delete(repository: str, tag: str) -> None:
+    """Delete the tag and not its digest, which another tag may share; the collector takes what has no tag left."""
+    httpx.delete(f"{_URL}/{repository}/manifests/{tag}", timeout=30).raise_for_status()
+
+
+def age_seconds(layout: Layout, repository: str, tag: str) -> float:
+    """The seconds since the tag was pushed."""
+    tags = layout.registry / "docker/registry/v2/repositories" / repository / "_manifests/tags"
+    return time.time() - (tags / tag / "current" / "link").stat().st_mtime
 
 
 def reference(repository: str, tag: str) -> str:
@@ -47,7 +71,7 @@ def reference(repository: str, tag: str) -> str:
 
 def _unanswered() -> str:
     try:
-        httpx.get(f"http://127.0.0.1:{REGISTRY_PORT}/v2/", timeout=5).raise_for_status()
+        httpx.get(f"{_URL}/", timeout=5).raise_for_status()
     except httpx.HTTPError as error:
         return f"an answer from the registry ({error})"
     return ""

@@ -1,6 +1,6 @@
-"""The real API server of `KUBECONFIG`, through kubectl, and a namespace for each test module.
+"""A real API server through kubectl, and a namespace for each test module.
 
-`python -m tests.cluster up` starts one; `eval "$(python -m tests.cluster env)"` makes it known.
+It is that of `KUBECONFIG`, else the one-node cluster that `python -m tests.cluster up` starts.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.cluster.layout import Layout
 
 PROJECT = Path(__file__).resolve().parents[2]
 _LIMIT_SECONDS = 60
@@ -56,9 +57,12 @@ class Kubectl:
 @pytest.fixture(scope="session")
 def cluster() -> Kubectl:
     """kubectl for the cluster as a whole; our CRD is there and served."""
-    if not shutil.which("kubectl") or not os.environ.get("KUBECONFIG"):
-        pytest.fail('no cluster: run `python -m tests.cluster up` and `eval "$(python -m tests.cluster env)"` first')
+    layout = Layout.from_environment()
+    os.environ["PATH"] = f"{layout.bin}{os.pathsep}{os.environ['PATH']}"
+    os.environ.setdefault("KUBECONFIG", str(layout.kubeconfig))
     kubectl = Kubectl("default")
+    if not shutil.which("kubectl") or kubectl.run("get", "--raw=/readyz").returncode:
+        pytest.fail(f"no API server answers by {os.environ['KUBECONFIG']}: run `python -m tests.cluster up`")
     crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
     kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
     kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")

@@ -3,6 +3,7 @@
 Ray, torch and vLLM are imported by the commands that need them only, so that the others answer at once.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -12,12 +13,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
-from ppojob_trainer.commands.local_run import job_file, next_attempt, set_environment, stop_on_interrupt
+from ppojob_trainer.commands.local_run import job_file, next_attempt, stop_on_interrupt
 from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_INTERRUPTED = 130
 _SET_HELP = "One value of the object, such as trainer.totalSteps=4 or pools.actor.nodes=2; can be given several times."
 File = Annotated[Path, typer.Argument(help="YAML file with a PPOJob; - reads standard input.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help=_SET_HELP, show_default=False)]
@@ -72,11 +74,15 @@ def run(
         job = job_file(manifest, folder, storage)
     number = next_attempt(Path(job.root) / "checkpoints") if attempt is None else attempt
     console = Console(highlight=False)
-    console.print(f"{job.name}, attempt {number}, in {job.root}\n")
+    typer.echo(f"{job.name}, attempt {number}, in {job.root}\n")
     console.print(describe(job.spec))
-    if not dry_run:
-        _train(job, number)
-        console.print(_results(job))
+    if dry_run:
+        return
+    is_finished = _train(job, number)
+    # Not by rich, which would cut a long path to the width of the screen.
+    typer.echo("\n".join(_results(job)))
+    if not is_finished:
+        raise typer.Exit(_INTERRUPTED)
 
 
 @app.command()
@@ -131,39 +137,55 @@ def _refusals() -> Iterator[None]:
         for line in problems(error):
             typer.echo(line, err=True)
         raise typer.Exit(1) from error
+    except typer.Exit:
+        # A RuntimeError too, but one that has been told already.
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 
 
-def _train(job: JobFile, attempt: int) -> None:
-    from ppojob_trainer.main import run_job
+def _train(job: JobFile, attempt: int) -> bool:
+    """Run the job; what its driver prints is in its log too. Returns whether all steps are done.
 
-    Path(job.root).mkdir(parents=True, exist_ok=True)
-    (Path(job.root) / "job.json").write_text(job.encode())
-    for name in set_environment(job.spec):
-        typer.echo(f"note: {name} comes from the cluster (spec.env); it is not set here", err=True)
-    with stop_on_interrupt() as stop, _refusals():
-        run_job(job, attempt=attempt, stop=stop)
-    if stop.is_set():
-        typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+    Raises:
+        typer.Exit: it failed, and why was printed.
+    """
+    from ppojob_trainer.main import JobFailedError, run_job
+    from ppojob_trainer.telemetry import RunFiles, configure_logging, tee_output
+
+    files = RunFiles(Path(job.root))
+    log = files.log_of("driver", attempt=attempt)
+    with _refusals(), tee_output(log), stop_on_interrupt() as stop:
+        configure_logging()
+        (files.root / "job.json").write_text(job.encode())
+        try:
+            outcome = run_job(job, attempt=attempt, stop=stop)
+        except JobFailedError as error:
+            if error.record.reason == Reason.TRAINER_FAILED:
+                # Nobody foresaw it, so the sentence alone does not help.
+                logging.getLogger(__name__).exception("the run failed")
+            typer.echo(f"error: {error.record.reason}: {error.record.message}\nlogs: {log.parent}", err=True)
+            raise typer.Exit(error.record.exit_code) from error
+        if outcome.is_finished:
+            typer.echo(f"all {outcome.step} steps are done")
+        else:
+            typer.echo(f"stopped after step {outcome.step}: the same command goes on from the last checkpoint")
+        return outcome.is_finished
 
 
-def _results(job: JobFile) -> Table:
-    """Return where the files of the run are; what was not written is left out."""
+def _results(job: JobFile) -> list[str]:
+    """Return where the files of the run are, a line each; what was not written is left out."""
     from ppojob_trainer.telemetry import RunFiles
 
     files = RunFiles(Path(job.root))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, path in (
-        ("metrics", files.metrics),
-        ("picture", files.plot),
-        ("TensorBoard", files.tensorboard),
-        ("trace", files.trace),
-        ("logs", files.logs),
-        ("checkpoints", files.checkpoints),
-        ("model", files.model),
-    ):
-        if path.exists():
-            table.add_row(name, str(path))
-    return table
+    places = {
+        "metrics": files.metrics,
+        "picture": files.plot,
+        "TensorBoard": files.tensorboard,
+        "trace": files.trace,
+        "logs": files.logs,
+        "checkpoints": files.checkpoints,
+        "model": files.model,
+    }
+    return [f"{name:<12} {path}" for name, path in places.items() if path.exists()]

@@ -32,7 +32,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "%s-certificates" (include "ppojob.name" .) -}}
 {{- end -}}
 
-{{/* The Secret that the operator fills with the key of the dashboards' tokens. */}}
+{{/* The Secret that the operator makes for the key of the dashboards' tokens. It is not the release's, because jobs that
+go on running after an uninstall need it when the operator comes back. */}}
 {{- define "ppojob.dashboardSecret" -}}
 {{- printf "%s-dashboard-key" (include "ppojob.name" .) -}}
 {{- end -}}

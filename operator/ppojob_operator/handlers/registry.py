@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
-Note = Callable[[JobKey], None]
+Note = Callable[[JobKey], object]
 
 _OF_A_JOB = {constants.LABEL_JOB: kopf.PRESENT}
 

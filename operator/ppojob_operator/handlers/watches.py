@@ -44,6 +44,8 @@ class Watches:
         """
         while not stop.is_set():
             is_whole = await self._await_resources(stop)
+            if stop.is_set():
+                return
             stopped = threading.Event()
             watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
             ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]

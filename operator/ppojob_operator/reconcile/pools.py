@@ -15,6 +15,7 @@ _GRAVITY = (
     Reason.IMAGE_PULL_FAILED,
     Reason.OUT_OF_MEMORY,
     Reason.POD_FAILED,
+    Reason.PODS_REFUSED,
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
 )
@@ -76,12 +77,13 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
         return Finding("False", Reason.CLUSTER_SUSPENDED, words)
     if head is not None and head.trouble is not None and not head.is_ready:
         troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.words}"), *troubles]
+    lacking = _lacking(situation, num_ready)
+    if lacking and cluster.problem:
+        words = f"KubeRay cannot make all pods: {cluster.problem[:_MAX_WORDS]}"
+        troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
     if troubles:
         worst = min(troubles, key=lambda trouble: _GRAVITY.index(trouble.reason))
         return Finding("False", worst.reason, "; ".join(trouble.words for trouble in troubles))
-    lacking = _lacking(situation, num_ready)
-    if lacking and cluster.problem:
-        return Finding("False", Reason.PODS_REFUSED, f"KubeRay cannot make the pods: {cluster.problem[:_MAX_WORDS]}")
     if lacking:
         return _waiting("; ".join(lacking))
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")

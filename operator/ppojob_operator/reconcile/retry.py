@@ -35,7 +35,7 @@ def judge(situation: Situation, failure: Failure, *, are_pools_ready: bool) -> V
     if used >= limit:
         field = "backoffLimit" if is_user else "infrastructureBackoffLimit"
         message = (
-            f"attempt {situation.attempt} failed ({failure.reason}: {failure.message}) "
+            f"attempt {situation.attempt} failed ({failure.headline}) "
             f"and spec.runPolicy.{field} allows no more than {limit} retries"
         )
         return Verdict(True, Reason.BACKOFF_LIMIT_EXCEEDED, message, retries)
@@ -44,6 +44,6 @@ def judge(situation: Situation, failure: Failure, *, are_pools_ready: bool) -> V
         infrastructure=retries.infrastructure + (not is_user),
         total=retries.total + 1,
     )
-    message = f"attempt {situation.attempt} failed ({failure.reason}: {failure.message})"
+    message = f"attempt {situation.attempt} failed ({failure.headline})"
     keeps_cluster = are_pools_ready and not failure.is_cluster_suspect
     return Verdict(False, Reason.RESTARTING, message, counted, keeps_cluster)

@@ -16,6 +16,8 @@ from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
 from ppojob_operator.reconcile.reading import parse_time
 
+_NEWLINE = "\n"
+_HEADLINE_LENGTH = 500
 _FIRST_BACKOFF = timedelta(seconds=10)
 _LONGEST_BACKOFF = timedelta(seconds=360)
 
@@ -41,6 +43,11 @@ class Failure:
     exit_code: int | None = None
     is_cluster_suspect: bool = True
     """The next attempt gets a new RayCluster; False: the trainer ended by itself and the pods are warm."""
+
+    @property
+    def headline(self) -> str:
+        """Reason and first line of the message, for sentences; the whole message is in status.lastFailure."""
+        return f"{self.reason}: {self.message.strip().partition(_NEWLINE)[0][:_HEADLINE_LENGTH]}"
 
 
 @dataclass(frozen=True)

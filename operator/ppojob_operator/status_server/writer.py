@@ -9,6 +9,7 @@ kept until it is written, so a cancelled or failed write loses nothing; `flush` 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,16 +99,19 @@ class ProgressWriter:
 
     async def flush(self, seconds: float) -> int:
         """Write everything that is kept, after `run` was cancelled; return how many reports could not be written."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while waiting := self._waiting():
-                    await asyncio.gather(*map(self._write, waiting))
-                    if self._waiting():
-                        await asyncio.sleep(_LAST_REPORT_RETRY)
-        except TimeoutError:
-            left = self._waiting()
+                await self._write_all()
+        left = self._waiting()
+        if left:
             _LOG.warning("the last reports of %d jobs are not written: %s", len(left), ", ".join(map(str, left[:20])))
-        return len(self._waiting())
+        return len(left)
+
+    async def _write_all(self) -> None:
+        while waiting := self._waiting():
+            await asyncio.gather(*map(self._write, waiting))
+            if self._waiting():
+                await asyncio.sleep(_LAST_REPORT_RETRY)
 
     def _waiting(self) -> list[JobIdentity]:
         return [key for key, job in self._jobs.items() if job.status is not None]
@@ -128,11 +132,9 @@ class ProgressWriter:
         waiting = [job.due for job in self._jobs.values() if job.status is not None and not job.is_queued]
         seconds = min([due - self._clock() for due in waiting] + [_LONGEST_SLEEP])
         await asyncio.sleep(_SHORTEST_SLEEP)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds - _SHORTEST_SLEEP, 0)):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     async def _work(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.cluster import registry
 from tests.cluster.errors import ClusterError
 from tests.cluster.images import base, buildah
+from tests.cluster.images.prune import prune
 from tests.cluster.images.recipes import RECIPES, Recipe
 from tests.cluster.images.uv import build_arguments
 from tests.cluster.kubernetes import apply, get_json, kubectl
@@ -28,11 +29,15 @@ _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateCont
 
 @dataclass(frozen=True)
 class Image:
-    """An image in the registry; `was_built` is False if it stood already."""
+    """An image in the registry; `was_built` is False if it stood already.
+
+    `has_new_dependencies`: its dependencies' layer was built too, so an older one may lie about.
+    """
 
     repository: str
     tag: str
     was_built: bool
+    has_new_dependencies: bool = False
 
     @property
     def name(self) -> str:
@@ -50,21 +55,41 @@ def ensure(layout: Layout, recipe: Recipe) -> Image:
     if registry.has(recipe.repository, tag):
         return Image(recipe.repository, tag, was_built=False)
     log = layout.log(f"image-{recipe.repository.replace('/', '-')}")
-    image = Image(recipe.repository, tag, was_built=True)
-    base_name = base.ensure(layout, recipe.packages, log=log)
+    name = registry.reference(recipe.repository, tag)
     with tempfile.TemporaryDirectory(prefix="ppojob-image-") as folder:
         context = Path(folder)
         recipe.copy_context(context)
+        has_new_dependencies = _build(layout, recipe, context, name, log)
+    buildah.push(layout, name, log=log)
+    # The registry has it now; the store needs only what the next build stands on.
+    buildah.remove(layout, name)
+    return Image(recipe.repository, tag, was_built=True, has_new_dependencies=has_new_dependencies)
+
+
+def _build(layout: Layout, recipe: Recipe, context: Path, name: str, log: Path) -> bool:
+    """Build the two stages one by one; True if the dependencies' stage was built too.
+
+    It is kept under a tag of its own: buildah's cache forgets a layer when an unrelated image is removed.
+    """
+    dependencies = f"{recipe.dependencies_image}:{recipe.dependencies_tag(context)}"
+    is_new = not buildah.has_image(layout, dependencies)
+    if is_new:
+        base_name = base.ensure(layout, recipe.packages, log=log)
         buildah.build(
             layout,
             context,
-            tag=image.name,
+            tag=dependencies,
             containerfile=context / recipe.containerfile,
-            arguments=[f"--build-arg=BASE={base_name}", *recipe.build_arguments, *build_arguments()],
+            arguments=[
+                *("--target=dependencies", f"--build-arg=BASE={base_name}"),
+                *(*recipe.build_arguments, *build_arguments()),
+            ],
             log=log,
         )
-    buildah.push(layout, image.name, log=log)
-    return image
+    code = context / "Containerfile.code"
+    code.write_text(f"FROM {dependencies}\n{recipe.stages(context)[1]}")
+    buildah.build(layout, context, tag=name, containerfile=code, arguments=build_arguments(), log=log)
+    return is_new
 
 
 def ensure_in_cluster(layout: Layout, stages: Stages, name: str, *, fetch: bool = True) -> Image:
@@ -83,6 +108,9 @@ def ensure_in_cluster(layout: Layout, stages: Stages, name: str, *, fetch: bool 
     if fetch:
         with stages.stage(f"the node fetches the {name} image"):
             pull(layout, image)
+    if image.has_new_dependencies:
+        with stages.stage("remove unused images") as stage:
+            stage.note = ", ".join(prune(layout)) or "none"
     return image
 
 

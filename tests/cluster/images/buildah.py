@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.command import run, succeeds
-from tests.cluster.errors import ClusterError
 from tests.cluster.layout import Layout
 
 BUILD_LIMIT_SECONDS = 1800.0
@@ -28,7 +28,7 @@ def build(
     """
     run(
         [
-            *("nice", "-n", "5", *_program(layout), "build", "--isolation=chroot", "--layers", "--format=oci"),
+            *("nice", "-n", "5", *_program(layout), "build", "--isolation=chroot", "--format=oci"),
             *arguments,
             f"--file={containerfile}",
             f"--tag={tag}",
@@ -59,13 +59,20 @@ def push(layout: Layout, tag: str, *, log: Path | None = None) -> None:
     )
 
 
+def names(layout: Layout) -> list[str]:
+    """The names of the images in the store."""
+    images = json.loads(run([*_program(layout), "images", "--json"], limit=60)) or []
+    return [name for image in images for name in image.get("names") or []]
+
+
 def remove(layout: Layout, tag: str) -> None:
-    """Forget the image `tag`; its layers go unless another image uses them."""
-    try:
-        run([*_program(layout), "rmi", "--force", tag], limit=300)
-    except ClusterError as error:
-        if "image not known" not in str(error):
-            raise
+    """Forget the image `tag`; its layers go too, unless another image stands on them."""
+    run([*_program(layout), "rmi", "--force", tag], limit=300)
+
+
+def remove_unnamed(layout: Layout) -> None:
+    """Forget the images without a name: what interrupted builds left."""
+    run([*_program(layout), "rmi", "--prune", "--force"], limit=300)
 
 
 def _program(layout: Layout) -> list[str]:

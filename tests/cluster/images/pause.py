@@ -16,9 +16,8 @@ _CONTAINERFILE = 'FROM scratch\nCOPY --chown=65535:65535 pause /pause\nUSER 6553
 def ensure_pause_image(layout: Layout) -> str:
     """Build and push the sandbox image unless the registry has it; return its name."""
     binary = layout.bin / "pause"
-    tag = binaries.assets(layout, "pause").name.rpartition("-")[2]
-    name = registry.reference(REPOSITORY, tag)
-    if registry.has(REPOSITORY, tag):
+    name = registry.reference(REPOSITORY, tag(layout))
+    if registry.has(REPOSITORY, tag(layout)):
         return name
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder)
@@ -28,4 +27,10 @@ def ensure_pause_image(layout: Layout) -> str:
         containerfile.write_text(_CONTAINERFILE)
         buildah.build(layout, context, tag=name, containerfile=containerfile)
     buildah.push(layout, name)
+    buildah.remove(layout, name)
     return name
+
+
+def tag(layout: Layout) -> str:
+    """The hash of the program's sources."""
+    return binaries.assets(layout, "pause").name.rpartition("-")[2]

@@ -16,6 +16,7 @@ from tests.cluster.images import base
 from tests.cluster.layout import PROJECT
 
 _IGNORED = "__pycache__"
+_CODE_STAGE = "FROM dependencies"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,28 @@ class Recipe:
         for relative in self.files(project):
             digest.update(f"{relative}\0".encode() + (project / relative).read_bytes() + b"\0")
         return digest.hexdigest()[:16]
+
+    @property
+    def dependencies_image(self) -> str:
+        """The repository, in buildah's store, of the stage `dependencies`."""
+        return f"localhost/{self.repository}-dependencies"
+
+    def dependencies_tag(self, project: Path = PROJECT) -> str:
+        """The hash of what goes into the stage `dependencies`: the base, the requirements, the stage's own lines."""
+        digest = hashlib.sha256(base.name(self.packages).encode())
+        digest.update(self.stages(project)[0].encode() + (project / self.requirements).read_bytes())
+        return digest.hexdigest()[:16]
+
+    def stages(self, project: Path = PROJECT) -> tuple[str, str]:
+        """The Containerfile's text before and after the line `FROM dependencies`.
+
+        Raises:
+            ClusterError: there is no such line, or more than one.
+        """
+        parts = (project / self.containerfile).read_text().split(f"\n{_CODE_STAGE}\n")
+        if len(parts) != 2:
+            raise ClusterError(f"{self.containerfile} must have the line `{_CODE_STAGE}` once, before the code's layer")
+        return parts[0], parts[1]
 
     def files(self, project: Path = PROJECT) -> list[Path]:
         """Every file that goes in, relative to the project, in order."""

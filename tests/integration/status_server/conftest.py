@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 import yaml
 from kubernetes.aio import client, config
+from tests.cluster.layout import Layout
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import REPORT_PATH, progress_audience
@@ -48,7 +49,8 @@ class Operator:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[client.ApiClient]:
         settings = client.Configuration()
-        await config.load_kube_config_from_dict(self.kubeconfig, client_configuration=settings)
+        load = config.load_kube_config_from_dict
+        await load(self.kubeconfig, client_configuration=settings)  # type: ignore[no-untyped-call]
         async with client.ApiClient(settings) as api:
             yield api
 
@@ -247,10 +249,10 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def signing_key() -> bytes:
+def signing_key(cluster: Any) -> bytes:
     """The key with which the one-node cluster's API server signs tokens."""
-    folder = Path(os.environ["KUBECONFIG"]).parent.parent / "certificates"
-    file = folder / "service-account.key"
-    if not file.exists():
-        pytest.skip(f"{file} is not there: this cluster is not the tests' own")
+    layout = Layout.from_environment()
+    file = layout.certificates / "service-account.key"
+    if not file.exists() or os.environ["KUBECONFIG"] != str(layout.kubeconfig):
+        pytest.skip("the key that signs tokens is known of the tests' own cluster only")
     return file.read_bytes()

@@ -132,9 +132,7 @@ async def test_an_expired_token_is_refused(serve: Any, trainer: Any, signing_key
 
 
 async def test_the_trainers_token_opens_nothing_at_the_api_server(trainer: Any) -> None:
-    server = json.loads(trainer.kubectl("config", "view", "--raw", "--minify", "--output=json"))["clusters"][0][
-        "cluster"
-    ]
+    server = trainer.kubectl("config", "view", "--minify", "--output=jsonpath={.clusters[0].cluster.server}")
     headers = {"Authorization": f"Bearer {trainer.token()}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
@@ -176,8 +174,8 @@ async def test_a_finished_job_takes_no_replay(serve: Any, trainer: Any) -> None:
         assert (await running.post(trainer, token, activity="Finished", step=8))[0] == 200
         assert trainer.status()["progress"]["percentage"] == 100
         condition = {"type": "Complete", "status": "True", "reason": "TrainerSucceeded", "message": ""}
-        condition |= {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
-        trainer.set_status(conditions=[condition])
+        since = {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
+        trainer.set_status(conditions=[condition | since])
 
         status, answer = await running.post(trainer, token)
 
@@ -257,6 +255,8 @@ async def test_replicas_share_the_certificates_of_one_secret(serve: Any, trainer
     [
         ("get secrets/ppojob-certificates", True),
         ("get secrets/another", False),
+        ("get secrets/ppojob-dashboard-key", True),
+        ("update secrets/ppojob-dashboard-key", False),
         ("list secrets", False),
         ("create pods", False),
         ("update ppojobs", False),

@@ -1,11 +1,10 @@
-"""Everything about `ppojob run` that is not the training: the job file, the attempt, the environment, Ctrl-C.
+"""Everything about `ppojob run` that is not the training: the job file, the attempt, Ctrl-C.
 
 A run on one machine has no operator, so what the operator decides on a cluster is decided here.
 """
 
 import hashlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
-from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.checkpoints import last_attempt
 from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.manifest import Manifest
@@ -45,14 +43,6 @@ def next_attempt(checkpoints: Path) -> int:
     """Return the number after the last attempt that was made in this folder; 0 for the first."""
     last = last_attempt(checkpoints)
     return 0 if last is None else last + 1
-
-
-def set_environment(spec: PPOJobSpec) -> list[str]:
-    """Set the spec's environment for the processes of the run; returns the names that only a cluster could set."""
-    for variable in spec.env:
-        if variable.value is not None:
-            os.environ[variable.name] = variable.value
-    return [variable.name for variable in spec.env if variable.value is None and variable.name not in os.environ]
 
 
 @contextmanager

@@ -1,1 +1,4 @@
-"""The algorithm: which calls, in which order, at the same time. It knows Protocols only; no ray, no vllm, no tensors."""
+"""The algorithm: which calls, in which order, at the same time.
+
+It knows Protocols only: no ray, no vllm, no tensors.
+"""

@@ -1,7 +1,9 @@
 """The run: resume, validate, steps, checkpoints, the end. What one step is, is `ppo`'s affair.
 
-    restore ─ validate ─┬─ generate ─ prepare ─ apply ─ validate? ─ critic done ─ record ─ checkpoint? ─┬─ ... ─ export
-                        └──────────────────────◀── generate of the next step may begin here ◀──────────┘
+    restore ─ validate ─┬─ generate ─ prepare ─ apply ─ validate? ─┬─ critic done ─ record ─ checkpoint? ─┬─ export
+                        └──────────────◀───────────────────────────┘                                      │
+                          Overlapped: the next step begins here; its apply waits for the record and the ◀─┘
+                          checkpoint of this one. The other modes go on after them.
 
 A stop is in order: up to the advantages a step is dropped, afterwards it is finished; then a checkpoint is written if
 a step was done since the last. Called by `main` with ports; it touches neither processes nor files.
@@ -74,7 +76,9 @@ class TrainingLoop(Generic[B]):
         self._settings = settings
         self._step = 0
         self._saved_step = 0
+        # In Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """Run until the last step is done or the monitor says stop."""
@@ -84,13 +88,15 @@ class TrainingLoop(Generic[B]):
                 await self._steps()
             except StoppedError:
                 logger.info("stopping after step %d", self._step)
+            await self._settle()
             if self._monitor.is_stopping and self._step < self._monitor.settings.total_steps:
                 await self._save()
                 return Outcome(self._step, is_finished=False)
             await self._finish()
             return Outcome(self._step, is_finished=True)
         finally:
-            self._drop_ahead()
+            self._drop(self._ahead)
+            self._drop(self._closing)
             self._ppo.close()
 
     async def _restore(self) -> None:
@@ -116,18 +122,29 @@ class TrainingLoop(Generic[B]):
         """Run a step that counts from `start`; return when the next one begins to count."""
         self._monitor.set_activity(Activity.TRAINING)
         prepared = await self._or_stop(self._prepare(step))
+        # Before the models change again, the step before must be in its checkpoint.
+        await self._settle()
+        if self._monitor.is_stopping:
+            raise StoppedError
         metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
         # From here on the models are those after `step`, but for a critic that may still be busy.
         self._step = step
-        goes_on = step < self._monitor.settings.total_steps
-        if not (self._schedule.next_generation and goes_on):
-            metrics |= await self._ppo.critic_metrics()
+        goes_ahead = self._schedule.next_generation and step < self._monitor.settings.total_steps
+        if not goes_ahead:
+            await self._ppo.critic_metrics()
         end = self._phases.now()
         if self._validates and self._is_due(step, self._monitor.settings.validate_every_steps):
             metrics |= await self._validate_unless_stopped()
+        if not goes_ahead or self._monitor.is_stopping:
+            await self._close_step(step, metrics, start, end)
+            return self._phases.now()
+        self._ahead = asyncio.create_task(self._ppo.generate(step + 1))
         next_start = self._phases.now()
-        if self._schedule.next_generation and goes_on:
-            self._ahead = asyncio.create_task(self._ppo.generate(step + 1))
+        self._closing = asyncio.create_task(self._close_step(step, metrics, start, end))
+        return next_start
+
+    async def _close_step(self, step: int, metrics: dict[str, float], start: float, end: float) -> None:
+        """When the critic is done: the step's record, and its checkpoint where one is due."""
         metrics |= await self._ppo.critic_metrics()
         metrics |= self._phases.timings(step) | self._phases.close_window(start, end)
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
@@ -135,9 +152,12 @@ class TrainingLoop(Generic[B]):
             metrics["timing_s/save_checkpoint"] = await self._save()
         self._monitor.record(step, metrics)
         self._phases.forget(step - 1)
-        if self._monitor.is_stopping:
-            raise StoppedError
-        return next_start if self._ahead is not None else self._phases.now()
+
+    async def _settle(self) -> None:
+        """Wait for what `_close_step` still does."""
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            await closing
 
     async def _prepare(self, step: int) -> Prepared[B]:
         ahead, self._ahead = self._ahead, None
@@ -209,9 +229,8 @@ class TrainingLoop(Generic[B]):
             task.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.cancel()
+    def _drop(self, task: asyncio.Task[Any] | None) -> None:
+        if task is not None:
+            task.cancel()
             # Where it had failed by itself, that is not the error that ended the run: take note of it and no more.
-            self._ahead.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._ahead = None
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())

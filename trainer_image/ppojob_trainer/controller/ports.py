@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
-
-from typing_extensions import Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 

@@ -21,13 +21,16 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from ppojob_trainer.controller.metrics import length_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, CriticPort, Metrics, Ports, RefPort, Rollout
 from ppojob_trainer.controller.schedule import Schedule
-from ppojob_trainer.maths.kl import KLController
+
+if TYPE_CHECKING:
+    # `maths` loads torch, which the algorithm has no use for.
+    from ppojob_trainer.maths.kl import KLController
 
 __all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
 
@@ -138,6 +141,8 @@ class PPO(Generic[B]):
         """Stop waiting for the critic, where the run ends by an error."""
         if self._critic_update is not None:
             self._critic_update.cancel()
+            # Its error, if it has one, is raised to whoever awaited it; here nobody does any more.
+            self._critic_update.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend as Group
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ppojob_trainer.engines.network import local_address
 
@@ -36,7 +38,7 @@ class Channel(Protocol):
 
 
 def open_channel(
-    backend: str, store: dist.TCPStore, rank: int, size: int, device: torch.device, timeout_seconds: float
+    backend: str, store: TCPStore, rank: int, size: int, device: torch.device, timeout_seconds: float
 ) -> Channel:
     """Meet the other ranks over `store` and return the channel.
 
@@ -57,7 +59,7 @@ def open_channel(
 class _GroupChannel:
     """Broadcasts from rank 0 of a process group."""
 
-    def __init__(self, group: dist.Backend, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         # The first collective makes the connections; here it fails with a clear cause instead of in a transfer.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
@@ -82,7 +84,7 @@ class _GroupChannel:
 class _SharedMemoryChannel:
     """Two processes on one GPU: the sender names its memory (CUDA IPC), the receiver copies from it."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         if size != 2:
             raise ValueError(f"memory of a GPU is shared by one sender and one receiver, not by {size} processes")
         self._store, self._device, self._number = store, device, 0
@@ -97,24 +99,25 @@ class _SharedMemoryChannel:
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.current_stream(self._device).synchronize()
-        self._store.set(f"memory/{self._number}", pickle.dumps(reduce_tensor(buffer)))
+        handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+        self._store.set(f"memory/{self._number}", pickle.dumps(handle).hex())
         # The buffer must stand until the receiver has its copy.
         self._store.get(f"copied/{self._number}")
         self._number += 1
 
     def receive(self, num_bytes: int) -> Tensor:
-        rebuild, arguments = pickle.loads(self._store.get(f"memory/{self._number}"))
+        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get(f"memory/{self._number}").decode()))
         shared = rebuild(*_on_device(arguments, self._device))
         buffer: Tensor = shared.clone()
         torch.cuda.current_stream(self._device).synchronize()
         del shared
-        self._store.set(f"copied/{self._number}", b"1")
+        self._store.set(f"copied/{self._number}", "1")
         self._number += 1
         assert buffer.numel() == num_bytes, f"the sender's bucket has {buffer.numel()} bytes, wanted {num_bytes}"
         return buffer
 
     def close(self) -> None:
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
@@ -127,17 +130,17 @@ def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, .
     )
 
 
-def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Group:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # By itself gloo listens where DNS says this host's name is, which need not be where the others can reach it.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(store.host))]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
 
-def _nccl(store: dist.TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> dist.Backend:
+def _nccl(store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
     group.eager_connect_single_device(device)
     return group

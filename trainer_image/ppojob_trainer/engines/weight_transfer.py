@@ -5,96 +5,34 @@
           └──────────────── Receipt: checksums ──────── verify ──────── Receipt ───┘
 
 Used by the worker groups (sender) and by vLLM's worker processes (receiver), which find each other through a
-`WeightLink`. Tensors go in buckets, because a message for each would cost more than the bytes. The receiver works at
-the same time as the sender, bucket by bucket. It refuses weights of another version or with other checksums.
+`WeightLink`. The receiver works at the same time as the sender, bucket by bucket. It refuses weights of another version
+or with other checksums.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.weight_buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    WeightSource,
+    buckets_from_text,
+    buckets_to_text,
+    checksum,
+    make_buckets,
+)
 from ppojob_trainer.engines.weight_channels import Backend, Channel, open_channel
-
-BUCKET_BYTES: Final = 256 * 2**20
-# A row of the checksum: 64 numbers of 8 bytes. Buckets are whole rows.
-_ROW_BYTES: Final = 512
-_ALIGNMENT: Final = 16
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One parameter under the name that HuggingFace's checkpoint gives it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype; `dtype` is its name without `torch.`."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
-
-
-class WeightSource(Protocol):
-    """Where weights come from: a sharded model."""
-
-    def specs(self) -> list[TensorSpec]:
-        """Return all parameters, in the order of `gather`."""
-        ...
-
-    def gather(self) -> Iterator[Tensor]:
-        """Yield each parameter whole. Collective: every rank goes through to the end."""
-        ...
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Some parameters in one buffer of `num_bytes`, each at its offset."""
-
-    specs: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-    def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that lie in a uint8 buffer, without a copy."""
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            flat = buffer[offset : offset + spec.num_bytes].view(spec.torch_dtype)
-            yield spec.name, flat.view(spec.shape)
-
-
-def make_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Fill buckets in order, each up to `bucket_bytes`; a larger tensor gets one of its own."""
-    buckets: list[Bucket] = []
-    taken: list[TensorSpec] = []
-    offsets: list[int] = []
-    end = 0
-    for spec in specs:
-        if taken and end + spec.num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
-            taken, offsets, end = [], [], 0
-        taken.append(spec)
-        offsets.append(end)
-        end = _round_up(end + spec.num_bytes, _ALIGNMENT)
-    if taken:
-        buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
-    return buckets
 
 
 @dataclass(frozen=True)
@@ -118,12 +56,6 @@ def verify(sent: Receipt, received: Sequence[Receipt]) -> None:
             raise WeightSyncError(
                 f"rollout replica {replica} has other weights than the trainer: {_difference(sent, receipt)}"
             )
-
-
-def checksum(buffer: Tensor) -> Tensor:
-    """Return an int64 scalar that changes with any bit and with the order of the bucket's rows; exact on any device."""
-    rows = buffer.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=1)
-    return (rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()
 
 
 @dataclass(frozen=True)
@@ -209,7 +141,7 @@ class WeightSender:
         self._source, self._plan, self._address = source, plan, address
         self._timeout_seconds, self._device = timeout_seconds, device
         self._buckets = make_buckets(source.specs(), bucket_bytes)
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._channel: Channel | None = None
         self._num_pushes = 0
 
@@ -217,10 +149,10 @@ class WeightSender:
         """See `WeightSync`."""
         if self._plan is None:
             return None
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             self._address, 0, None, True, timedelta(seconds=self._timeout_seconds), wait_for_workers=False
         )
-        self._store.set("buckets", json.dumps([asdict(bucket) for bucket in self._buckets]))
+        self._store.set("buckets", buckets_to_text(self._buckets))
         return WeightLink(
             self._plan.backend, self._address, self._store.port, len(self._plan.replicas), self._timeout_seconds
         )
@@ -297,7 +229,7 @@ class WeightReceiver:
         self._link, self._num_receipts = link, 0
         timeout = timedelta(seconds=link.timeout_seconds)
         try:
-            self._store = dist.TCPStore(link.address, link.port, None, False, timeout, wait_for_workers=False)
+            self._store = TCPStore(link.address, link.port, None, False, timeout, wait_for_workers=False)
             self._channel = open_channel(
                 link.backend, self._store, rank, 1 + link.num_receivers, device, link.timeout_seconds
             )
@@ -306,7 +238,7 @@ class WeightReceiver:
                 f"rollout receiver {rank} of {link.num_receivers} did not reach the trainer's rank at "
                 f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"
             ) from error
-        self._buckets = _buckets_from(self._store.get("buckets"))
+        self._buckets = buckets_from_text(self._store.get("buckets"))
 
     def begin(self, version: int) -> WeightStream:
         """Return the tensors of the next push.
@@ -374,20 +306,5 @@ def _difference(sent: Receipt, received: Receipt) -> str:
     return f"version {sent.version} differs in bucket {first} of {len(sent.checksums)}"
 
 
-def _buckets_from(text: bytes) -> list[Bucket]:
-    return [
-        Bucket(
-            tuple(TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in entry["specs"]),
-            tuple(entry["offsets"]),
-            entry["num_bytes"],
-        )
-        for entry in json.loads(text)
-    ]
-
-
 def _announcement(number: int) -> str:
     return f"push/{number}"
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -21,8 +21,6 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 __all__ = ["connected", "local_resources"]
 
-logger = logging.getLogger(__name__)
-
 _STORE_BYTES_CPU = 1024**3
 """Object store of a run on CPU: its batches are small, and the memory is needed for the models."""
 
@@ -55,11 +53,6 @@ def local_resources(spec: PPOJobSpec) -> dict[str, float]:
 def _start_here(spec: PPOJobSpec) -> None:
     num_gpus = sum(pool.gpus for pool in spec.pools)
     is_cuda = spec.device is Device.CUDA
-    for variable in spec.env:
-        if variable.value is None:
-            logger.warning(
-                "env %s has no value of its own: a Secret's value must be in this shell's env", variable.name
-            )
     ray.init(
         address="local",
         num_cpus=2 * num_gpus,
@@ -69,9 +62,6 @@ def _start_here(spec: PPOJobSpec) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
-        runtime_env={
-            "env_vars": {variable.name: variable.value for variable in spec.env if variable.value is not None}
-        },
     )
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
-from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, wait_random_exponential
 
 from ppojob_api.v1alpha1.progress import ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import Reporting
@@ -88,18 +88,27 @@ class ProgressReporter:
         """Try until the newest report arrived, or until the next one is due."""
         retrying = Retrying(
             retry=retry_if_exception_type(_NotDeliveredError),
-            wait=wait_exponential_jitter(initial=0.5, max=5.0, jitter=0.5),
+            wait=wait_random_exponential(multiplier=1.0, max=5.0),
             stop=self._has_tried_enough,
+            sleep=self._pause,
         )
         try:
             retrying(self._post)
         except RetryError as error:
             self._complain(error.last_attempt.exception())
+        except Exception as error:  # noqa: BLE001 - the end of this thread would look like a stalled training
+            self._complain(error)
 
     def _has_tried_enough(self, state: RetryCallState) -> bool:
         if self._closes_at is not None:
             return time.monotonic() >= self._closes_at
         return (state.seconds_since_start or 0.0) >= self._reporting.interval_seconds
+
+    def _pause(self, seconds: float) -> None:
+        """Wait between two tries; the beginning of `close` cuts it short."""
+        with self._changed:
+            before = self._closes_at
+            self._changed.wait_for(lambda: self._closes_at != before, timeout=seconds)
 
     def _post(self) -> None:
         """Send the newest report.

@@ -32,7 +32,7 @@ class RunFiles:
 
     @property
     def logs(self) -> Path:
-        """Folder with one log of the driver and one of each role's process."""
+        """Folder with one folder per attempt: the log of the driver, and of each role's process."""
         return self.root / "logs"
 
     @property
@@ -45,6 +45,6 @@ class RunFiles:
         """The exported policy, a HuggingFace folder."""
         return self.root / "model"
 
-    def log_of(self, who: str) -> Path:
-        """Return the log of one process, such as `driver` or `actor-0`; each attempt appends to it."""
-        return self.logs / f"{who}.log"
+    def log_of(self, who: str, *, attempt: int) -> Path:
+        """Return the log of one process of an attempt, such as `driver` or `actor-0`."""
+        return self.logs / f"attempt-{attempt}" / f"{who}.log"

@@ -81,7 +81,7 @@ class Future(Generic[T]):
     def _raise_if_failed(self, ref: ObjectRef[Any], rank: int) -> None:
         try:
             ray.get(ref)
-        except Exception as error:  # any exception of a worker's own code arrives here, under its own class
+        except Exception as error:  # noqa: BLE001 - any exception of a worker's own code arrives here, under its own class
             failure = self._explain(error, rank)
             raise failure from failure.__cause__
 
@@ -118,6 +118,9 @@ class Future(Generic[T]):
             )
             explained.__cause__ = cause
             return explained
+        elif isinstance(error, RayActorError) and error.actor_init_failed:
+            # Ray tells the traceback as text; its last line is the exception.
+            explained = WorkerFailedError(f"{who} could not start: {str(error).strip().splitlines()[-1]}")
         elif isinstance(error, (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)):
             explained = WorkerLostError(f"{who} was lost during {self._origin.method}: {_first_line(error)}")
         else:

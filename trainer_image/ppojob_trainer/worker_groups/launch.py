@@ -23,8 +23,8 @@ __all__ = ["Launcher", "wait_until_up"]
 
 W = TypeVar("W")
 
-START_TIMEOUT_S = 180.0
-"""Longest time for a process to start and import what it needs; the first of a pod reads the libraries from disk."""
+START_TIMEOUT_S = 600.0
+"""Longest time for a process to start and import what it needs; on busy cores that takes minutes."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _varlen(
     if not options:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(
+    output: Any = varlen_attn(
         query_THD,
         key_TKD,
         value_TKD,
@@ -71,7 +71,8 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-    return output.unsqueeze(0)
+    packed: Tensor = output.unsqueeze(0)
+    return packed
 
 
 @cache
@@ -86,14 +87,17 @@ def _one_by_one(
 ) -> Tensor:
     key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     lengths = list(segments.lengths)
+    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
         functional.scaled_dot_product_attention(
-            *parts,
-            attn_mask=None if window is None else _window_mask(parts[0].shape[2], window),
+            part_query,
+            part_key,
+            part_value,
+            attn_mask=None if window is None else _window_mask(part_query.shape[2], window),
             is_causal=window is None,
             scale=scaling,
         )
-        for parts in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        for part_query, part_key, part_value in parts
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

@@ -7,20 +7,23 @@ would be read as part of the new one.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import PreTrainedModel
 
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
@@ -42,7 +45,7 @@ def save(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
     model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
     state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
     state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
-    dcp.save(state, checkpoint_id=folder)
+    dcp_save(state, checkpoint_id=folder)
 
 
 def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
@@ -58,13 +61,13 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
             f"checkpoint {folder} is not complete: it has no .metadata, which is written last"
         )
     try:
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        known = FileSystemReader(folder).read_metadata().state_dict_metadata
         model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
         random = {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         random = {key: value for key, value in random.items() if key in known}
         state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
         state |= random
-        dcp.load(state, checkpoint_id=folder)
+        dcp_load(state, checkpoint_id=folder)
         set_state_dict(module, optimizer.adamw, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER])
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise CheckpointUnreadableError(
@@ -83,16 +86,21 @@ def export(folder: Path, language_model: PreTrainedModel, source: Path, parallel
     """
     _refuse_existing(folder, parallel)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = get_model_state_dict(language_model, options=options)
+    full: dict[str, Any] = get_model_state_dict(language_model, options=options)
     if parallel.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _copy_companions(source, folder)
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in full.items()}
-        config = language_model.config
-        config.dtype, config.use_cache = torch.bfloat16, True
         language_model.save_pretrained(folder, state_dict=weights)
-        config.use_cache = False
+        _write_config(language_model, folder)
     parallel.barrier()
+
+
+def _write_config(language_model: PreTrainedModel, folder: Path) -> None:
+    """Write the configuration again: the model's own says float32, and no cache."""
+    config = copy.deepcopy(language_model.config)
+    config.dtype, config.use_cache = torch.bfloat16, True
+    config.save_pretrained(folder)
 
 
 def _copy_companions(source: Path, folder: Path) -> None:

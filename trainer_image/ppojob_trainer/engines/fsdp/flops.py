@@ -1,16 +1,17 @@
 """How much of the accelerator's arithmetic an update used: model FLOPs utilization (Chowdhery et al. 2022, PaLM, B).
 
-    mfu = (6 * N * tokens + 6 * L * H * D * sum over sequences of length^2) / (seconds * ranks * peak)
+    mfu = (6 * N * tokens + 6 * O * policy tokens + 6 * L * W * sum of length^2) / (seconds * ranks * peak)
 
-N: the decoder's matrix parameters (embeddings do no arithmetic; the output layer is left out, because it is computed
-for response tokens only). L layers, H heads of size D: attention takes 12 * L * H * D operations for each pair of
-tokens, half of which a causal mask hides. Recomputation by gradient checkpointing does not count, as usual. Called by
-the engines after an update; unknown accelerators and the CPU get no figure.
+N: the decoder layers' parameters. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
+L: layers, W: width of all heads together; attention takes 12 * L * W operations for each pair of tokens, half of which
+the causal mask hides. Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
+counts embeddings, and the output layer for all tokens, so its figure is the higher one for small models. Called by the
+engines after an update; unknown accelerators and the CPU get no figure.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -31,21 +32,27 @@ PEAK_FLOPS: Final[dict[str, float]] = {
 }
 
 
-def mfu(backbone: nn.Module, result: UpdateResult, parallel: DataParallel) -> float | None:
-    """Return the share of the peak that the update's model operations took, or None where no peak is known."""
+def mfu(backbone: nn.Module, result: UpdateResult, parallel: DataParallel, num_outputs: int = 0) -> float | None:
+    """Return the share of the peak that the update's model operations took, or None where no peak is known.
+
+    Args:
+        num_outputs: size of the vocabulary, 0 for a critic.
+    """
     peak = peak_flops(parallel.device)
     if peak is None or result.seconds <= 0:
         return None
-    return model_flops(backbone, result) / (result.seconds * parallel.world_size * peak)
+    return model_flops(backbone, result, num_outputs) / (result.seconds * parallel.world_size * peak)
 
 
-def model_flops(backbone: nn.Module, result: UpdateResult) -> float:
+def model_flops(backbone: nn.Module, result: UpdateResult, num_outputs: int) -> float:
     """Return the operations of forward and backward over all ranks; see the module's docstring."""
-    config = backbone.config
+    config: Any = backbone.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
     matrices = sum(parameter.numel() for parameter in backbone.get_submodule("layers").parameters())
-    return 6.0 * matrices * result.num_tokens + 6.0 * config.num_hidden_layers * width * result.num_token_pairs
+    attention = float(config.num_hidden_layers * width)
+    output = float(num_outputs * config.hidden_size)
+    return 6.0 * (matrices * result.num_tokens + output * result.num_policy_tokens + attention * result.num_token_pairs)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -5,7 +5,6 @@ Called by the FSDP engines' owner, once in a process, before an engine is made. 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
-from ppojob_trainer.engines.network import local_address
 
 MESH_AXIS = "data"
 
@@ -77,8 +75,6 @@ def init_process_group(
     if device is Device.CUDA:
         # The process sees one GPU: its bundle's.
         torch.cuda.set_device(local)
-    else:
-        _bind_gloo(master_address)
     try:
         dist.init_process_group(
             backend,
@@ -99,21 +95,3 @@ def init_process_group(
 
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
-
-
-def _bind_gloo(master_address: str) -> None:
-    """Have gloo listen on the interface that leads to rank 0; by itself it asks DNS for this host's own name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    name = _interface_of(local_address(master_address))
-    if name:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _interface_of(address: str) -> str | None:
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in entries):
-            return name
-    return None

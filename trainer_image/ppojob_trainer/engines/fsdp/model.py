@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors import safe_open
@@ -39,7 +39,7 @@ _LOGIT_SETTINGS: Final[dict[str, tuple[object, ...]]] = {
 
 
 # A bar for every rank would fill the logs.
-disable_progress_bar()
+disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,24 @@ class PolicyModule(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """The decoder without its output layer."""
-        return _backbone(self.language_model)
+        return self.language_model.get_submodule(self.language_model.base_model_prefix)
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The layer from hidden states to logits; its weight may be the embedding's."""
+        layer = self.language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        assert isinstance(layer, nn.Linear), f"the output layer is {type(layer).__name__}"
+        return layer
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of logits."""
+        return self.output_layer.out_features
 
     def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
         hidden = _hidden(self.backbone, tokens)
-        weight = self.language_model.get_output_embeddings().weight
-        return linear_log_probs(hidden, weight, tokens.labels, temperature)
+        return linear_log_probs(hidden, self.output_layer.weight, tokens.labels, temperature)
 
 
 class ValueModule(nn.Module):
@@ -102,8 +113,7 @@ def load_policy(path: str, options: LoadOptions, parallel: DataParallel) -> Poli
     _refuse_unsupported(config)
     source = _read(AutoModelForCausalLM, path, config, options).state_dict() if parallel.rank == 0 else {}
     module = PolicyModule(_skeleton(AutoModelForCausalLM, config, options))
-    output = module.language_model.get_output_embeddings()
-    if getattr(output, "bias", None) is not None:
+    if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
             f"{config.model_type} in {path} has a bias in its output layer, which is not computed"
         )
@@ -148,9 +158,12 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
             f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=options.trust_remote_code, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
+    return config
 
 
 def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
@@ -160,10 +173,6 @@ def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden.index_select(0, tokens.rows)
-
-
-def _backbone(language_model: PreTrainedModel) -> nn.Module:
-    return language_model.get_submodule(language_model.base_model_prefix)
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
@@ -221,7 +230,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
 def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
     """Hand rank 0's tensors out as shards. Collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, source, options=options)
+    set_model_state_dict(module, cast("dict[str, Any]", source), options=options)
 
 
 def _value_head_state(path: str, hidden_size: int, seed: int) -> dict[str, Tensor]:

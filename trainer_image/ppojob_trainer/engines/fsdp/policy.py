@@ -132,7 +132,7 @@ class PolicyEngine:
         metrics |= step_metrics("actor", result)
         if self.kl.in_loss:
             metrics["actor/kl_coef"] = self.kl.loss_coefficient
-        if (share := mfu(self.module.backbone, result, self.parallel)) is not None:
+        if (share := mfu(self.module.backbone, result, self.parallel, self.module.vocabulary_size)) is not None:
             metrics["perf/mfu/actor"] = share
         return metrics
 

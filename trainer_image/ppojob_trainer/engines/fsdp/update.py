@@ -34,11 +34,11 @@ LossOf = Callable[[MicroBatch, Denominators], Loss]
 
 @dataclass
 class UpdateResult:
-    """Sums over an update.
+    """What an update did, over all ranks.
 
-    shares: for each metric the sum over minibatches, reduced over ranks: divide by `num_steps` for the mean.
-    grad_norms: of every step, skipped ones too. lengths: of the sequences of all ranks' passes, as (tokens, tokens
-    times length) sums, for the operations count. seconds: of the whole update.
+    shares: for each metric the sum over the optimizer steps. grad_norms: of every step, skipped ones too.
+    num_tokens, num_policy_tokens, num_token_pairs: sums over all passes of the sequences' lengths, of their
+    response_mask, and of their squared lengths, for the count of operations.
     """
 
     num_steps: int
@@ -47,6 +47,7 @@ class UpdateResult:
     shares: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     num_tokens: float = 0.0
+    num_policy_tokens: float = 0.0
     num_token_pairs: float = 0.0
     seconds: float = 0.0
 
@@ -114,17 +115,18 @@ class Passes:
     ) -> None:
         loss, shares = loss_of(micro, denominators)
         # FSDP averages gradients over ranks, and the shares of all ranks must add up.
-        (loss * self.parallel.world_size).backward()
+        torch.autograd.backward(loss * self.parallel.world_size)
         for name, share in shares.items():
             sums[name] = sums[name] + share if name in sums else share
 
     def _reduce(self, result: UpdateResult, sums: dict[str, Tensor], batch: DataProto, epochs: int) -> None:
-        lengths = torch.tensor(sequence_lengths(batch), dtype=torch.float64) * 1.0
-        host = torch.stack([share.double() for share in sums.values()]).cpu()
-        work = torch.stack([lengths.sum(), lengths.square().sum()]) * epochs
-        reduced = self.parallel.sum(torch.cat([host, work])).tolist()
-        result.shares = dict(zip(sums, reduced, strict=False))
-        result.num_tokens, result.num_token_pairs = reduced[-2:]
+        lengths = batch.tensor(Keys.ATTENTION_MASK).sum(dim=1).double()
+        policy_tokens = batch.tensor(Keys.RESPONSE_MASK).sum().double()
+        work = torch.stack([lengths.sum(), policy_tokens, lengths.square().sum()]) * epochs
+        shares = torch.stack([share.double() for share in sums.values()]).cpu()
+        *summed, tokens, policy, pairs = self.parallel.sum(torch.cat([shares, work])).tolist()
+        result.shares = dict(zip(sums, summed, strict=True))
+        result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
 
     def _cuts(self, parts: Sequence[DataProto]) -> list[Cut]:
         mine = [num_micro_batches(sequence_lengths(part), self.max_tokens) for part in parts]

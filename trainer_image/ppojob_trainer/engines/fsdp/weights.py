@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppojob_trainer.engines.weight_transfer import TensorSpec
+from ppojob_trainer.engines.weight_buckets import TensorSpec
 
 
 class ShardedWeights:

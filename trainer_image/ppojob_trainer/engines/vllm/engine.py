@@ -150,7 +150,8 @@ class RolloutEngine:
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
-        await asyncio.to_thread(llm.shutdown)
+        # In this thread: vLLM's task that reads answers must not see the child go before it is cancelled itself.
+        llm.shutdown()
 
     async def _one(self, index: int, prompt: list[int], seed: int, sampling: SamplingOptions) -> tuple[int, Generation]:
         request_id = f"ppojob-{next(self._request_ids)}"

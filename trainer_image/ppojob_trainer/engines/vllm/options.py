@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.environment import base_environment
 
 WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
 
@@ -92,14 +93,12 @@ class RolloutOptions:
         )
 
 
-def environment(options: RolloutOptions) -> dict[str, str]:
-    """Return the variables that the engine's process must be started with, so that vLLM finds them at its import."""
-    common = {
-        # Offline: the model is a folder, and a hub would be asked for what is missing there.
-        "HF_HUB_OFFLINE": "1",
+def environment(options: RolloutOptions, num_threads: int | None = None) -> dict[str, str]:
+    """Return the variables that the engine's process must be started with; see `engines.environment`."""
+    common = base_environment(options.device, num_threads) | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if options.device is Device.CPU:
         return common | {
@@ -109,11 +108,8 @@ def environment(options: RolloutOptions) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_cache_gib),
         }
-    return common | {
-        # Its kernels are built at the first use, which needs a compiler in the image.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "NCCL_NVLS_ENABLE": "0",
-    }
+    # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
+    return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def engine_arguments(options: RolloutOptions) -> dict[str, Any]:

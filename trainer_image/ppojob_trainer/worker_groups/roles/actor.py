@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
@@ -17,6 +17,10 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_mode
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
+
+if TYPE_CHECKING:
+    # Loads transformers; the driver and the other roles do without it.
+    from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 
 __all__ = ["ActorGroup", "ActorWorker"]
 
@@ -44,6 +48,8 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Load and shard the model, after `join`."""
+        from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+
         spec = self.spec
         self._engine = PolicyEngine(
             self.parallel, spec.model.actor, spec.actor, spec.algorithm.kl, total_steps=spec.trainer.total_steps

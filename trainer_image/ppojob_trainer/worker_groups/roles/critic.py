@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.worker_groups.advantages import compute_advantages
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
@@ -16,6 +16,10 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_mode
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
+
+if TYPE_CHECKING:
+    # Loads transformers; the driver and the other roles do without it.
+    from ppojob_trainer.engines.fsdp.critic import CriticEngine
 
 __all__ = ["CriticGroup", "CriticWorker"]
 
@@ -42,6 +46,8 @@ class CriticWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Load and shard the model, after `join`."""
+        from ppojob_trainer.engines.fsdp.critic import CriticEngine
+
         spec = self.spec
         self._engine = CriticEngine(
             self.parallel,

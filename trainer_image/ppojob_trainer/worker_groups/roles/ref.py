@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
 from ppojob_trainer.protocol import DataProto, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
@@ -11,6 +12,10 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_mode
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
+
+if TYPE_CHECKING:
+    # Loads transformers; the driver and the other roles do without it.
+    from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
 
 __all__ = ["RefGroup", "RefWorker"]
 
@@ -34,6 +39,8 @@ class RefWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Load and shard the model, after `join`."""
+        from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
+
         self._engine = ReferenceEngine(
             self.parallel,
             self._path,

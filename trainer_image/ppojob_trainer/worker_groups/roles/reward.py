@@ -48,7 +48,8 @@ class RewardWorker:
         Raises:
             RewardError: the function raised or was too slow.
         """
-        assert self._scorer is not None and self._decoder is not None, "load() comes first"
+        assert self._scorer is not None, "load() comes first"
+        assert self._decoder is not None, "load() comes first"
         scores = score_batch(batch, self._scorer, self._decoder).tensor(Keys.TOKEN_LEVEL_SCORES)
         by_source: dict[str, list[float]] = {}
         for source, score in zip(batch.array(Keys.DATA_SOURCE), scores.sum(dim=1).tolist(), strict=True):

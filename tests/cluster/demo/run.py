@@ -1,0 +1,122 @@
+"""The demo, stage by stage. Called by the command `demo`.
+
+A second run reuses the cluster, the images and the model; a job of the same name is deleted and run again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from tests.cluster import cluster, storage
+from tests.cluster.demo import manifests, progress
+from tests.cluster.demo import storage as job_storage
+from tests.cluster.demo.follow import Followed, follow
+from tests.cluster.demo.target import NAMESPACE, OPERATOR_NAMESPACE, Target
+from tests.cluster.errors import ClusterError
+from tests.cluster.images.build import ensure_in_cluster
+from tests.cluster.layout import PROJECT, Layout
+from tests.cluster.stages import Stages
+
+CHART = PROJECT / "charts" / "ppojob"
+EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
+OUTPUT = PROJECT / "output" / "demo"
+JOB = "quickstart"
+OPERATOR_LIMIT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class ImageNames:
+    """The images of one demo."""
+
+    trainer: str
+    operator: str
+
+
+def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: float, stages: Stages) -> None:
+    """Run the demo on `target`; without `images` the cluster is ours and is made first.
+
+    Raises:
+        StageFailed: a stage failed; it has been reported.
+    """
+    names = images or _make_cluster(layout, stages)
+    with stages.stage("the operator (helm upgrade --install)") as stage:
+        _install_operator(target, names.operator)
+        stage.note = names.operator
+    with stages.stage(f"namespace {NAMESPACE} and its storage"):
+        target.apply(manifests.namespace())
+        if target.is_ours:
+            storage.ensure_claim(layout, namespace=NAMESPACE, name=manifests.CLAIM)
+        else:
+            target.apply(manifests.claim())
+        job_storage.open_storage(target, names.trainer)
+    with stages.stage("the model") as stage:
+        stage.note = "stands already" if job_storage.has_model(target) else "prepared by a Kubernetes Job"
+        if stage.note != "stands already":
+            job_storage.prepare_model(target, names.trainer)
+    _train(target, names.trainer, limit, stages)
+
+
+def _make_cluster(layout: Layout, stages: Stages) -> ImageNames:
+    with cluster.locked(layout):
+        cluster.up(layout, stages)
+    operator = ensure_in_cluster(layout, stages, "operator")
+    trainer = ensure_in_cluster(layout, stages, "trainer")
+    return ImageNames(trainer=trainer.name, operator=operator.name)
+
+
+def _install_operator(target: Target, image: str) -> None:
+    repository, _, tag = image.rpartition(":")
+    if not repository:
+        raise ClusterError(f"OPERATOR_IMAGE {image!r} has no tag: write it as REPOSITORY:TAG")
+    values = [f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=IfNotPresent"]
+    target.helm(
+        *("upgrade", "--install", "ppojob", str(CHART), "--create-namespace"),
+        *(f"--set-string={value}" for value in values),
+        # The definition may have come by `kubectl apply` before.
+        *("--take-ownership", "--wait", f"--timeout={OPERATOR_LIMIT_SECONDS}s"),
+        limit=OPERATOR_LIMIT_SECONDS + 30,
+    )
+
+
+def _train(target: Target, image: str, limit: float, stages: Stages) -> None:
+    with stages.stage("remove an earlier job of this name"):
+        target.kubectl("delete", "ppojob", JOB, "--ignore-not-found", "--timeout=180s", limit=200)
+        job_storage.forget_job(target, JOB)
+    with stages.stage(f"kubectl apply {EXAMPLE.relative_to(PROJECT)}") as stage:
+        stage.note = f"spec.image is replaced by {image}"
+        target.kubectl("apply", "--filename=-", stdin=manifests.with_image(EXAMPLE.read_text(), image))
+        start = time.monotonic()
+    with stages.stage("training") as stage:
+        followed = follow(target, JOB, start=start, limit=limit, console=stages.console)
+        stage.note = _summary(followed)
+        if followed.finished == "Failed":
+            raise ClusterError(f"the job failed: {progress.failure(target.get('ppojob', JOB))}")
+    with stages.stage("results") as stage:
+        copied = job_storage.copy_results(target, JOB, OUTPUT)
+        job_storage.close_storage(target)
+        stage.note = ", ".join(str(path.relative_to(PROJECT)) for path in copied)
+    stages.console.print(target.kubectl("get", "ppojobs"), markup=False)
+    stages.console.print(_last_metrics(OUTPUT / "metrics.jsonl"))
+    stages.console.print(
+        f"{_summary(followed)}\nthe operator's log: kubectl -n {OPERATOR_NAMESPACE} logs deploy/ppojob"
+    )
+
+
+def _summary(followed: Followed) -> str:
+    first = followed.first_step_seconds
+    return f"{followed.finished} after {followed.seconds:.0f} s" + (
+        f"; {first:.0f} s from apply to the first PPO step" if first is not None else ""
+    )
+
+
+def _last_metrics(path: Path) -> Table:
+    """The last line of the metrics as a table."""
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    table = Table("metric", "value", title=f"the last of {len(lines)} records")
+    for name, value in sorted(json.loads(lines[-1]).items()) if lines else []:
+        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    return table

@@ -1,0 +1,147 @@
+"""A namespace with the operator, the storage and the real model; jobs are the first example with other numbers.
+
+The operator is installed by its chart, limited to this namespace, with the image of this working tree.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cluster import storage
+from tests.cluster.command import run
+from tests.cluster.demo import manifests
+from tests.cluster.fixtures import RunningCluster, cluster, operator_image, trainer_image
+from tests.cluster.layout import PROJECT
+from tests.cluster.waiting import wait_until
+
+__all__ = ["Site", "cluster", "operator_image", "site", "trainer_image"]
+
+EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
+CHART = PROJECT / "charts" / "ppojob"
+MODEL_LIMIT_SECONDS = 600
+TERMINAL = ("Complete", "Failed")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The tests' namespace on the cluster, with everything that a job needs in it."""
+
+    cluster: RunningCluster
+    namespace: str
+    folder: Path
+    """The storage, as this host sees it."""
+    trainer_image: str
+
+    def kubectl(self, *arguments: str, limit: float = 60.0, stdin: str | None = None) -> str:
+        """Run kubectl in the namespace."""
+        return self.cluster.kubectl(f"--namespace={self.namespace}", *arguments, limit=limit, stdin=stdin)
+
+    def get(self, *arguments: str) -> Any:
+        """`kubectl get` in the namespace, as parsed JSON."""
+        return json.loads(self.kubectl("get", *arguments, "--output=json"))
+
+    def apply(self, name: str, changes: dict[str, Any]) -> None:
+        """Apply the first example under another name, with the trainer's image and the changes merged in."""
+        job = yaml.safe_load(EXAMPLE.read_text())
+        job["metadata"]["name"] = name
+        job["spec"] = merged(job["spec"], {"image": self.trainer_image} | changes)
+        self.kubectl("apply", "--filename=-", stdin=json.dumps(job))
+
+    def job(self, name: str) -> Any:
+        """The PPOJob as the API server has it."""
+        return self.get("ppojob", name)
+
+    def condition(self, name: str, kind: str) -> dict[str, str]:
+        """One of its conditions; {} if it is not there."""
+        found = [item for item in self.job(name).get("status", {}).get("conditions", []) if item["type"] == kind]
+        return found[0] if found else {}
+
+    def await_condition(self, name: str, kind: str, status: str, *, limit: float, reason: str = "") -> dict[str, str]:
+        """Wait until a condition has the status (and the reason) and return it; another end fails at once."""
+
+        def missing() -> str:
+            conditions = {item["type"]: item for item in self.job(name).get("status", {}).get("conditions", [])}
+            found = conditions.get(kind, {})
+            if found.get("status") == status and reason in ("", found.get("reason")):
+                return ""
+            ended = [item for key, item in conditions.items() if key in TERMINAL and item["status"] == "True"]
+            assert not ended, f"{name} ended otherwise: {ended}; {self.job(name)['status'].get('lastFailure')}"
+            return f"{kind} of {name} is {found}"
+
+        wait_until(f"{kind}={status} {reason} of {name}", missing, limit=limit, interval=1)
+        return self.condition(name, kind)
+
+    def root(self, name: str) -> Path:
+        """The job's own folder in the storage, as this host sees it."""
+        return self.folder / "ppojob" / self.namespace / name
+
+    def delete(self, name: str) -> None:
+        """Delete the job and wait until its pods are gone."""
+        self.kubectl("delete", "ppojob", name, "--timeout=120s", limit=150)
+
+        def missing() -> str:
+            pods = self.get("pods", f"--selector=ppojob.dev/job={name}")["items"]
+            return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
+
+        wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
+
+
+def merged(base: Any, changes: Any) -> Any:
+    """`changes` over `base`: mappings by key, everything else replaced."""
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        return deepcopy(changes)
+    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+
+
+@pytest.fixture(scope="session")
+def site(cluster: RunningCluster, operator_image: str, trainer_image: str) -> Iterator[Site]:
+    """The namespace, with operator, storage and model; taken away at the end."""
+    name = f"e2e-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    folder = storage.ensure_claim(cluster.layout, namespace=name)
+    try:
+        _install_operator(cluster, name, operator_image)
+        _prepare_model(cluster, name, trainer_image)
+        yield Site(cluster, name, folder, trainer_image)
+    finally:
+        # The jobs first: the operator needs no part in it, their children go by owner references.
+        cluster.kubectl(f"--namespace={name}", "delete", "ppojobs", "--all", "--timeout=60s", limit=90)
+        _helm(cluster, name, "uninstall", "ppojob", "--ignore-not-found")
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
+        storage.release(cluster.layout, namespace=name)
+
+
+def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> None:
+    repository, _, tag = image.rpartition(":")
+    crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+    values = {
+        "image.repository": repository,
+        "image.tag": tag,
+        "watchNamespace": namespace,
+        # The definition is shared by everybody on this cluster, so no release of the tests owns it.
+        "crds.install": "false",
+        "resources.requests.cpu": "50m",
+    }
+    settings = [f"--set={key}={value}" for key, value in values.items()]
+    _helm(cluster, namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=180s", *settings)
+
+
+def _helm(cluster: RunningCluster, namespace: str, *arguments: str) -> None:
+    command = [cluster.layout.bin / "helm", f"--namespace={namespace}", *arguments]
+    run(command, limit=240, environment={"KUBECONFIG": str(cluster.kubeconfig)})
+
+
+def _prepare_model(cluster: RunningCluster, namespace: str, image: str) -> None:
+    job = manifests.model_job(image)
+    job["metadata"]["namespace"] = namespace
+    cluster.kubectl("apply", "--filename=-", stdin=json.dumps(job))
+    where = f"--namespace={namespace}"
+    wait = ("wait", f"job/{manifests.MODEL_JOB}", "--for=condition=Complete", f"--timeout={MODEL_LIMIT_SECONDS}s")
+    cluster.kubectl(where, *wait, limit=MODEL_LIMIT_SECONDS + 30)

@@ -1,0 +1,150 @@
+"""One real PPOJob: from `kubectl apply` to the exported model, with two pools that ask for GPUs, on a real node."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tests.e2e.conftest import Site
+
+pytestmark = pytest.mark.timeout(1500)
+
+NAME = "whole"
+STEPS = 2
+COMPLETE_LIMIT_SECONDS = 1200.0
+SECRET_VALUE = "a value that only the Secret has"
+CHANGES: dict[str, Any] = {
+    "env": [{"name": "FROM_A_SECRET", "valueFrom": {"secretKeyRef": {"name": "given", "key": "value"}}}],
+    "data": {
+        "trainBatchSize": 8,
+        "validation": {"reasoningGym": {"size": 8}},
+    },
+    "actor": {"miniBatchSize": 4},
+    "critic": {"miniBatchSize": 4},
+    "trainer": {"totalSteps": STEPS, "validateEverySteps": STEPS},
+    "checkpoint": {"everySteps": STEPS},
+}
+
+
+@pytest.fixture(scope="module")
+def done(site: Site) -> Iterator[Any]:
+    """The finished job, as the API server has it."""
+    site.kubectl("create", "secret", "generic", "given", f"--from-literal=value={SECRET_VALUE}")
+    gpus = {"gpuResourceName": "nvidia.com/gpu", "nodeSelector": {"gpu-type": "simulated"}}
+    small = {"cpu": "250m", "memory": "3Gi", "shm": "512Mi"}
+    pools = [
+        {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": small, **gpus},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**small, "memory": "4Gi"}, **gpus},
+    ]
+    site.apply(NAME, {**CHANGES, "pools": pools})
+    site.await_condition(NAME, "PoolsReady", "True", limit=300)
+    _assert_pods_are_as_asked(site)
+    site.await_condition(NAME, "Complete", "True", limit=COMPLETE_LIMIT_SECONDS)
+    yield site.job(NAME)
+    site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+
+
+def _assert_pods_are_as_asked(site: Site) -> None:
+    pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
+    gpus = {}
+    for pod in pods:
+        [container] = [item for item in pod["spec"]["containers"] if item["name"].startswith("ray")]
+        names = [variable["name"] for variable in container["env"]]
+        assert "FROM_A_SECRET" in names
+        pool = pod["metadata"]["labels"].get("ppojob.dev/pool", "head")
+        gpus[pool] = container["resources"]["limits"].get("nvidia.com/gpu", "0")
+        assert pod["spec"]["automountServiceAccountToken"] is False
+    assert gpus == {"head": "0", "actor": "2", "critic": "1"}
+    seen = site.kubectl("exec", _head(pods), "--container=ray-head", "--", "printenv", "FROM_A_SECRET")
+    assert seen.strip() == SECRET_VALUE
+
+
+def _head(pods: list[Any]) -> str:
+    [head] = [pod for pod in pods if "ppojob.dev/pool" not in pod["metadata"]["labels"]]
+    return str(head["metadata"]["name"])
+
+
+def test_every_step_was_done_and_the_status_says_so(done: Any) -> None:
+    status = done["status"]
+
+    conditions = {item["type"]: item["status"] for item in status["conditions"]}
+    assert conditions["Accepted"] == conditions["Submitted"] == conditions["Complete"] == "True"
+    assert conditions.get("Failed", "False") == "False"
+    assert status["phase"] == "Succeeded"
+    assert status["retries"]["total"] == 0
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == STEPS
+    assert status["progress"]["percentage"] == 100
+    assert all(item["observedGeneration"] == done["metadata"]["generation"] for item in status["conditions"])
+
+
+def test_the_metrics_are_those_of_a_real_run_under_verls_names(site: Site, done: Any) -> None:
+    lines = (site.root(NAME) / "metrics.jsonl").read_text().splitlines()
+    records = {record["step"]: record for record in map(json.loads, lines)}
+
+    assert set(records) == {0, 1, 2}
+    assert {"val-core/score/mean"} <= set(records[0]) & set(records[2])
+    wanted = {
+        "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/vf_loss", "critic/grad_norm", "critic/score/mean",
+        "critic/advantages/mean", "response_length/mean", "timing_s/gen", "timing_s/update_actor",
+        "timing_s/update_critic", "timing_s/update_weights", "timing_s/step", "pool/actor/busy_fraction",
+        "pool/critic/busy_fraction", "overlap/saved_s",
+    }  # fmt: skip
+    for step in (1, 2):
+        assert wanted <= set(records[step]), sorted(wanted - set(records[step]))
+        assert all(math.isfinite(records[step][name]) for name in wanted)
+        assert records[step]["actor/grad_norm"] > 0
+        assert records[step]["critic/grad_norm"] > 0
+        # The rollout engine has the actor's weights: both give the sampled tokens the same probabilities.
+        assert records[step]["training/rollout_probs_diff_mean"] < 0.02
+    shown = {metric["name"]: float(metric["value"]) for metric in done["status"]["metrics"]}
+    assert shown["critic/vf_loss"] == pytest.approx(records[2]["critic/vf_loss"], rel=1e-2)
+
+
+def test_the_exported_model_is_the_trained_one(site: Site, done: Any) -> None:
+    path = done["status"]["model"]["path"]
+    assert path == f"/data/ppojob/{site.namespace}/{NAME}/model"
+    exported = site.root(NAME) / "model"
+    assert (exported / "config.json").exists()
+    assert (exported / "tokenizer_config.json").exists()
+    start = site.folder / "models" / "smollm2-135m-instruct"
+
+    name = "model.layers.0.mlp.down_proj.weight"
+    before, after = (_tensor(folder, name) for folder in (start, exported))
+
+    assert before.shape == after.shape
+    assert not (before == after).all()
+    assert (before.float() - after.float()).abs().max() < 0.01
+
+
+def _tensor(folder: Any, name: str) -> Any:
+    [path] = [path for path in folder.glob("*.safetensors") if name in path.read_bytes()[:200_000].decode("latin-1")]
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def test_logs_checkpoint_and_plot_are_in_the_storage(site: Site, done: Any) -> None:
+    root = site.root(NAME)
+
+    logs = {path.name for path in (root / "logs").rglob("*.log")}
+    assert {"actor-0.log", "actor-1.log", "critic-0.log"} <= logs
+    assert any(name.startswith("driver") for name in logs)
+    assert done["status"]["checkpoint"]["step"] == STEPS
+    assert (root / "checkpoints" / f"step-{STEPS}").is_dir()
+    assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cluster_is_released_and_the_events_tell_the_story(site: Site, done: Any) -> None:
+    events = site.get("events", f"--field-selector=involvedObject.kind=PPOJob,involvedObject.name={NAME}")["items"]
+
+    assert site.get("rayclusters")["items"] == []
+    assert {"PodsReady", "TrainerSubmitted", "TrainerSucceeded"} <= {event["reason"] for event in events}
+
+
+def test_deleting_the_job_leaves_the_storage_and_nothing_else(site: Site, done: Any) -> None:
+    site.delete(NAME)
+
+    left = site.get("configmaps,serviceaccounts,secrets,rayclusters,services")["items"]
+    assert [item["metadata"]["name"] for item in left if NAME in item["metadata"]["name"]] == []
+    assert (site.root(NAME) / "model" / "config.json").exists()

@@ -1,0 +1,21 @@
+"""The manifests of every example are the ones that were reviewed."""
+
+from pathlib import Path
+
+import pytest
+from golden_manifests import EXAMPLES, GOLDEN, golden_files, render
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.parent.name)
+def test_an_example_makes_the_manifests_that_were_reviewed(example: Path) -> None:
+    assert render(example) == golden_files(example), "python tests/golden/golden_manifests.py --update, then review"
+
+
+def test_no_golden_folder_is_left_over() -> None:
+    names = {example.parent.name for example in EXAMPLES}
+
+    assert {path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "__pycache__"} == names

@@ -1,0 +1,267 @@
+"""The operator as a process of this machine, with the rights that the chart gives it, on the real API server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cluster.kwok import TOLERATION, add_nodes, remove_nodes
+from tests.cluster.layout import Layout
+
+CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
+RELEASE = "ppojob"
+_START_SECONDS = 60
+_STOP_SECONDS = 40
+
+
+@dataclass
+class OperatorProcess:
+    """`ppojob-operator` for one namespace; it can be stopped and started again."""
+
+    environment: dict[str, str]
+    log: Path
+    probe_port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it watches."""
+        command = [str(Path(sys.executable).with_name("ppojob-operator"))]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+        end = time.monotonic() + _START_SECONDS
+        while not self.is_ready():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, f"not ready after {_START_SECONDS} s:\n{self.log.read_text()}"
+            time.sleep(0.2)
+
+    def is_ready(self) -> bool:
+        """Ask its own probe."""
+        return self.probe("readyz") == 200
+
+    def probe(self, path: str) -> int:
+        """Return the status of one of its probes; 0 if nobody answers."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.probe_port), timeout=2) as connection:
+                connection.sendall(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
+                return int(connection.recv(64).split()[1])
+        except (OSError, IndexError):
+            return 0
+
+    def stop(self) -> int:
+        """Ask it to end, and return its exit status."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=_STOP_SECONDS)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def render_chart(namespace: str) -> list[dict[str, Any]]:
+    """Return the chart's objects for one namespace."""
+    values = ["crds.install=false", f"watchNamespace={namespace}"]
+    command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
+    done = subprocess.run(
+        [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+def environment_of(chart: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the environment that the chart gives the operator, without what only a pod knows."""
+    (deployment,) = (manifest for manifest in chart if manifest["kind"] == "Deployment")
+    variables = deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    return {variable["name"]: variable["value"] for variable in variables if "value" in variable}
+
+
+@pytest.fixture(scope="module")
+def operator(kubectl: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator for the module's namespace; at the end it must stop in order."""
+    folder = tmp_path_factory.mktemp("operator")
+    chart = render_chart(kubectl.namespace)
+    rights = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
+    done = kubectl.apply(*rights)
+    assert done.returncode == 0, done.stderr
+    kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
+    kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE, "--duration=2h").strip()}
+    (folder / "kubeconfig").write_text(json.dumps(kubeconfig))
+    probe_port = free_port()
+    environment = {
+        **environment_of(chart),
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "KUBECONFIG": str(folder / "kubeconfig"),
+        "POD_NAMESPACE": kubectl.namespace,
+        "PPOJOB_PORT": str(free_port()),
+        "PPOJOB_PROBE_PORT": str(probe_port),
+        "PPOJOB_DASHBOARD_ACCESS": "PodIP",
+        "PPOJOB_REQUEST_TIMEOUT": "5",
+    }
+    process = OperatorProcess(environment, folder / "log", probe_port)
+    process.start()
+    yield process
+    assert process.stop() == 0, process.log.read_text()
+    names = [f"{m['kind']}/{m['metadata']['name']}" for m in rights if m["kind"].startswith("ClusterRole")]
+    kubectl("delete", *names)
+
+
+@dataclass
+class Jobs:
+    """PPOJobs of the module's namespace: made, looked at, waited for."""
+
+    kubectl: Any
+    log: Path
+    made: list[str] = field(default_factory=list)
+
+    def create(self, **changes: Any) -> str:
+        """Create a job that would fit on any node, with sections of its spec replaced; return its name."""
+        name = f"job-{uuid.uuid4().hex[:6]}"
+        task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+        spec = {
+            "image": "localhost:5000/ppojob/nothing:1",
+            "device": "cpu",
+            "model": {"actor": {"path": "/data/model"}},
+            "data": {"train": task, "trainBatchSize": 16},
+            "reward": {"function": {"module": "rewards"}},
+            "actor": {"miniBatchSize": 8},
+            "critic": {"miniBatchSize": 8},
+            "head": {"resources": {"cpu": "10m", "memory": "10Mi"}},
+            "pools": [pool("actor"), pool("critic")],
+            "placement": {"actor": "actor", "critic": "critic"},
+            "storage": {"persistentVolumeClaim": "data"},
+        }
+        manifest = {
+            "apiVersion": "ppojob.dev/v1alpha1",
+            "kind": "PPOJob",
+            "metadata": {"name": name, "namespace": self.kubectl.namespace},
+            "spec": {**spec, **changes},
+        }
+        done = self.kubectl.apply(manifest)
+        assert done.returncode == 0, done.stderr
+        self.made.append(name)
+        return name
+
+    def status(self, name: str) -> dict[str, Any]:
+        """Return a job's status."""
+        found: dict[str, Any] = self.kubectl.json("get", "ppojob", name).get("status", {})
+        return found
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        """Return one of a job's conditions, or nothing."""
+        conditions = self.status(name).get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def wait(self, name: str, is_so: Callable[[dict[str, Any]], bool], limit: float = 60) -> dict[str, Any]:
+        """Return the status as soon as it is as asked; fail with status and log after `limit` seconds."""
+        end = time.monotonic() + limit
+        while not is_so(status := self.status(name)):
+            assert time.monotonic() < end, f"{json.dumps(status, indent=1)}\n{self.log.read_text()[-4000:]}"
+            time.sleep(0.3)
+        return status
+
+    def wait_for(self, name: str, kind: str, status: str, reason: str, limit: float = 60) -> str:
+        """Wait until a condition has this status and reason; return its message."""
+
+        def is_so(found: dict[str, Any]) -> bool:
+            return any(
+                (each["type"], each["status"], each["reason"]) == (kind, status, reason)
+                for each in found.get("conditions", [])
+            )
+
+        self.wait(name, is_so, limit)
+        return str(self.condition(name, kind)["message"])
+
+
+def pool(name: str, **fields: Any) -> dict[str, Any]:
+    """Return a pool with one small worker."""
+    small = {"cpu": "10m", "memory": "10Mi", "shm": "1Mi"}
+    return {"name": name, "gpusPerNode": 1, "resourcesPerGPU": small, **fields}
+
+
+@pytest.fixture
+def jobs(kubectl: Any, operator: OperatorProcess) -> Iterator[Jobs]:
+    """PPOJobs; those that a test made go with it."""
+    made = Jobs(kubectl, operator.log)
+    yield made
+    if made.made:
+        kubectl("delete", "ppojobs", *made.made, "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture
+def claim(kubectl: Any) -> None:
+    """A claim that waits for its first pod, which is good enough for nodes that run none."""
+    manifest = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "data", "namespace": kubectl.namespace},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "volumeName": f"{kubectl.namespace}-data",
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    done = kubectl.apply(_volume(kubectl.namespace), manifest)
+    assert done.returncode == 0, done.stderr
+
+
+def _volume(namespace: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{namespace}-data"},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "capacity": {"storage": "1Gi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "hostPath": {"path": "/tmp"},
+            "claimRef": {"namespace": namespace, "name": "data"},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def volumes(kubectl: Any) -> Iterator[None]:
+    """Whatever volume the module made goes with it."""
+    yield
+    kubectl("delete", "persistentvolume", f"{kubectl.namespace}-data", "--ignore-not-found", "--wait=false")
+
+
+@dataclass(frozen=True)
+class FakeNodes:
+    """Nodes that exist only in the API server, in two kinds, and how pods get there."""
+
+    prefix: str
+    tolerations: tuple[dict[str, str], ...] = (TOLERATION,)
+
+    def kind(self, name: str) -> dict[str, str]:
+        """Return the node selector of a kind."""
+        return {"gpu-type": f"{self.prefix}-{name}"}
+
+
+@pytest.fixture(scope="module")
+def fake_nodes(cluster: Any) -> Iterator[FakeNodes]:
+    """Two nodes with 4 GPUs of kind h200 each, two with 2 GPUs of kind a100 each."""
+    layout, nodes = Layout.from_environment(), FakeNodes(f"t{uuid.uuid4().hex[:6]}")
+    kinds = {"h200": 4, "a100": 2}
+    for kind, gpus in kinds.items():
+        add_nodes(layout, 2, prefix=f"{nodes.prefix}-{kind}", labels=nodes.kind(kind), gpus=gpus)
+    yield nodes
+    for kind in kinds:
+        remove_nodes(layout, prefix=f"{nodes.prefix}-{kind}")

@@ -1,0 +1,79 @@
+"""Whatever is wrong with a job is said on the job; the operator survives it and goes on with others."""
+
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+
+pytestmark = pytest.mark.usefixtures("volumes")
+
+
+def test_a_claim_that_does_not_exist_is_named_and_picked_up_when_it_comes(
+    kubectl: Any, jobs: Any, request: pytest.FixtureRequest
+) -> None:
+    name = jobs.create()
+
+    message = jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
+    assert message.startswith("spec.storage.persistentVolumeClaim: 'data': there is no such claim")
+    assert kubectl.json("get", "rayclusters")["items"] == []
+    assert jobs.status(name)["phase"] == "Pending"
+
+    request.getfixturevalue("claim")
+    jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
+
+
+@pytest.mark.usefixtures("claim")
+def test_an_image_that_cannot_be_pulled_is_said_in_the_kubelets_words(jobs: Any) -> None:
+    name = jobs.create()
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    assert "localhost:5000/ppojob/nothing:1" in message
+
+
+@pytest.mark.usefixtures("claim")
+def test_what_the_schema_cannot_see_is_refused_with_path_and_remedy(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create(env=[{"name": "RAY_ADDRESS", "value": "auto"}])
+
+    message = jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.INVALID_SPEC)
+
+    assert message.startswith("spec.env[0].name: 'RAY_ADDRESS': this variable is set by")
+    assert kubectl.json("get", "rayclusters", "--selector", f"ppojob.dev/job={name}")["items"] == []
+    described = kubectl("describe", "ppojob", name)
+    assert "InvalidSpec" in described.partition("Events:")[2]
+
+
+@pytest.mark.usefixtures("claim")
+def test_a_pod_template_that_is_none_is_said_in_the_api_servers_words(jobs: Any) -> None:
+    head = {"resources": {"cpu": "10m", "memory": "10Mi"}, "podTemplate": {"spec": {"nonsense": 1}}}
+    name = jobs.create(head=head)
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_REFUSED)
+
+    assert "nonsense" in message
+
+
+@pytest.mark.usefixtures("claim")
+def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, jobs: Any) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "no-pods", "namespace": kubectl.namespace},
+        "spec": {"hard": {"pods": "0"}},
+    }
+    assert kubectl.apply(quota).returncode == 0
+    try:
+        name = jobs.create()
+        message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.PODS_REFUSED)
+    finally:
+        kubectl("delete", "resourcequota", "no-pods")
+
+    assert "exceeded quota: no-pods" in message
+
+
+@pytest.mark.usefixtures("claim")
+def test_the_operator_went_on_through_all_of_it(jobs: Any, operator: Any) -> None:
+    assert operator.process.poll() is None
+    assert operator.probe("healthz") == 200
+    assert "fault in the operator" not in operator.log.read_text()

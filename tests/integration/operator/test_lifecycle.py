@@ -1,0 +1,101 @@
+"""Objects come and go with their job, and the operator may come and go too."""
+
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+
+pytestmark = pytest.mark.usefixtures("volumes", "claim")
+
+OWNED = "rayclusters,configmaps,serviceaccounts,secrets,pods"
+
+
+def names(kubectl: Any, job: str) -> list[str]:
+    """Return kind and name of everything that belongs to a job."""
+    items = kubectl.json("get", OWNED, "--selector", f"ppojob.dev/job={job}")["items"]
+    return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in items)
+
+
+def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
+    kubectl("wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+
+    found = names(kubectl, name)
+    assert {each for each in found if not each.startswith("Pod/")} == {
+        f"ConfigMap/{name}-job",
+        f"RayCluster/{cluster}",
+        f"Secret/{cluster}-ray",
+        f"ServiceAccount/{name}-trainer",
+    }
+
+    kubectl("delete", "ppojob", name)
+    kubectl("wait", "--for=delete", OWNED, "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    assert names(kubectl, name) == []
+
+
+def test_status_has_two_owners_who_leave_each_others_fields_alone(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    jobs.wait(name, lambda status: status.get("phase") == "Starting")
+    report = '{"apiVersion":"ppojob.dev/v1alpha1","kind":"PPOJob","status":{"progress":{"step":3,"totalSteps":8}}}'
+    arguments = ("apply", "--server-side", "--subresource=status", "--field-manager=ppojob-progress", "--filename=-")
+    body = report.replace('"kind":"PPOJob"', f'"kind":"PPOJob","metadata":{{"name":"{name}"}}')
+    kubectl(*arguments, stdin=body)
+
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    assert jobs.status(name)["progress"]["step"] == 3
+    managers = kubectl.json("get", "ppojob", name, "--show-managed-fields")["metadata"]["managedFields"]
+    assert {each["manager"] for each in managers if each.get("subresource") == "status"} == {
+        "ppojob-operator",
+        "ppojob-progress",
+    }
+
+
+def test_a_new_operator_goes_on_where_the_last_one_stopped(kubectl: Any, jobs: Any, operator: Any) -> None:
+    name = jobs.create()
+    before = jobs.wait(name, lambda status: "rayCluster" in status)
+
+    assert operator.stop() == 0
+    assert "stopped in order" in operator.log.read_text()
+    operator.start()
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    after = jobs.status(name)
+    assert after["rayCluster"]["name"] == before["rayCluster"]["name"]
+    assert after["startTime"] == before["startTime"]
+    assert len(kubectl.json("get", "rayclusters", "--selector", f"ppojob.dev/job={name}")["items"]) == 1
+
+
+def test_a_config_map_that_somebody_deleted_comes_back(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    jobs.wait(name, lambda status: "rayCluster" in status)
+
+    kubectl("delete", "configmap", f"{name}-job")
+
+    kubectl("wait", "--for=create", f"configmap/{name}-job", "--timeout=50s")
+
+
+def test_a_job_shows_its_state_in_the_table(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    jobs.wait(name, lambda status: status.get("ready") == "0/2")
+
+    header, row = kubectl("get", "ppojobs", name).splitlines()
+
+    assert header.split() == ["NAME", "PHASE", "STEP", "PROGRESS", "REWARD", "READY", "RETRIES", "AGE"]
+    assert row.split()[:2] == [name, "Starting"]
+    assert "0/2" in row.split()
+
+
+def test_an_accepted_job_cannot_be_changed_where_it_matters(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
+
+    refused = kubectl.run("patch", "ppojob", name, "--type=merge", '--patch={"spec":{"image":"other:1"}}')
+    allowed = kubectl.run("patch", "ppojob", name, "--type=merge", '--patch={"spec":{"runPolicy":{"backoffLimit":9}}}')
+
+    assert refused.returncode != 0
+    assert "spec.image cannot change once the job is accepted" in refused.stderr
+    assert allowed.returncode == 0, allowed.stderr
+    jobs.wait(name, lambda status: status["observedGeneration"] == 2)

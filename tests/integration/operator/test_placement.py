@@ -1,0 +1,107 @@
+"""Pools land on the nodes that they ask for, and what cannot land says so in the scheduler's words."""
+
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+
+pytestmark = pytest.mark.usefixtures("volumes", "claim")
+
+SMALL = {"cpu": "10m", "memory": "10Mi", "shm": "1Mi"}
+
+
+def fake_pool(fakes: Any, name: str, kind: str, **fields: Any) -> dict[str, Any]:
+    """Return a pool on fake nodes of a kind."""
+    return {
+        "name": name,
+        "nodeSelector": fakes.kind(kind),
+        "tolerations": list(fakes.tolerations),
+        "resourcesPerGPU": SMALL,
+        **fields,
+    }
+
+
+def fake_head(nodes: Any) -> dict[str, Any]:
+    """Return a head on fake nodes."""
+    return {
+        "nodeSelector": nodes.kind("a100"),
+        "tolerations": list(nodes.tolerations),
+        "resources": {"cpu": "10m", "memory": "10Mi"},
+    }
+
+
+def test_two_pools_land_on_their_own_kinds_of_node(kubectl: Any, jobs: Any, fake_nodes: Any) -> None:
+    pools = [
+        fake_pool(fake_nodes, "actor", "h200", nodes=2, gpusPerNode=4, spread="Required"),
+        fake_pool(fake_nodes, "critic", "a100", gpusPerNode=2),
+    ]
+    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+
+    jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
+    status = jobs.status(name)
+    pods = kubectl.json("get", "pods", "--selector", f"ppojob.dev/job={name}")["items"]
+
+    where = {
+        pool: sorted(
+            pod["spec"]["nodeName"] for pod in pods if pod["metadata"]["labels"].get("ppojob.dev/pool") == pool
+        )
+        for pool in ("actor", "critic")
+    }
+    assert where["actor"] == [f"{fake_nodes.prefix}-h200-0", f"{fake_nodes.prefix}-h200-1"]
+    assert len(where["critic"]) == 1
+    assert where["critic"][0].startswith(f"{fake_nodes.prefix}-a100-")
+    assert status["ready"] == "10/10"
+    assert [(pool["name"], pool["readyNodes"], pool["gpus"]) for pool in status["pools"]] == [
+        ("actor", 2, 8),
+        ("critic", 1, 2),
+    ]
+    # No Ray runs on a fake node, so the job goes no further, and says why.
+    message = jobs.wait_for(name, Condition.SUBMITTED, "False", Reason.NOT_SUBMITTED)
+    assert "Ray's dashboard" in message
+
+
+def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(jobs: Any, fake_nodes: Any) -> None:
+    pools = [
+        fake_pool(fake_nodes, "actor", "h200", gpusPerNode=4),
+        fake_pool(fake_nodes, "critic", "a100", gpusPerNode=8),
+    ]
+    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.INSUFFICIENT_GPUS)
+
+    assert message.startswith("pool critic wants 8 nvidia.com/gpu per node; 0/")
+    assert "Insufficient nvidia.com/gpu" in message
+    jobs.wait(name, lambda status: status["ready"] == "4/12")
+    assert jobs.status(name)["pools"][1]["message"] == message
+
+
+def test_a_kind_of_node_that_is_not_there_is_said(jobs: Any, fake_nodes: Any) -> None:
+    pools = [fake_pool(fake_nodes, "actor", "b300", gpusPerNode=1)]
+    name = jobs.create(device="cuda", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.UNSCHEDULABLE)
+
+    assert f"on nodes with gpu-type={fake_nodes.prefix}-b300; 0/" in message
+
+
+def test_a_job_that_cannot_start_fails_at_its_deadline_and_gives_its_nodes_back(
+    kubectl: Any, jobs: Any, fake_nodes: Any
+) -> None:
+    pools = [fake_pool(fake_nodes, "actor", "h200", gpusPerNode=64)]
+    name = jobs.create(
+        device="cuda",
+        pools=pools,
+        placement={"actor": "actor"},
+        head=fake_head(fake_nodes),
+        runPolicy={"startupDeadlineSeconds": 8},
+    )
+
+    message = jobs.wait_for(name, Condition.FAILED, "True", Reason.STARTUP_DEADLINE_EXCEEDED)
+
+    assert "within 8 s" in message
+    assert "pool actor wants 64 nvidia.com/gpu per node" in message
+    jobs.wait(name, lambda status: status["phase"] == "Failed")
+    selector = ("--selector", f"ppojob.dev/job={name}")
+    kubectl("wait", "--for=delete", "rayclusters,pods", *selector, "--timeout=50s")
+    assert jobs.status(name)["lastFailure"]["reason"] == Reason.STARTUP_DEADLINE_EXCEEDED

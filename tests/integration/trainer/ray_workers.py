@@ -1,0 +1,69 @@
+"""Workers that compute sums, for tests of how groups are called. Importable in Ray's processes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, Metrics, register
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+
+class SumWorker:
+    """Remembers its seat, and what it was sent."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def rank_plus(self, amount: int, *, times: int = 1) -> int:
+        return (self.seat.rank + amount) * times
+
+    @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO, blocking=True)
+    def only_first(self) -> list[int]:
+        return [self.seat.rank, self.seat.world_size]
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def process_id(self) -> int:
+        return os.getpid()
+
+    @register(dispatch=Dispatch.ALL_TO_ALL)
+    def own(self, mine: str) -> str:
+        return f"{self.seat.rank}:{mine}"
+
+    @register(dispatch=Dispatch.DP_COMPUTE, blocking=True)
+    def own_number(self, mine: int) -> int:
+        return self.seat.rank * mine
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto, wait_s: float = 0.0) -> DataProto:
+        """Return twice the values, and who computed them."""
+        time.sleep(wait_s)
+        ranks = torch.full((len(batch),), self.seat.rank)
+        return DataProto.from_dict(
+            {"doubled": 2 * batch.tensor("values"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
+        )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, batch: DataProto) -> Metrics:
+        mask = batch.tensor(Keys.RESPONSE_MASK)
+        return {"tokens": float(mask.sum()), "rows/max": float(len(batch)), "scale": batch.meta_info["scale"]}
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        if self.seat.rank == rank:
+            raise ZeroDivisionError("of the worker's own")
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def die_on(self, rank: int) -> None:
+        if self.seat.rank == rank:
+            os._exit(9)
+        time.sleep(1)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def say(self, text: str) -> str:
+        os.write(1, f"{text}\n".encode())
+        return os.environ["OMP_NUM_THREADS"]

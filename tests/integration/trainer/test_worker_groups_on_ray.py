@@ -1,0 +1,232 @@
+"""Groups on a Ray of this machine: every dispatch mode, tables, futures, lost processes, pools that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray_workers import SumWorker
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.main.connection import connected
+from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups import table as table_module
+from ppojob_trainer.worker_groups.errors import (
+    CallTimeoutError,
+    PoolNotPlacedError,
+    WorkerFailedError,
+    WorkerLostError,
+)
+from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
+from ppojob_trainer.worker_groups.partition import Share, spread
+from ppojob_trainer.worker_groups.placement import PlacedPool, place
+from ppojob_trainer.worker_groups.table import Table, store_rows
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+
+pytestmark = pytest.mark.timeout(900)
+
+Group = WorkerGroup[SumWorker]
+
+# A worker's class is found by its module's name, in Ray's processes too.
+IMPORTABLE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def spec_of(gpus_of_actor: int) -> PPOJobSpec:
+    return resolve(
+        parse_spec(
+            {
+                "image": "i",
+                "device": "cpu",
+                "model": {"actor": {"path": "/m"}},
+                "data": {
+                    "train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}},
+                    "trainBatchSize": 256,
+                },
+                "reward": {"function": {"module": "r"}},
+                "pools": [{"name": "actor", "gpusPerNode": gpus_of_actor}, {"name": "critic", "gpusPerNode": 1}],
+                "placement": {"actor": "actor", "critic": "critic"},
+                "storage": {"persistentVolumeClaim": "c"},
+            }
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[str, PlacedPool]]:
+    spec = spec_of(gpus_of_actor=2)
+    with connected(spec):
+        placed = place(spec, 60)
+        yield placed
+        for pool in placed.values():
+            pool.release()
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def group(pools: dict[str, PlacedPool], logs: Path) -> Group:
+    pool = pools["actor"]
+    started = Launcher(logs, 120.0).start("sum", SumWorker, pool, pool.bundles, environment=IMPORTABLE)
+    asyncio.run(wait_until_up([started]))
+    return started
+
+
+def table_of(num_rows: int) -> Table:
+    mask = torch.ones(num_rows, 2, dtype=torch.int64)
+    return Table.of_stored(
+        store_rows(DataProto.from_dict({"values": torch.arange(num_rows), Keys.RESPONSE_MASK: mask}))
+    )
+
+
+def pulled(table: Table) -> DataProto:
+    """Fetch a whole table, as a rank would."""
+    return table.rows(Share(tuple(range(len(table))))).pull(60)
+
+
+async def test_one_to_all_gives_the_answers_by_rank(group: Group) -> None:
+    assert await group.call(SumWorker.rank_plus, 10, times=2) == [20, 22]
+
+
+def test_a_blocking_call_gives_the_answer_itself(group: Group) -> None:
+    assert group.call(SumWorker.only_first) == [[0, 2]]
+    assert group.call(SumWorker.own_number, [5, 7]) == [0, 7]
+
+
+async def test_rank_zero_gives_one_answer(group: Group) -> None:
+    first, again = await asyncio.gather(group.call(SumWorker.process_id), group.call(SumWorker.process_id))
+
+    assert first == again
+
+
+async def test_all_to_all_gives_each_rank_its_own(group: Group) -> None:
+    assert await group.call(SumWorker.own, ["a", "b"]) == ["0:a", "1:b"]
+    with pytest.raises(ValueError, match="own takes one argument for each of 2 ranks, got 3"):
+        group.call(SumWorker.own, ["a", "b", "c"])
+
+
+async def test_rows_come_back_in_the_order_in_which_they_were_sent(group: Group) -> None:
+    backwards = tuple(Share(tuple(reversed(share.rows))) for share in spread(6, 2))
+
+    found = await group.over(backwards).call(SumWorker.double, table_of(6))
+
+    batch = pulled(found)
+    assert batch.tensor("doubled").tolist() == [0, 2, 4, 6, 8, 10]
+    assert batch.tensor("rank").tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.metrics == {"seen": [3, 3]}
+
+
+async def test_copies_that_fill_a_share_up_weigh_nothing_and_do_not_come_back(group: Group) -> None:
+    using = group.using({"scale": 0.5})
+
+    metrics = await using.call(SumWorker.count, table_of(5))
+    doubled = await using.call(SumWorker.double, table_of(5))
+
+    # 5 rows of 2 tokens on 2 ranks of 3 rows: the mean of 6 and 4.
+    assert metrics == {"tokens": 5.0, "rows/max": 3.0, "scale": 0.5}
+    assert pulled(doubled).tensor("doubled").tolist() == [0, 2, 4, 6, 8]
+
+
+async def test_columns_of_several_groups_are_joined_by_row(group: Group) -> None:
+    table = table_of(7)
+
+    doubled = await group.call(SumWorker.double, table)
+    joined = table.union(doubled).reorder([6, 0, 5, 1, 4, 2, 3])
+
+    batch = pulled(joined)
+    assert batch.tensor("values").tolist() == [6, 0, 5, 1, 4, 2, 3]
+    assert torch.equal(batch.tensor("doubled"), 2 * batch.tensor("values"))
+
+
+async def test_a_future_feeds_another_call_before_it_is_there(group: Group) -> None:
+    start = time.monotonic()
+    first = group.call(SumWorker.double, table_of(4), wait_s=2.0)
+    second = group.call(SumWorker.double, first.table.union(table_of(4)))
+    sent_after = time.monotonic() - start
+
+    batch = pulled(await second)
+
+    assert sent_after < 1.0
+    assert time.monotonic() - start >= 2.0
+    assert batch.tensor("doubled").tolist() == [0, 2, 4, 6]
+
+
+async def test_a_receiver_fetches_only_the_blocks_of_its_rows(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = await group.call(SumWorker.double, table_of(64))
+    fetched: list[int] = []
+    fetch = ray.get
+
+    def counting(refs: Any, **options: Any) -> Any:
+        fetched.append(len(refs))
+        return fetch(refs, **options)
+
+    monkeypatch.setattr(table_module.ray, "get", counting)
+    part = table.rows(Share((3, 40, 41))).pull(60)
+
+    assert part.tensor("doubled").tolist() == [6, 80, 82]
+    # Two results say where their rows lie; then three blocks of one row each.
+    assert fetched == [2, 3]
+
+
+async def test_an_error_of_the_workers_own_is_the_cause(group: Group) -> None:
+    with pytest.raises(WorkerFailedError, match="sum rank 1 failed in fail_on: ZeroDivisionError") as raised:
+        await group.call(SumWorker.fail_on, 1)
+
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_waiting_has_a_limit_and_says_for_whom(group: Group) -> None:
+    future = group.call(SumWorker.double, table_of(2), wait_s=1.0)
+
+    with pytest.raises(CallTimeoutError, match=r"sum\.double did not answer within 0\.01 s; waiting for rank 0, 1"):
+        future.result(0.01)
+    assert len(future.result(60)) == 2
+
+
+async def test_what_a_process_writes_is_in_its_log(group: Group, logs: Path) -> None:
+    threads = await group.call(SumWorker.say, "hello from a worker")
+
+    assert all(int(count) >= 1 for count in threads)
+    deadline = time.monotonic() + 20
+    while "hello from a worker" not in (logs / "sum-1.log").read_text() and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    assert "hello from a worker" in (logs / "sum-0.log").read_text()
+    assert "hello from a worker" in (logs / "sum-1.log").read_text()
+
+
+async def test_a_process_that_dies_is_named_with_role_and_rank(pools: dict[str, PlacedPool], logs: Path) -> None:
+    pool = pools["critic"]
+    doomed = Launcher(logs, 60.0).start("doomed", SumWorker, pool, pool.bundles, environment=IMPORTABLE)
+    await wait_until_up([doomed])
+
+    with pytest.raises(WorkerLostError, match="doomed rank 0 was lost during die_on"):
+        await doomed.call(SumWorker.die_on, 0)
+
+
+async def test_a_worker_that_cannot_be_built_is_an_error_and_not_a_wait(
+    pools: dict[str, PlacedPool], logs: Path
+) -> None:
+    pool = pools["critic"]
+    launcher = Launcher(logs, 60.0)
+    broken = launcher.start("broken", partial(SumWorker, unknown=1), pool, pool.bundles, environment=IMPORTABLE)
+
+    with pytest.raises(WorkerFailedError, match="broken rank 0 could not start: .*unexpected keyword argument"):
+        await wait_until_up([broken])
+
+
+def test_a_pool_that_does_not_fit_is_named_with_what_is_missing(pools: dict[str, PlacedPool]) -> None:
+    with pytest.raises(
+        PoolNotPlacedError, match=r"pool actor wants 3 bundles .* the cluster has 2 pool_actor, wanted are 3"
+    ):
+        place(spec_of(gpus_of_actor=3), 1.0)

@@ -1,0 +1,163 @@
+"""Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
+
+`python vllm_agreement.py MODEL DEVICE BACKEND`. A process of its own, because vLLM reads its environment at its import and
+warns of much that is not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
+
+NUM_PROMPTS = 12
+LIMIT_SECONDS = 300.0
+SAMPLING = SamplingOptions(max_tokens=24)
+
+
+@dataclass
+class Trainer:
+    """The policy engine, its sender, and the batch that was generated last."""
+
+    policy: Any
+    sender: Any
+
+    def log_probs(self, batch: Any) -> Any:
+        return self.policy.compute_log_prob(batch).tensor("old_log_probs")
+
+
+def chat_prompts(path: str) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    questions = [f"What is {number} + {number + 1}?" for number in range(NUM_PROMPTS)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in questions
+    ]
+
+
+def make_trainer(path: str, device: Device, backend: str) -> Trainer:
+    from ppojob_api.v1alpha1.algorithm import KL
+    from ppojob_api.v1alpha1.model import ActorModel
+    from ppojob_api.v1alpha1.training import ActorSpec
+    from ppojob_trainer.engines.fsdp.mesh import init_process_group
+    from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+    from ppojob_trainer.engines.network import free_port
+    from ppojob_trainer.engines.weight_transfer import LinkPlan, WeightSender
+
+    parallel = init_process_group(device, 0, 1, "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
+    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
+    policy = PolicyEngine(parallel, ActorModel(path=path), training, KL(), total_steps=10)
+    plan = LinkPlan(0, backend, (0,))
+    return Trainer(policy, WeightSender(policy.weights(), plan, "127.0.0.1", LIMIT_SECONDS, parallel.device))
+
+
+async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> Any:
+    from ppojob_trainer.protocol import DataProto, rollout_batch
+
+    written = await engine.generate([prompts[row] for row in order], order, SAMPLING)
+    by_row = dict(zip(order, written, strict=True))
+    rows = [by_row[row] for row in range(len(prompts))]
+    tokens, log_probs = [row.token_ids for row in rows], [row.log_probs for row in rows]
+    meta = {"temperature": SAMPLING.temperature, "num_mini_batches": 1, "epochs": 1}
+    tensors = rollout_batch(prompts, tokens, 0, response_length=SAMPLING.max_tokens, log_probs=log_probs)
+    return DataProto.from_dict(tensors, meta_info=meta)
+
+
+def probs_diff(trainer: Trainer, batch: Any) -> float:
+    mask = batch.tensor("response_mask").bool()
+    ours, theirs = trainer.log_probs(batch).exp(), batch.tensor("rollout_log_probs").exp()
+    return float((ours - theirs).abs()[mask].mean())
+
+
+async def push(trainer: Trainer, engine: Any, version: int) -> float:
+    from ppojob_trainer.engines.weight_transfer import verify
+
+    started = time.perf_counter()
+    sent, received = await asyncio.gather(
+        asyncio.to_thread(trainer.sender.push, version), engine.update_weights(version)
+    )
+    verify(sent, [received])
+    return time.perf_counter() - started
+
+
+async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str, Any]:
+    import torch
+
+    from ppojob_trainer.engines.errors import RolloutError
+    from ppojob_trainer.engines.vllm.engine import RolloutEngine
+
+    engine = RolloutEngine(options)
+    await engine.start()
+    trainer, prompts = make_trainer(path, options.device, backend), chat_prompts(path)
+    forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
+    first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
+    seen = {"same_in_any_order": torch.equal(first.tensor("responses"), again.tensor("responses"))}
+    seen["diff_at_start"] = probs_diff(trainer, first)
+
+    link = trainer.sender.listen()
+    await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights(link, 1))
+    await engine.sleep()
+    await engine.wake("weights")
+    seen["push_seconds"] = await push(trainer, engine, 1)
+    await engine.wake("kv_cache")
+    after_equal = await generate(engine, prompts, forward)
+    seen["equal_weights_write_the_same"] = torch.equal(first.tensor("responses"), after_equal.tensor("responses"))
+
+    mask, before = first.tensor("response_mask"), trainer.log_probs(first)
+    step = first.with_fields({"old_log_probs": before, "advantages": -mask.float()})
+    seen["metrics"] = trainer.policy.update(step)
+    seen["moved_by"] = float(((trainer.log_probs(first) - before).abs() * mask).sum() / mask.sum())
+    seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))
+    await engine.sleep()
+    await engine.wake("weights")
+    seen["second_push_seconds"] = await push(trainer, engine, 2)
+    await engine.wake("kv_cache")
+    seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, forward))
+    seen["weights_version"] = engine.weights_version
+
+    greedy = SamplingOptions(max_tokens=8, temperature=0)
+    seen["greedy"] = [generation.token_ids for generation in await engine.generate(prompts[:1] * 2, [1, 2], greedy)]
+    generating = asyncio.create_task(engine.generate(prompts, forward, SAMPLING))
+    await asyncio.sleep(0.1)
+    try:
+        await engine.update_weights(3)
+    except RolloutError as error:
+        seen["refusal"] = str(error)
+    await generating
+    trainer.sender.close()
+    await engine.shutdown()
+    trainer.policy.destroy()
+    return seen
+
+
+def main() -> None:
+    path, device, backend = sys.argv[1], Device(sys.argv[2]), sys.argv[3]
+    is_cuda = device is Device.CUDA
+    options = RolloutOptions(
+        path=path,
+        device=device,
+        max_model_len=128,
+        max_num_seqs=64,
+        gpu_memory_utilization=0.3,
+        enforce_eager=True,
+        sleeps=is_cuda,
+        timeout_seconds=LIMIT_SECONDS,
+    )
+    os.environ.update(environment(options, num_threads=2))
+    seen = asyncio.run(scenario(path, options, backend))
+    print("SEEN " + json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""What the chart renders for each of its values, and which values it refuses."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppojob_operator.settings import Settings
+
+PROJECT = Path(__file__).resolve().parents[3]
+CHART = PROJECT / "charts" / "ppojob"
+DEFINITION = PROJECT / "crds" / "ppojobs.ppojob.dev.yaml"
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "one namespace": {"watchNamespace": "rl-team"},
+    "no definition": {"crds.install": False},
+    "definition that goes": {"crds.keep": False},
+    "given certificates": {"certificates.existingSecret": "from-cert-manager"},
+    "given account": {"serviceAccount.create": False, "serviceAccount.name": "mine"},
+    "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
+    "guarded": {"networkPolicy.enabled": True},
+    "asleep": {"replicas": 0},
+}
+
+EVERYTHING: dict[str, Any] = {
+    "image": {"repository": "registry.example/ppojob-operator", "tag": "1.2.3", "pullPolicy": "Always"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "logLevel": "DEBUG",
+    "resources": {"requests": {"cpu": 2, "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
+    "nodeSelector": {"kubernetes.io/os": "linux"},
+    "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "system-cluster-critical",
+    "podAnnotations": {"a/b": "c"},
+    "podLabels": {"team": "rl"},
+    "serviceAccount.annotations": {"role": "x"},
+}
+
+
+def combinations() -> list[Any]:
+    """Return no switch, each alone, each pair, and all at once: whatever two switches meet, they meet here."""
+    chosen = [names for size in range(3) for names in itertools.combinations(SWITCHES, size)]
+    return [pytest.param(list(names), id=", ".join(names) or "as it comes") for names in (*chosen, tuple(SWITCHES))]
+
+
+def values_of(chosen: list[str]) -> dict[str, Any]:
+    return {name: value for switch in chosen for name, value in SWITCHES[switch].items()}
+
+
+def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    [found] = [manifest for manifest in objects if manifest["kind"] == kind]
+    return found
+
+
+def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
+    metadata = manifest["metadata"]
+    return manifest["kind"], metadata.get("namespace", ""), metadata["name"]
+
+
+def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    template: dict[str, Any] = only(objects, "Deployment")["spec"]["template"]
+    return template
+
+
+def role_of(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    [found] = [m for m in objects if m["kind"] in ("Role", "ClusterRole") and m["metadata"]["name"] == name]
+    return found
+
+
+def environment_of(objects: list[dict[str, Any]]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in pod_of(objects)["spec"]["containers"][0]["env"]}
+
+
+def test_helm_finds_nothing_to_complain_about(helm: Any) -> None:
+    done = helm.run("lint", "--strict", str(CHART), "--kube-version=1.34.0")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize("chosen", combinations())
+def test_every_combination_fits_together(helm: Any, chosen: list[str]) -> None:
+    objects = helm.objects(values_of(chosen))
+    names = {identity(manifest) for manifest in objects}
+
+    assert len(names) == len(objects)
+    for manifest in objects:
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "ppojob"
+        if manifest["kind"].endswith("RoleBinding"):
+            kind, name = manifest["roleRef"]["kind"], manifest["roleRef"]["name"]
+            assert (kind, manifest["metadata"].get("namespace", ""), name) in names
+            account = "mine" if "given account" in chosen else "ppojob"
+            assert manifest["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "system"}]
+    pod = pod_of(objects)
+    selector = only(objects, "Deployment")["spec"]["selector"]["matchLabels"].items()
+    assert selector <= pod["metadata"]["labels"].items()
+    assert only(objects, "Service")["spec"]["selector"].items() == selector
+    secrets = {name for kind, _, name in names if kind == "Secret"}
+    environment = environment_of(objects)
+    assert secrets == {name for name in (environment.get("PPOJOB_CERTIFICATE_SECRET"),) if name}
+    own = {name for rule in role_of(objects, "ppojob-own")["rules"] for name in rule.get("resourceNames", [])}
+    assert own == secrets | {environment["PPOJOB_DASHBOARD_SECRET"]}
+
+
+def test_all_values_at_once_reach_the_deployment(helm: Any) -> None:
+    objects = helm.objects(EVERYTHING)
+    pod = pod_of(objects)
+    [container] = pod["spec"]["containers"]
+
+    assert container["image"] == "registry.example/ppojob-operator:1.2.3"
+    assert container["imagePullPolicy"] == "Always"
+    assert container["resources"] == EVERYTHING["resources"]
+    assert environment_of(objects)["PPOJOB_LOG_LEVEL"] == "DEBUG"
+    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert pod["spec"][name] == EVERYTHING[name]
+    assert pod["metadata"]["annotations"] == {"a/b": "c"}
+    assert pod["metadata"]["labels"]["team"] == "rl"
+    assert only(objects, "ServiceAccount")["metadata"]["annotations"] == {"role": "x"}
+
+
+@pytest.mark.parametrize("chosen", combinations()[: len(SWITCHES) + 1])
+def test_the_operator_reads_the_environment_that_the_chart_gives_it(helm: Any, chosen: list[str]) -> None:
+    objects = helm.objects(values_of(chosen))
+    environment = environment_of(objects)
+
+    settings = Settings.from_environment(environment)
+
+    known = {f"PPOJOB_{field.upper()}" for field in Settings.model_fields}
+    assert {name for name in environment if name.startswith("PPOJOB_")} <= known
+    service = only(objects, "Service")
+    assert settings.service_name == service["metadata"]["name"]
+    ports = {port["name"]: port for port in service["spec"]["ports"]}
+    assert settings.service_port == ports["https"]["port"]
+    listening = {port["name"]: port["containerPort"] for port in pod_of(objects)["spec"]["containers"][0]["ports"]}
+    assert listening == {"https": settings.port, "http": settings.probe_port}
+    assert settings.watch_namespace == ("rl-team" if "one namespace" in chosen else "")
+
+
+def test_the_pod_is_restricted_and_its_root_is_read_only(helm: Any) -> None:
+    spec = pod_of(helm.objects({}))["spec"]
+
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 65532
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    [container] = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+    assert not any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
+
+
+def test_the_probes_ask_for_progress(helm: Any) -> None:
+    [container] = pod_of(helm.objects({}))["spec"]["containers"]
+
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["startupProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+
+
+def test_in_one_namespace_nothing_cluster_wide_is_allowed_but_reviewing_tokens(helm: Any) -> None:
+    objects = helm.objects({"watchNamespace": "rl-team"})
+
+    assert only(objects, "ClusterRole")["rules"] == [
+        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
+    ]
+    places = {identity(manifest)[1:] for manifest in objects if manifest["kind"] == "Role"}
+    assert places == {("rl-team", "ppojob"), ("system", "ppojob-own")}
+
+
+def test_in_all_namespaces_only_the_right_to_see_what_there_is_to_watch_is_added(helm: Any) -> None:
+    everywhere = role_of(helm.objects({}), "system-ppojob")["rules"]
+    one = role_of(helm.objects({"watchNamespace": "rl-team"}), "ppojob")["rules"]
+
+    assert everywhere[: len(one)] == one
+    assert {rule["resources"][0] for rule in everywhere[len(one) :]} == {"customresourcedefinitions", "namespaces"}
+    assert all(rule["verbs"] == ["get", "list", "watch"] for rule in everywhere[len(one) :])
+
+
+def test_no_role_has_a_wildcard_or_reads_the_secrets_of_users(helm: Any) -> None:
+    for manifest in helm.objects({}):
+        for rule in manifest.get("rules", []):
+            assert "*" not in str(rule)
+            if "secrets" in rule["resources"] and not rule.get("resourceNames"):
+                assert rule["verbs"] == ["create"]
+
+
+def test_the_definition_is_the_generated_one_and_stays_by_choice(helm: Any) -> None:
+    generated = yaml.safe_load(DEFINITION.read_text())
+    kept, going = (only(helm.objects({"crds.keep": keep}), "CustomResourceDefinition") for keep in (True, False))
+
+    assert kept["spec"] == going["spec"] == generated["spec"]
+    assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert "annotations" not in going["metadata"]
+    kinds = [manifest["kind"] for manifest in helm.objects({"crds.install": False})]
+    assert "CustomResourceDefinition" not in kinds
+
+
+def test_the_charts_copy_of_the_definition_is_the_generated_one() -> None:
+    assert (CHART / "files" / "crds" / DEFINITION.name).read_text() == DEFINITION.read_text()
+
+
+def test_given_certificates_are_mounted_and_none_are_made(helm: Any) -> None:
+    objects = helm.objects({"certificates.existingSecret": "from-cert-manager"})
+    spec = pod_of(objects)["spec"]
+
+    assert {"name": "certificates", "secret": {"secretName": "from-cert-manager"}} in spec["volumes"]
+    assert environment_of(objects)["PPOJOB_CERTIFICATE_FOLDER"] == spec["containers"][0]["volumeMounts"][1]["mountPath"]
+    assert "Secret" not in {manifest["kind"] for manifest in objects}
+
+
+def test_the_operators_certificates_come_empty_so_that_an_upgrade_leaves_them_alone(helm: Any) -> None:
+    secret = only(helm.objects({}), "Secret")
+
+    assert "data" not in secret
+    assert "stringData" not in secret
+
+
+def test_the_service_monitor_finds_the_service(helm: Any) -> None:
+    objects = helm.objects(SWITCHES["monitored"])
+    monitor, service = only(objects, "ServiceMonitor"), only(objects, "Service")
+
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert monitor["metadata"]["labels"]["team"] == "rl"
+
+
+def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
+    everywhere = only(helm.objects({"networkPolicy.enabled": True}), "NetworkPolicy")["spec"]
+    one = only(helm.objects({"networkPolicy.enabled": True, "watchNamespace": "rl-team"}), "NetworkPolicy")["spec"]
+
+    assert everywhere["policyTypes"] == ["Ingress"]
+    assert everywhere["ingress"][0]["from"] == [{"namespaceSelector": {}}]
+    labels = {"kubernetes.io/metadata.name": "rl-team"}
+    assert one["ingress"][0]["from"] == [{"namespaceSelector": {"matchLabels": labels}}]
+    assert one["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
+
+
+def test_an_old_kubernetes_is_refused(helm: Any) -> None:
+    done = helm.template({}, kubernetes="1.29.9")
+
+    assert done.returncode != 0
+    assert ">=1.30.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("replica", 1, "replica"),
+        ("replicas", 2, "replicas"),
+        ("replicas", "1", "replicas"),
+        ("image.repository", "", "repository"),
+        ("image.repository", None, "image"),
+        ("image.digest", "sha256:0", "digest"),
+        ("image.tag", "a b", "tag"),
+        ("image.pullPolicy", "Sometimes", "pullPolicy"),
+        ("watchNamespace", "a,b", "watchNamespace"),
+        ("watchNamespace", ["a"], "watchNamespace"),
+        ("logLevel", "debug", "logLevel"),
+        ("resources.request", {}, "request"),
+        ("resources.limits", {"memory": "much"}, "limits"),
+        ("tolerations", [{"effect": "Never"}], "effect"),
+        ("tolerations", {}, "tolerations"),
+        ("affinity.pods", {}, "pods"),
+        ("nodeSelector", {"a": 1}, "nodeSelector"),
+        ("podAnnotations", {"a": True}, "podAnnotations"),
+        ("imagePullSecrets", ["registry"], "imagePullSecrets"),
+        ("serviceAccount.create", "yes", "create"),
+        ("crds.install", "no", "install"),
+        ("crds.remove", True, "remove"),
+        ("certificates.certManager", True, "certManager"),
+        ("certificates.existingSecret", "No_Name", "existingSecret"),
+        ("metrics.enabled", True, "enabled"),
+        ("metrics.serviceMonitor.interval", "often", "interval"),
+        ("networkPolicy.enabled", "true", "enabled"),
+        ("autoscaling", {}, "autoscaling"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(helm: Any, name: str, value: Any, words: str) -> None:
+    done = helm.template({name: value})
+
+    assert done.returncode != 0, done.stdout[:500]
+    assert "values don't meet the specifications of the schema" in done.stderr
+    assert words in done.stderr
+
+
+def test_the_schema_knows_exactly_the_values_that_the_chart_documents() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    assert set(schema["properties"]) - {"global"} == set(values)
+    for name, part in values.items():
+        properties = schema["properties"][name].get("properties")
+        if isinstance(part, dict) and part and properties:
+            assert set(part) == set(properties), name
+            assert schema["properties"][name]["additionalProperties"] is False

@@ -1,0 +1,170 @@
+"""Ray's dashboard over real HTTP: what is asked, what is understood, and that every call ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ppojob_operator.dashboard import Address, Dashboard, DashboardError
+from ppojob_operator.plan import Ray, RayJob, RayState, Submission
+
+SUBMISSION = Submission("ppojob-u-0", "python -m x", {"PPOJOB_ATTEMPT": "0"}, {"attempt": "0"}, "c")
+LISTED = {
+    "type": "SUBMISSION",
+    "submission_id": "ppojob-u-0",
+    "status": "FAILED",
+    "message": "broken",
+    "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+    "driver_exit_code": 1,
+    "driver_node_id": "n1",
+    "metadata": {"attempt": "0"},
+}
+DRIVER = {"type": "DRIVER", "submission_id": None, "job_id": "01000000", "status": "RUNNING"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def dashboard(handler: Handler, timeout: float = 5.0) -> AsyncIterator[tuple[Dashboard, Address]]:
+    """Serve a dashboard and yield a client with its address."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Dashboard(session, timeout=timeout), Address(f"http://127.0.0.1:{port}", "secret-token")
+    finally:
+        await runner.cleanup()
+
+
+def answering(status: int, body: Any) -> Handler:
+    """Return a handler that always says the same."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(body, status=status) if status < 400 else web.Response(text=body, status=status)
+
+    return handler
+
+
+async def test_a_look_understands_rays_list_and_leaves_out_what_nobody_submitted() -> None:
+    async with dashboard(answering(200, [LISTED, DRIVER])) as (client, address):
+        found = await client.look(address)
+
+    expected = RayJob(
+        "ppojob-u-0", RayState.FAILED, "broken", "JOB_ENTRYPOINT_COMMAND_ERROR", 1, {"attempt": "0"}, "n1"
+    )
+    assert found == Ray(jobs=(expected,))
+
+
+async def test_the_token_goes_along() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response([])
+
+    async with dashboard(handler) as (client, address):
+        await client.look(address)
+
+    assert seen == ["Bearer secret-token"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (401, "Unauthorized", "401 Unauthorized"),
+        (500, "Traceback\n  File\nRuntimeError: boom", "500 RuntimeError: boom"),
+        (200, {"a": 1}, "no list but"),
+    ],
+)
+async def test_what_is_wrong_is_said_and_never_the_token(status: int, body: Any, words: str) -> None:
+    async with dashboard(answering(status, body)) as (client, address):
+        found = await client.look(address)
+
+    assert found.jobs == ()
+    assert words in found.problem
+    assert "secret-token" not in found.problem + repr(address)
+
+
+async def test_a_dashboard_that_hangs_has_a_limit() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with dashboard(handler, timeout=0.1) as (client, address):
+        found = await client.look(address)
+
+    assert found.problem.endswith("/api/jobs/: no answer within 0.1 s")
+
+
+async def test_a_dashboard_that_is_not_there_is_named() -> None:
+    async with aiohttp.ClientSession() as session:
+        found = await Dashboard(session, timeout=1).look(Address("http://127.0.0.1:9", "t"))
+
+    assert "127.0.0.1:9" in found.problem
+
+
+async def test_the_submission_asks_for_no_resources_so_that_it_runs_on_the_head() -> None:
+    bodies: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        bodies.append((request.method, request.path, await request.json()))
+        return web.json_response({"submission_id": "ppojob-u-0"})
+
+    async with dashboard(handler) as (client, address):
+        await client.submit(address, SUBMISSION)
+
+    body = {
+        "submission_id": "ppojob-u-0",
+        "entrypoint": "python -m x",
+        "entrypoint_num_cpus": 0,
+        "runtime_env": {"env_vars": {"PPOJOB_ATTEMPT": "0"}},
+        "metadata": {"attempt": "0"},
+    }
+    assert bodies == [("POST", "/api/jobs/", body)]
+
+
+@pytest.mark.parametrize(("jobs", "is_error"), [([LISTED], False), ([], True)])
+async def test_a_refused_submission_is_no_error_if_ray_has_it_already(jobs: list[Any], is_error: bool) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if request.method == "POST":
+            return web.Response(text="ValueError: Job with submission_id ppojob-u-0 already exists.", status=400)
+        return web.json_response(jobs)
+
+    async with dashboard(handler) as (client, address):
+        if is_error:
+            with pytest.raises(DashboardError, match="400 ValueError: Job with submission_id"):
+                await client.submit(address, SUBMISSION)
+        else:
+            await client.submit(address, SUBMISSION)
+
+
+async def test_the_end_of_the_log_is_read_from_the_drivers_node() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.path, dict(request.query)))
+        return web.Response(text="one\ntwo\n")
+
+    async with dashboard(handler) as (client, address):
+        text = await client.log_tail(address, RayJob("ppojob-u-0", RayState.FAILED, node_id="n1"))
+
+    assert text == "one\ntwo\n"
+    query = {"submission_id": "ppojob-u-0", "node_id": "n1", "lines": "100", "filter_ansi_code": "true"}
+    assert seen == [("/api/v0/logs/file", query)]
+
+
+async def test_where_the_log_cannot_be_read_rays_message_must_do() -> None:
+    async with dashboard(answering(500, "no such node")) as (client, address):
+        text = await client.log_tail(address, RayJob("s", RayState.FAILED, message="last lines"))
+
+    assert "500 no such node" in text
+    assert text.endswith("last lines")

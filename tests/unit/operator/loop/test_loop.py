@@ -1,0 +1,267 @@
+"""The loop: one job's trouble is its own, an error is said and tried again, and the watches are checked."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_operator.cluster import ClusterRefused, ClusterUnavailable
+from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
+from ppojob_operator.settings import DashboardAccess, Settings
+
+GOOD, BAD = JobKey("ns", "good"), JobKey("ns", "bad")
+SPEC = {
+    "image": "trainer:1",
+    "model": {"actor": {"path": "/data/model"}},
+    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "reward": {"function": {"module": "rewards"}},
+    "pools": [{"name": "actor", "gpusPerNode": 2}],
+    "placement": {"actor": "actor"},
+    "storage": {"persistentVolumeClaim": "data"},
+}
+
+
+class MemoryCluster:
+    """An API server in memory: what was applied is there, and errors are raised by the calls that they are set for."""
+
+    def __init__(self, *keys: JobKey) -> None:
+        self.jobs = {key: _job(key) for key in keys}
+        self.applied: list[str] = []
+        self.events: list[str] = []
+        self.deleted: list[str] = []
+        self.errors: dict[tuple[str, JobKey], Exception] = {}
+        self.calls: list[tuple[str, JobKey]] = []
+        self.in_look: set[JobKey] = set()
+        self.clusters: dict[JobKey, list[Manifest]] = {}
+        self.pods: dict[JobKey, list[Manifest]] = {}
+
+    def _call(self, name: str, key: JobKey) -> None:
+        self.calls.append((name, key))
+        if error := self.errors.get((name, key)):
+            raise error
+
+    async def read_job(self, key: JobKey) -> Manifest | None:
+        self._call("read_job", key)
+        await asyncio.sleep(0)
+        return self.jobs.get(key)
+
+    async def list_jobs(self, namespace: str) -> list[Manifest]:
+        return list(self.jobs.values())
+
+    async def list_clusters(self, key: JobKey) -> list[Manifest] | None:
+        return self.clusters.get(key, [])
+
+    async def list_pods(self, key: JobKey) -> list[Manifest]:
+        return self.pods.get(key, [])
+
+    async def read_claim(self, namespace: str, name: str) -> Manifest | None:
+        return {"metadata": {"name": name}, "status": {"phase": "Bound"}}
+
+    async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
+        return None
+
+    async def apply(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        self._call("apply", JobKey(metadata["namespace"], metadata["labels"]["ppojob.dev/job"]))
+        self.applied.append(manifest["kind"])
+
+    async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
+        self._call("write_status", job.key)
+        if job.key not in self.jobs:
+            return False
+        self.jobs[job.key]["status"] = dict(status)
+        return True
+
+    async def delete_cluster(self, namespace: str, name: str) -> None:
+        self.deleted.append(name)
+
+    async def delete_job(self, job: Job) -> None:
+        self.deleted.append(job.key.name)
+
+    async def emit(self, job: Job, event: EventRecord) -> None:
+        self.events.append(event.reason)
+
+    def verdict(self, key: JobKey, kind: str) -> tuple[str, str]:
+        """Return reason and message of a condition."""
+        found = next(each for each in self.jobs[key]["status"]["conditions"] if each["type"] == kind)
+        return found["reason"], found["message"]
+
+
+class SilentDashboard:
+    """A dashboard that nobody has to ask in these tests."""
+
+    async def look(self, address: object) -> Ray:
+        return Ray()
+
+    async def submit(self, address: object, submission: Submission) -> None:
+        raise AssertionError("not in these tests")
+
+
+def _job(key: JobKey) -> dict[str, Any]:
+    metadata = {"namespace": key.namespace, "name": key.name, "uid": f"uid-{key.name}", "generation": 1}
+    return {"metadata": metadata, "spec": SPEC}
+
+
+def make_loop(cluster: MemoryCluster, **settings: Any) -> Loop:
+    """Return a loop over the API server in memory."""
+    configured = Settings(dashboard_access=DashboardAccess.SERVICE, **settings)
+    surroundings = Surroundings("https://operator", "PEM", b"k" * 32)
+    return Loop(configured, cluster, SilentDashboard(), lambda key: surroundings, Hooks())  # type: ignore[arg-type]
+
+
+async def run_for(loop: Loop, seconds: float) -> None:
+    """Run the loop for a while."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(loop.run(stop))
+    await asyncio.sleep(seconds)
+    stop.set()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_a_look_applies_writes_the_status_and_tells() -> None:
+    cluster = MemoryCluster(GOOD)
+
+    assert await make_loop(cluster).look(GOOD) == "ok"
+
+    assert cluster.applied == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
+    assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.VALID
+    assert cluster.events == [Reason.VALID]
+
+
+async def test_a_job_that_is_gone_is_forgotten() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    await loop.look(GOOD)
+    assert loop.jobs_by_phase() == {"Starting": 1}
+    del cluster.jobs[GOOD]
+
+    assert await loop.look(GOOD) == "gone"
+    assert loop.jobs_by_phase() == {}
+
+
+async def test_what_is_noted_is_looked_at() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD, BAD))
+    loop.note(GOOD)
+    loop.note(GOOD)
+
+    await run_for(loop, 0.5)
+
+    assert cluster.calls.count(("read_job", GOOD)) == 1
+    assert ("read_job", BAD) not in cluster.calls
+
+
+@pytest.mark.parametrize("error", [ClusterUnavailable("503"), RuntimeError("a fault of ours"), KeyError("uid")])
+async def test_the_trouble_of_one_job_is_its_own(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD, BAD), workers=1)
+    cluster.errors["read_job", BAD] = error
+    loop.note(BAD)
+    loop.note(GOOD)
+
+    await run_for(loop, 0.6)
+
+    assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.VALID
+    assert "ns/bad" in caplog.text
+
+
+async def test_after_an_error_there_is_a_pause_that_grows() -> None:
+    loop = make_loop(cluster := MemoryCluster(BAD))
+    cluster.errors["read_job", BAD] = ClusterUnavailable("503")
+    loop.note(BAD)
+
+    await run_for(loop, 2.5)
+
+    assert cluster.calls.count(("read_job", BAD)) == 2, "at 0.2 s and 1.2 s; then at 3.2 s"
+
+
+async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Hanging(MemoryCluster):
+        async def list_pods(self, key: JobKey) -> list[Manifest]:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    loop = make_loop(Hanging(GOOD), pass_timeout=0.1)
+    loop.note(GOOD)
+
+    await run_for(loop, 0.5)
+
+    assert "the look took more than 0.1 s" in caplog.text
+
+
+async def test_what_the_api_server_refuses_is_said_in_the_status() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    words = ".spec.workerGroupSpecs[0].template.spec.foo: field not declared in schema"
+    cluster.errors["apply", GOOD] = ClusterRefused(words)
+
+    with pytest.raises(ClusterRefused):
+        await loop.look(GOOD)
+
+    assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.CLUSTER_REFUSED, words)
+    assert Reason.CLUSTER_REFUSED in cluster.events
+
+
+async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["apply", GOOD] = ClusterUnavailable("503")
+
+    with pytest.raises(ClusterUnavailable):
+        await loop.look(GOOD)
+
+    assert "status" not in cluster.jobs[GOOD]
+
+
+async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.jobs[GOOD]["status"] = {
+        "conditions": [
+            {
+                "type": kind,
+                "status": "True",
+                "reason": "R",
+                "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+                "observedGeneration": 1,
+            }
+            for kind in (Condition.ACCEPTED, Condition.SUBMITTED)
+        ],
+        "startTime": "2026-01-01T00:00:00Z",
+        "attempt": 0,
+    }
+    cluster.clusters[GOOD] = [{"metadata": {"name": "good-old", "labels": {}}}]
+    cluster.errors["write_status", GOOD] = ClusterUnavailable("503")
+
+    with pytest.raises(ClusterUnavailable):
+        await loop.look(GOOD)
+    assert cluster.deleted == []
+    assert cluster.events == []
+
+    del cluster.errors["write_status", GOOD]
+    await loop.look(GOOD)
+    assert cluster.deleted == ["good-old"]
+
+
+async def test_a_status_for_an_object_that_is_gone_harms_nobody() -> None:
+    class Vanishing(MemoryCluster):
+        async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
+            return False
+
+    cluster = Vanishing(GOOD)
+
+    assert await make_loop(cluster).look(GOOD) == "ok"
+    assert cluster.events == []
+
+
+async def test_jobs_that_no_watch_told_of_are_found_and_the_watch_is_blamed() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD, BAD), idle_interval=0.2)
+    loop.note(GOOD)
+
+    await run_for(loop, 0.3)
+    assert ("read_job", BAD) in cluster.calls
+    assert loop.watch_problem() is None, "the watch has the time between two sweeps"
+
+    await run_for(loop, 0.7)
+    assert loop.watch_problem() == "the watch never told of 1 jobs that exist, such as ns/bad"
+
+    loop.note(BAD)
+    assert loop.watch_problem() is None

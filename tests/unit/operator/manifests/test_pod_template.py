@@ -1,0 +1,138 @@
+"""A user's pod template is merged by name, or refused where it would break Ray."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests.ray_cluster import ray_cluster, template_problems
+from ppojob_operator.plan import JobKey
+
+KEY, UID = JobKey("ns", "job"), "uid-1"
+MakeSpec = Callable[..., PPOJobSpec]
+
+
+@pytest.fixture
+def with_template(make_spec: MakeSpec) -> Callable[[dict[str, Any]], PPOJobSpec]:
+    """Return a maker of specs with one pool that has this template."""
+
+    def make(template: dict[str, Any]) -> PPOJobSpec:
+        pools = [{"name": "actor", "gpusPerNode": 2, "podTemplate": template}]
+        return make_spec(pools=pools, placement={"actor": "actor"})
+
+    return make
+
+
+WithTemplate = Callable[[dict[str, Any]], PPOJobSpec]
+
+
+def pod(spec: PPOJobSpec) -> dict[str, Any]:
+    """Return the pod template of the pool."""
+    assert list(template_problems(spec, KEY, UID)) == []
+    found: dict[str, Any] = ray_cluster(spec, KEY, UID, "c")["spec"]["workerGroupSpecs"][0]["template"]
+    return found
+
+
+def test_labels_and_annotations_are_added(with_template: WithTemplate) -> None:
+    found = pod(with_template({"metadata": {"labels": {"team": "rl"}, "annotations": {"note": "x"}}}))
+
+    assert found["metadata"]["labels"]["team"] == "rl"
+    assert found["metadata"]["labels"]["ppojob.dev/pool"] == "actor"
+    assert found["metadata"]["annotations"] == {"note": "x"}
+
+
+def test_the_ray_container_is_changed_by_its_name(with_template: WithTemplate) -> None:
+    change = {
+        "name": "ray-worker",
+        "imagePullPolicy": "Always",
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+    }
+    found = pod(with_template({"spec": {"containers": [change]}}))["spec"]["containers"]
+
+    (ray,) = found
+    assert ray["imagePullPolicy"] == "Always"
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in ray["env"]
+    assert len(ray["volumeMounts"]) == 4
+    assert ray["image"] == "trainer:1"
+    assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_another_container_stands_behind_rays(with_template: WithTemplate) -> None:
+    found = pod(with_template({"spec": {"containers": [{"name": "sidecar", "image": "x"}]}}))["spec"]["containers"]
+
+    assert [container["name"] for container in found] == ["ray-worker", "sidecar"]
+
+
+def test_tolerations_are_added_and_other_lists_replaced(with_template: WithTemplate) -> None:
+    template = {"spec": {"tolerations": [{"key": "a"}], "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x"]}]}}
+    found = pod(with_template(template))["spec"]
+
+    assert {"key": "a"} in found["tolerations"]
+    assert len(found["tolerations"]) == 3
+    assert len(found["hostAliases"]) == 1
+
+
+def test_single_values_are_the_users(with_template: WithTemplate) -> None:
+    found = pod(with_template({"spec": {"priorityClassName": "high", "securityContext": {"runAsUser": 5}}}))["spec"]
+
+    assert found["priorityClassName"] == "high"
+    assert found["securityContext"]["runAsUser"] == 5
+    assert found["securityContext"]["runAsNonRoot"] is True
+
+
+def ray_container(**fields: Any) -> dict[str, Any]:
+    """Return a template that changes Ray's container."""
+    return {"spec": {"containers": [{"name": "ray-worker", **fields}]}}
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "words"),
+    [
+        ({"kind": "Pod"}, "kind", "metadata and spec only"),
+        ({"spec": []}, "spec", "must be an object"),
+        ({"metadata": {"name": "x"}}, "metadata.name", "only labels and annotations"),
+        ({"metadata": {"labels": {"ray.io/cluster": "x"}}}, "metadata.labels.ray.io/cluster", "choose another"),
+        ({"metadata": {"labels": {"ppojob.dev/job": "x"}}}, "metadata.labels.ppojob.dev/job", "choose another"),
+        (
+            {"metadata": {"annotations": {"ray.io/overwrite-container-cmd": "true"}}},
+            "metadata.annotations.ray.io/overwrite-container-cmd",
+            "choose another",
+        ),
+        ({"spec": {"hostNetwork": True}}, "spec.hostNetwork", "network.hostNetwork"),
+        ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy", "replaced, not restarted"),
+        ({"spec": {"serviceAccountName": "x"}}, "spec.serviceAccountName", "own ServiceAccount"),
+        ({"spec": {"automountServiceAccountToken": True}}, "spec.automountServiceAccountToken", "no credentials"),
+        ({"spec": {"volumes": [{"name": "storage"}]}}, "spec.volumes[0].name", "choose another"),
+        ({"spec": {"volumes": [{}]}}, "spec.volumes[0]", "each item needs name"),
+        ({"spec": {"containers": {"name": "x"}}}, "spec.containers", "must be a list"),
+        ({"spec": {"containers": ["x"]}}, "spec.containers[0]", "each item needs name"),
+        (ray_container(command=["sh"]), "spec.containers[0].command", "KubeRay starts Ray"),
+        (ray_container(args=["x"]), "spec.containers[0].args", "KubeRay starts Ray"),
+        (ray_container(resources={}), "spec.containers[0].resources", "resourcesPerGPU"),
+        (ray_container(env=[{"name": "RAY_ADDRESS"}]), "spec.containers[0].env[0].name", "choose another"),
+        (
+            ray_container(volumeMounts=[{"name": "x", "mountPath": "/data"}]),
+            "spec.containers[0].volumeMounts[0].mountPath",
+            "choose another path",
+        ),
+        (ray_container(volumeMounts=[{"name": "x"}]), "spec.containers[0].volumeMounts[0]", "needs mountPath"),
+    ],
+)
+def test_what_would_break_ray_is_refused_with_its_path(
+    with_template: WithTemplate, template: dict[str, Any], path: str, words: str
+) -> None:
+    problems = list(template_problems(with_template(template), KEY, UID))
+
+    assert [problem.path for problem in problems] == [f"spec.pools[0].podTemplate.{path}"]
+    assert words in problems[0].message
+
+
+def test_the_heads_template_is_looked_at_too(make_spec: MakeSpec) -> None:
+    spec = make_spec(head={"podTemplate": {"spec": {"containers": [{"name": "ray-head", "command": ["x"]}]}}})
+
+    (problem,) = template_problems(spec, KEY, UID)
+
+    assert problem.path == "spec.head.podTemplate.spec.containers[0].command"

@@ -1,0 +1,223 @@
+"""The RayCluster says what the spec says, and Ray counts what the pods have."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests.quantity import times
+from ppojob_operator.manifests.ray_cluster import logical_cpus, ray_cluster, template_problems
+from ppojob_operator.plan import JobKey
+
+KEY, UID = JobKey("ns", "job"), "uid-1"
+MakeSpec = Callable[..., PPOJobSpec]
+
+
+def cluster(spec: PPOJobSpec) -> dict[str, Any]:
+    """Return the RayCluster's spec."""
+    found: dict[str, Any] = ray_cluster(spec, KEY, UID, "job-12345")["spec"]
+    return found
+
+
+def group(spec: PPOJobSpec, index: int = 0) -> dict[str, Any]:
+    """Return a worker group."""
+    found: dict[str, Any] = cluster(spec)["workerGroupSpecs"][index]
+    return found
+
+
+def pod(spec: PPOJobSpec, index: int = 0) -> dict[str, Any]:
+    """Return the pod spec of a pool."""
+    found: dict[str, Any] = group(spec, index)["template"]["spec"]
+    return found
+
+
+def one_pool(make_spec: MakeSpec, **fields: Any) -> PPOJobSpec:
+    """Return a spec with one pool."""
+    return make_spec(pools=[{"name": "actor", "gpusPerNode": 2, **fields}], placement={"actor": "actor"})
+
+
+def test_the_head_has_no_logical_resources_and_an_open_dashboard(make_spec: MakeSpec) -> None:
+    params = cluster(make_spec())["headGroupSpec"]["rayStartParams"]
+
+    assert params == {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"}
+
+
+def test_ray_has_a_version_a_token_and_no_autoscaler(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec())
+
+    assert spec["rayVersion"] == "2.60.0"
+    assert spec["authOptions"] == {"mode": "token", "secretName": "job-12345-ray"}
+    assert spec["enableInTreeAutoscaling"] is False
+
+
+def test_a_group_counts_its_gpus_and_its_pool(make_spec: MakeSpec) -> None:
+    params = group(make_spec())["rayStartParams"]
+
+    assert params["num-gpus"] == "2"
+    assert params["resources"] == r'"{\"pool_actor\": 2}"'
+    # KubeRay pastes it into a shell command: what the shell makes of it must be JSON.
+    assert json.loads(json.loads(params["resources"])) == {"pool_actor": 2}
+
+
+def test_a_group_has_a_fixed_size(make_spec: MakeSpec) -> None:
+    found = group(one_pool(make_spec, nodes=3))
+
+    assert (found["replicas"], found["minReplicas"], found["maxReplicas"]) == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpus", "scorers", "is_reward_here", "expected"),
+    [("8", 2, 1, False, 16), ("300m", 2, 1, False, 2), ("300m", 2, 4, True, 6), ("300m", 2, 4, False, 2)],
+)
+def test_ray_counts_a_cpu_for_each_gpu_and_each_scorer_even_where_there_are_fewer(
+    make_spec: MakeSpec, cpu: str, gpus: int, scorers: int, is_reward_here: bool, expected: int
+) -> None:
+    spec = make_spec(
+        pools=[
+            {"name": "actor", "gpusPerNode": gpus, "resourcesPerGPU": {"cpu": cpu}},
+            {"name": "critic", "gpusPerNode": 1},
+        ],
+        reward={"function": {"module": "m", "numWorkers": scorers}},
+        placement={"actor": "actor", "critic": "critic", "reward": "actor" if is_reward_here else "critic"},
+    )
+
+    assert logical_cpus(spec, spec.pools[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "expected"),
+    [
+        ("cuda", None, {"nvidia.com/gpu": "2"}),
+        ("cuda", "amd.com/gpu", {"amd.com/gpu": "2"}),
+        ("cpu", None, {}),
+        ("cpu", "nvidia.com/gpu", {"nvidia.com/gpu": "2"}),
+    ],
+)
+def test_gpus_are_asked_for_under_their_name(
+    make_spec: MakeSpec, device: str, name: str | None, expected: dict[str, str]
+) -> None:
+    pools = [{"name": "actor", "gpusPerNode": 2, **({"gpuResourceName": name} if name else {})}]
+    resources = pod(make_spec(device=device, pools=pools, placement={"actor": "actor"}))["containers"][0]["resources"]
+
+    assert resources["limits"] == {"memory": "128Gi", **expected}
+    assert resources["requests"] == {"cpu": "16", "memory": "128Gi", **expected}
+
+
+def test_pods_are_restricted_and_have_no_credentials(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec())
+    templates = [spec["headGroupSpec"]["template"], *(each["template"] for each in spec["workerGroupSpecs"])]
+
+    for template in templates:
+        found, container = template["spec"], template["spec"]["containers"][0]
+        assert found["automountServiceAccountToken"] is False
+        assert found["serviceAccountName"] == "job-trainer"
+        assert found["securityContext"]["runAsNonRoot"] is True
+        assert found["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert "hostNetwork" not in found
+
+
+def test_only_the_head_has_the_token_of_the_reports(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec())
+    head = spec["headGroupSpec"]["template"]["spec"]
+
+    (token,) = (volume["projected"] for volume in head["volumes"] if "projected" in volume)
+    assert token["sources"] == [
+        {"serviceAccountToken": {"audience": "ppojob.dev/ns/job/uid-1", "expirationSeconds": 3600, "path": "token"}}
+    ]
+    assert {"name": "ppojob-token", "mountPath": "/var/run/secrets/ppojob.dev", "readOnly": True} in (
+        head["containers"][0]["volumeMounts"]
+    )
+    assert not any("projected" in volume for volume in pod(make_spec())["volumes"])
+
+
+def test_storage_file_and_shared_memory_are_mounted(make_spec: MakeSpec) -> None:
+    found = pod(make_spec(storage={"persistentVolumeClaim": "rl-data", "mountPath": "/mnt/rl"}))
+
+    mounts = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
+    assert mounts == {"storage": "/mnt/rl", "ppojob-config": "/etc/ppojob", "shared-memory": "/dev/shm"}
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    assert volumes["storage"]["persistentVolumeClaim"] == {"claimName": "rl-data"}
+    assert volumes["ppojob-config"]["configMap"] == {"name": "job-job"}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+    assert found["securityContext"]["fsGroup"] == 1000
+
+
+def test_a_pool_goes_where_it_belongs(make_spec: MakeSpec) -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    found = pod(one_pool(make_spec, nodeSelector={"gpu-type": "h200"}, tolerations=[toleration]))
+
+    assert found["nodeSelector"] == {"gpu-type": "h200"}
+    assert found["tolerations"][0] == toleration
+
+
+def test_a_lost_node_is_given_up_after_a_minute_unless_the_user_says_otherwise(make_spec: MakeSpec) -> None:
+    own = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
+    found = pod(one_pool(make_spec, tolerations=[own]))["tolerations"]
+
+    assert own in found
+    assert [each["key"] for each in found if each.get("tolerationSeconds") == 60] == ["node.kubernetes.io/not-ready"]
+
+
+def test_environment_and_pull_secrets_reach_all_pods(make_spec: MakeSpec) -> None:
+    variable = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
+    source, secret = {"secretRef": {"name": "wandb"}}, {"name": "registry"}
+    spec = cluster(make_spec(env=[variable], envFrom=[source], imagePullSecrets=[secret]))
+
+    for each in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        found = each["template"]["spec"]
+        assert variable in found["containers"][0]["env"]
+        assert found["containers"][0]["envFrom"] == [source]
+        assert found["imagePullSecrets"] == [secret]
+
+
+def test_a_user_may_send_rays_usage_statistics(make_spec: MakeSpec) -> None:
+    env = pod(make_spec(env=[{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}]))["containers"][0]["env"]
+
+    assert [variable["value"] for variable in env if variable["name"] == "RAY_USAGE_STATS_ENABLED"] == ["1"]
+
+
+def test_a_pool_of_one_is_not_spread(make_spec: MakeSpec) -> None:
+    found = pod(one_pool(make_spec, spread="Required"))
+
+    assert "affinity" not in found
+    assert "topologySpreadConstraints" not in found
+
+
+def test_pods_are_spread_as_asked(make_spec: MakeSpec) -> None:
+    preferred, required = (pod(one_pool(make_spec, nodes=2, spread=spread)) for spread in ("Preferred", "Required"))
+
+    assert preferred["topologySpreadConstraints"][0]["whenUnsatisfiable"] == "ScheduleAnyway"
+    (term,) = required["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"] == {"ray.io/cluster": "job-12345", "ppojob.dev/pool": "actor"}
+
+
+def test_the_hosts_network_brings_its_own_dns_policy(make_spec: MakeSpec) -> None:
+    found = pod(one_pool(make_spec, network={"hostNetwork": True}))
+
+    assert found["hostNetwork"] is True
+    assert found["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+def test_labels_name_job_and_pool(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec())
+
+    assert spec["workerGroupSpecs"][1]["template"]["metadata"]["labels"]["ppojob.dev/pool"] == "critic"
+    head = spec["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert head["ppojob.dev/job"] == "job"
+    assert "ppojob.dev/pool" not in head
+
+
+def test_a_good_spec_has_no_problems(make_spec: MakeSpec) -> None:
+    assert list(template_problems(make_spec(), KEY, UID)) == []
+
+
+@pytest.mark.parametrize(
+    ("quantity", "factor", "product"),
+    [("300m", 2, "600m"), ("64Gi", 8, "512Gi"), ("1.5Gi", 3, "4.5Gi"), ("0.5", 4, "2"), ("100", 10, "1000")],
+)
+def test_a_quantity_is_multiplied_in_its_own_unit(quantity: str, factor: int, product: str) -> None:
+    assert times(quantity, factor) == product

@@ -1,0 +1,120 @@
+"""A job is accepted, or told why not, before anything is made for it."""
+
+import pytest
+from worlds import World, spec
+
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_operator.plan import Claim
+
+
+def test_a_good_job_is_accepted_and_its_clock_starts() -> None:
+    world = World()
+
+    world.look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+    assert world.status["startTime"] == "2026-03-01T12:00:00Z"
+    assert world.status["observedGeneration"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"placement": {"actor": "nowhere"}}, "spec.placement.actor: 'nowhere': there is no pool of this name"),
+        ({"actor": {"miniBatchSize": 7}}, "spec.actor.miniBatchSize: 7: does not divide data.trainBatchSize (16)"),
+        ({"learningRate": 1}, "spec.learningRate: 1: there is no such field"),
+        ({"env": [{"name": "RAY_ADDRESS", "value": "x"}]}, "spec.env[0].name: 'RAY_ADDRESS': this variable is set by"),
+        (
+            {"pools": [{**pool, "podTemplate": {"spec": {"hostNetwork": True}}} for pool in spec()["pools"]]},
+            "spec.pools[0].podTemplate.spec.hostNetwork: True: use network.hostNetwork of the pool",
+        ),
+    ],
+)
+def test_a_bad_spec_is_refused_with_path_value_and_remedy(changes: dict[str, object], words: str) -> None:
+    world = World(**changes)
+
+    plan = world.look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("False", Reason.INVALID_SPEC)
+    assert words in world.condition(Condition.ACCEPTED).message
+    assert world.status["phase"] == Phase.PENDING
+    assert plan.apply == ()
+    assert world.said == [Reason.INVALID_SPEC]
+
+
+def test_a_refused_job_is_accepted_once_it_is_mended() -> None:
+    world = World(actor={"miniBatchSize": 7})
+    world.settle()
+
+    world.spec, world.generation = spec(), 2
+    world.look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+    assert world.condition(Condition.ACCEPTED).observed_generation == 2
+
+
+def test_without_kuberay_the_job_waits_and_goes_on_when_it_comes() -> None:
+    world = World().see(is_kuberay_served=False)
+
+    world.settle()
+    assert world.verdict(Condition.ACCEPTED) == ("Unknown", Reason.KUBERAY_MISSING)
+    assert world.plan().look_again_after is not None
+
+    world.see(is_kuberay_served=True).look()
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (None, "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team"),
+        (Claim("data", "Lost"), "the claim has lost its volume"),
+    ],
+)
+def test_without_its_claim_the_job_waits_and_names_it(claim: Claim | None, words: str) -> None:
+    world = World().see(claim=claim)
+
+    world.settle()
+    assert world.verdict(Condition.ACCEPTED) == ("False", Reason.STORAGE_MISSING)
+    assert words in world.condition(Condition.ACCEPTED).message
+    assert "startTime" not in world.status
+
+    world.see(claim=Claim("data", "Bound")).look()
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_a_claim_that_waits_for_its_first_pod_is_good_enough() -> None:
+    world = World().see(claim=Claim("data", "Pending"))
+
+    world.look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_the_claim_is_not_asked_for_again_once_the_job_was_admitted() -> None:
+    world = World().run()
+
+    world.see(claim=None).settle()
+
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_a_running_job_whose_spec_is_no_longer_understood_fails_and_gives_its_pods_back() -> None:
+    world = World().run()
+
+    world.spec, world.generation = spec(actor={"miniBatchSize": 7}), 2
+    world.settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.INVALID_SPEC)
+    assert world.observed.clusters == ()
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    world = World().run()
+    world.is_going = True
+
+    plan = world.wait(9999).look()
+
+    assert plan.status is None
+    assert plan.apply == ()
+    assert plan.delete_clusters == ()

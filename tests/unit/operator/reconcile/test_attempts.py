@@ -1,0 +1,257 @@
+"""An attempt that fails is counted against whom it belongs to, named, and tried again or not."""
+
+import pytest
+from worlds import UID, World, first_cluster
+
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_operator.plan import Cluster, Ray, RayState, Trouble
+
+OOM = Trouble(Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed")
+
+
+def test_a_users_failure_is_tried_again_on_the_same_pods_after_a_pause() -> None:
+    world = World().run()
+
+    world.trainer_fails(Reason.DATA_UNREADABLE, FailureKind.USER, "/data/x.parquet: no such column").settle()
+    assert world.status["phase"] == Phase.RESTARTING
+    assert world.status["attempt"] == 1
+    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
+    assert world.cluster_name == first_cluster()
+    failure = world.status["lastFailure"]
+    assert (failure["attempt"], failure["reason"], failure["exitCode"]) == (0, Reason.DATA_UNREADABLE, 1)
+    assert failure["message"] == "/data/x.parquet: no such column"
+    assert failure["logTail"].startswith("step 3")
+    assert Reason.DATA_UNREADABLE in world.said
+
+    assert world.wait(9).look().submission is None
+    sent = world.wait(1).look().submission
+    assert sent is not None
+    assert sent.submission_id == f"ppojob-{UID}-1"
+    assert "--attempt 1" in sent.entrypoint
+
+
+def test_the_cluster_fails_and_the_next_attempt_gets_a_new_one() -> None:
+    world = World().run()
+
+    world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
+    assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
+    assert world.observed.clusters == ()
+    assert "rayCluster" not in world.status
+
+    world.wait(10).settle()
+    assert [cluster.name for cluster in world.observed.clusters] == [world.cluster_name]
+    assert world.cluster_name != first_cluster()
+
+
+def test_warm_pods_that_are_not_ready_any_more_are_not_kept() -> None:
+    world = World().run().pods_become(ready=False, pool="critic")
+
+    world.ray_says(RayState.STOPPED)
+
+    assert world.look().delete_clusters == (first_cluster(),)
+
+
+def test_a_permanent_failure_ends_the_job_at_once_by_its_own_name() -> None:
+    world = World().run()
+
+    world.trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT, "/data/model: no such folder").settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.MODEL_NOT_FOUND)
+    assert world.condition(Condition.FAILED).message == "/data/model: no such folder"
+    assert world.status["phase"] == Phase.FAILED
+    assert world.status["lastFailure"]["reason"] == Reason.MODEL_NOT_FOUND
+    assert world.observed.clusters == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(FailureKind.USER, "backoffLimit"), (FailureKind.INFRASTRUCTURE, "infrastructureBackoffLimit")],
+)
+def test_each_kind_of_failure_has_its_own_limit(kind: FailureKind, field: str) -> None:
+    world = World(runPolicy={field: 1}).run()
+
+    world.trainer_fails(Reason.TRAINER_FAILED, kind).settle()
+    assert world.status["phase"] == Phase.RESTARTING
+
+    world.wait(10).settle()
+    world.pods_become(ready=True).see(ray=world.observed.ray or Ray()).settle()
+    world.trainer_fails(Reason.TRAINER_FAILED, kind).settle()
+    assert world.verdict(Condition.FAILED) == ("True", Reason.BACKOFF_LIMIT_EXCEEDED)
+    assert f"spec.runPolicy.{field} allows no more than 1 retries" in world.condition(Condition.FAILED).message
+    assert world.status["lastFailure"]["attempt"] == 1
+
+
+def test_the_pause_grows_with_each_retry() -> None:
+    world, pauses = World(runPolicy={"backoffLimit": 9}).run(), []
+
+    for _ in range(8):
+        world.trainer_fails(Reason.TRAINER_FAILED, FailureKind.USER).settle()
+        pauses.append(0)
+        while world.wait(1).look().submission is None:
+            pauses[-1] += 1
+
+    assert [pause + 1 for pause in pauses] == [10, 20, 40, 80, 160, 320, 360, 360]
+
+
+def test_a_failure_without_a_name_has_the_last_line_of_the_log_and_the_exit_code() -> None:
+    world = World().run()
+    world.log = "loading\nModuleNotFoundError: No module named 'x'\n\n"
+
+    world.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=1).settle()
+
+    failure = world.status["lastFailure"]
+    assert failure["reason"] == Reason.TRAINER_FAILED
+    assert failure["message"].endswith("ModuleNotFoundError: No module named 'x'")
+    assert world.status["retries"]["user"] == 1
+
+
+def test_a_trainer_that_was_killed_most_likely_wanted_memory() -> None:
+    world = World().run()
+
+    world.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=-9).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
+    assert "spec.head.resources.memory (8Gi)" in world.status["lastFailure"]["message"]
+
+
+def test_a_trainer_that_ray_lost_is_the_clusters_fault() -> None:
+    world = World().run()
+
+    world.ray_says(RayState.FAILED, error_type="JOB_SUPERVISOR_ACTOR_DIED", message="The actor died\nmore").settle()
+
+    assert world.status["lastFailure"]["message"] == "Ray lost the trainer: The actor died"
+    assert world.status["retries"]["infrastructure"] == 1
+
+
+def test_a_trainer_that_was_stopped_by_hand_is_tried_again() -> None:
+    world = World().run()
+
+    world.ray_says(RayState.STOPPED).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.INTERRUPTED
+    assert world.status["retries"]["user"] == 1
+
+
+def test_a_failure_of_the_program_while_pods_were_lost_is_the_clusters_fault() -> None:
+    world = World().run().pods_become(ready=True, pool="critic", suffix="-new")
+
+    world.trainer_fails(Reason.TRAINER_FAILED, FailureKind.USER).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
+    assert "pool critic has other pods than the trainer began with" in world.status["lastFailure"]["message"]
+    assert world.status["retries"]["infrastructure"] == 1
+
+
+def test_a_wrong_path_stays_a_wrong_path_though_pods_were_lost() -> None:
+    world = World().run().pod_is_gone("critic")
+
+    world.trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.MODEL_NOT_FOUND)
+
+
+@pytest.mark.parametrize("change", ["gone", "unready", "replaced"])
+def test_lost_pods_are_seen_at_once_and_fail_the_attempt_if_the_trainer_does_not(change: str) -> None:
+    world = World().run()
+    if change == "gone":
+        world.pod_is_gone("critic")
+    else:
+        world.pods_become(ready=change == "replaced", pool="critic", suffix="-new" if change == "replaced" else "")
+
+    world.settle()
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.POD_LOST)
+    assert world.status["attempt"] == 0
+
+    world.wait(31).trainer_reports().settle()
+    assert world.status["attempt"] == 1
+    assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
+    assert world.status["retries"]["infrastructure"] == 1
+
+
+def test_pods_that_come_back_in_time_do_no_harm() -> None:
+    world = World().run().pods_become(ready=False, pool="critic")
+    world.settle()
+
+    world.wait(20).pods_become(ready=True, pool="critic").settle()
+    world.wait(40).trainer_reports().settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("True", Reason.PODS_READY)
+    assert world.status["attempt"] == 0
+
+
+def test_a_pod_beyond_its_memory_is_the_users_to_mend() -> None:
+    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM)
+
+    world.settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
+    assert "raise memory of resourcesPerGPU of pool critic" in world.status["lastFailure"]["message"]
+    assert world.status["retries"]["user"] == 1
+    assert "rayCluster" not in world.status
+
+
+@pytest.mark.parametrize(
+    ("clusters", "words"),
+    [
+        ((), "was deleted"),
+        ((Cluster(first_cluster(), is_going=True),), "was deleted"),
+        ((Cluster(first_cluster(), is_suspended=True),), "was suspended"),
+    ],
+)
+def test_a_lost_cluster_is_a_lost_head(clusters: tuple[Cluster, ...], words: str) -> None:
+    world = World().run().see(clusters=clusters)
+
+    world.look()
+
+    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
+    assert words in world.status["lastFailure"]["message"]
+    assert world.status["attempt"] == 1
+
+
+def test_a_lost_head_ends_the_attempt_at_once() -> None:
+    world = World().run().pod_is_gone("head")
+
+    world.settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
+    assert world.observed.clusters == ()
+
+
+def test_a_head_that_was_replaced_does_not_know_the_trainer_any_more() -> None:
+    world = World().run().see(ray=Ray())
+
+    world.wait(5).settle()
+    assert world.status["attempt"] == 0, "Ray may need a moment"
+
+    world.wait(30).trainer_reports().settle()
+    assert world.status["attempt"] == 1
+    assert "does not know the submission" in world.status["lastFailure"]["message"]
+
+
+def test_a_silent_dashboard_does_no_harm_while_the_trainer_reports() -> None:
+    world = World().run().see(ray=Ray(problem="no answer"))
+
+    for _ in range(60):
+        world.wait(10).trainer_reports().settle()
+
+    assert world.status["attempt"] == 0
+
+
+def test_a_head_from_which_nobody_answers_is_lost() -> None:
+    world = World().run().see(ray=Ray(problem="no answer within 20 s"))
+
+    world.wait(60).settle()
+    assert world.status["attempt"] == 0
+    world.wait(70).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
+    assert "no answer within 20 s" in world.status["lastFailure"]["message"]
+
+
+def test_an_attempt_that_was_never_sent_cannot_be_lost() -> None:
+    world = World().settle().pods_become(ready=True)
+
+    world.pod_is_gone("head").wait(500).settle()
+
+    assert "lastFailure" not in world.status

@@ -1,0 +1,148 @@
+"""Everything that waits has a limit: the start, the whole run, the trainer's silence, the finished object."""
+
+from datetime import timedelta
+
+import pytest
+from worlds import World, spec
+
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_operator.plan import RayState, Trouble
+from ppojob_operator.reconcile.situation import backoff
+
+NO_GPUS = Trouble(Reason.INSUFFICIENT_GPUS, "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+
+
+def test_pools_that_never_come_fail_the_job_with_their_reason_and_words() -> None:
+    world = World(runPolicy={"startupDeadlineSeconds": 60}).settle()
+    world.pods_become(ready=False, pool="critic", trouble=NO_GPUS)
+
+    world.wait(59).settle()
+    assert world.status["phase"] == Phase.STARTING
+    assert world.plan().look_again_after == 1
+
+    world.wait(1).settle()
+    assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
+    message = world.condition(Condition.FAILED).message
+    assert "within 60 s (spec.runPolicy.startupDeadlineSeconds): InsufficientGPUs: pool critic wants 1" in message
+    assert world.status["lastFailure"]["reason"] == Reason.STARTUP_DEADLINE_EXCEEDED
+    assert world.observed.clusters == ()
+
+
+def test_a_dashboard_that_never_answers_fails_the_job_too() -> None:
+    world = World(runPolicy={"startupDeadlineSeconds": 60}).settle().pods_become(ready=True)
+
+    world.wait(60).settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
+    assert "NotSubmitted: Ray's dashboard" in world.condition(Condition.FAILED).message
+
+
+def test_the_startup_deadline_is_over_once_the_trainer_was_sent() -> None:
+    world = World(runPolicy={"startupDeadlineSeconds": 60}).run()
+
+    world.wait(100).trainer_reports().settle()
+
+    assert world.status["phase"] == Phase.RUNNING
+
+
+def test_each_attempt_has_the_whole_startup_deadline() -> None:
+    world = World(runPolicy={"startupDeadlineSeconds": 60}).run()
+    world.wait(1000).trainer_reports().settle()
+    world.pod_is_gone("head").settle()
+
+    world.wait(10 + 59).settle()
+    assert world.status["phase"] == Phase.RESTARTING
+    world.wait(1).settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
+
+
+def test_the_active_deadline_spans_all_attempts() -> None:
+    world = World(runPolicy={"activeDeadlineSeconds": 300}).run()
+    world.ray_says(RayState.STOPPED).settle()
+    world.wait(10).settle()
+
+    world.wait(269).trainer_reports().settle()
+    assert world.status["phase"] == Phase.RUNNING
+    world.wait(1).settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.ACTIVE_DEADLINE_EXCEEDED)
+    assert "300 s (spec.runPolicy.activeDeadlineSeconds)" in world.condition(Condition.FAILED).message
+
+
+def test_a_job_that_ended_well_at_its_deadline_has_ended_well() -> None:
+    world = World(runPolicy={"activeDeadlineSeconds": 300}).run()
+
+    world.wait(300).ray_says(RayState.SUCCEEDED).settle()
+
+    assert world.status["phase"] == Phase.SUCCEEDED
+
+
+def test_a_job_that_waits_for_its_claim_has_no_deadline() -> None:
+    world = World(runPolicy={"startupDeadlineSeconds": 60, "activeDeadlineSeconds": 60}).see(claim=None)
+
+    world.wait(9999).settle()
+
+    assert world.status["phase"] == Phase.PENDING
+
+
+@pytest.mark.parametrize("has_reported", [True, False])
+def test_a_silent_trainer_is_stalled_and_gets_a_new_attempt_on_new_pods(has_reported: bool) -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
+    if not has_reported:
+        del world.status["progress"]
+        world.now -= timedelta(seconds=20)
+
+    world.wait(100).settle()
+    assert world.status["attempt"] == 0
+    world.wait(1).settle()
+
+    assert world.verdict(Condition.STALLED) == ("True", Reason.NO_PROGRESS)
+    assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
+    assert "100 s (spec.runPolicy.stallTimeoutSeconds)" in world.status["lastFailure"]["message"]
+    assert world.status["retries"]["user"] == 1
+    assert world.observed.clusters == ()
+
+
+def test_the_next_attempt_is_not_stalled_by_the_silence_of_the_last() -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
+    world.wait(101).settle()
+    world.wait(10).settle().pods_become(ready=True)
+
+    world.see(ray=type(world.observed.ray)() if world.observed.ray else None).settle()
+
+    assert world.status["attempt"] == 1
+    assert world.verdict(Condition.STALLED)[0] == "True", "until the new attempt is sent"
+
+
+def test_a_finished_job_is_deleted_when_its_time_is_over() -> None:
+    world = World(runPolicy={"ttlSecondsAfterFinished": 100}).run().ray_says(RayState.SUCCEEDED).settle()
+
+    assert world.wait(99).look().look_again_after == 1
+    assert not world.is_deleted
+    world.wait(1).look()
+
+    assert world.is_deleted
+
+
+def test_without_a_time_a_finished_job_stays() -> None:
+    world = World().run().ray_says(RayState.SUCCEEDED).settle()
+
+    plan = world.wait(10_000_000).look()
+
+    assert plan.look_again_after is None
+    assert not world.is_deleted
+
+
+def test_a_ttl_that_is_given_after_the_end_counts() -> None:
+    world = World().run().ray_says(RayState.SUCCEEDED).settle()
+    world.spec = spec(runPolicy={"ttlSecondsAfterFinished": 0})
+
+    world.look()
+
+    assert world.is_deleted
+
+
+@pytest.mark.parametrize(("retries", "seconds"), [(0, 0), (1, 10), (2, 20), (6, 320), (7, 360), (10_000, 360)])
+def test_the_pause_doubles_up_to_six_minutes(retries: int, seconds: int) -> None:
+    assert backoff(retries) == timedelta(seconds=seconds)

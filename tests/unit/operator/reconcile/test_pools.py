@@ -1,0 +1,152 @@
+"""Pools become ready, or say why not in the words of whoever knows."""
+
+import pytest
+from worlds import World, first_cluster, spec
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_operator.plan import Cluster, Trouble
+
+GPU_POOLS = [
+    {"name": "actor", "gpusPerNode": 2},
+    {"name": "critic", "gpusPerNode": 8, "nodeSelector": {"gpu-type": "a100"}},
+]
+NO_GPUS = Trouble(Reason.INSUFFICIENT_GPUS, "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+NO_NODE = Trouble(Reason.UNSCHEDULABLE, "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector.")
+NO_IMAGE = Trouble(Reason.IMAGE_PULL_FAILED, 'ImagePullBackOff: Back-off pulling image "trainer:1"')
+
+
+def starting(**changes: object) -> World:
+    """Return a job whose RayCluster was made and has its pods, none ready."""
+    return World(**changes).settle().pods_become(ready=False)
+
+
+def test_pods_that_start_are_waited_for() -> None:
+    world = starting()
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    assert world.status["ready"] == "0/3"
+    message = "the head pod is not ready; pool actor has 0 of 1 pods ready; pool critic has 0 of 1 pods ready"
+    assert world.condition(Condition.POOLS_READY).message == message
+
+
+def test_ready_counts_gpus_by_pool() -> None:
+    world = starting().pods_become(ready=True, pool="actor")
+
+    world.settle()
+
+    assert world.status["ready"] == "2/3"
+    assert [(pool["name"], pool["readyNodes"]) for pool in world.status["pools"]] == [("actor", 1), ("critic", 0)]
+
+
+def test_workers_without_a_head_are_not_ready() -> None:
+    world = starting().pods_become(ready=True).pods_become(ready=False, pool="head")
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    assert world.condition(Condition.POOLS_READY).message == "the head pod is not ready"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason", "message"),
+    [
+        (
+            NO_GPUS,
+            Reason.INSUFFICIENT_GPUS,
+            "pool critic wants 8 nvidia.com/gpu per node; 0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
+        ),
+        (
+            NO_NODE,
+            Reason.UNSCHEDULABLE,
+            "pool critic wants 8 nvidia.com/gpu, 64 cpu and 512Gi memory per node on nodes with gpu-type=a100; "
+            "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector.",
+        ),
+        (
+            NO_IMAGE,
+            Reason.IMAGE_PULL_FAILED,
+            'pool critic: ImagePullBackOff: Back-off pulling image "trainer:1"',
+        ),
+    ],
+)
+def test_a_pool_in_trouble_says_so_in_the_words_of_who_knows(trouble: Trouble, reason: str, message: str) -> None:
+    world = starting(pools=GPU_POOLS).pods_become(ready=True).pods_become(ready=False, pool="critic", trouble=trouble)
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", reason)
+    assert world.condition(Condition.POOLS_READY).message == message
+    assert world.status["pools"][1]["message"] == message
+    assert "message" not in world.status["pools"][0]
+    assert world.said.count(reason) == 1
+
+
+def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_condition() -> None:
+    world = starting(pools=GPU_POOLS)
+    world.pods_become(ready=False, pool="actor", trouble=NO_GPUS)
+    world.pods_become(ready=False, pool="critic", trouble=NO_IMAGE)
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.IMAGE_PULL_FAILED)
+
+
+def test_a_head_in_trouble_names_the_condition_too() -> None:
+    world = starting().pods_become(ready=False, pool="head", trouble=NO_IMAGE)
+
+    world.settle()
+
+    assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.words}"
+
+
+def test_a_cluster_that_kuberay_cannot_fill_says_so_in_its_words() -> None:
+    words = 'pods "x" is forbidden: exceeded quota: gpus'
+    world = World().settle().see(clusters=(Cluster(first_cluster(), problem=words),))
+
+    plan = world.look()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.PODS_REFUSED)
+    assert words in world.condition(Condition.POOLS_READY).message
+    assert [manifest["kind"] for manifest in plan.apply] == ["ServiceAccount", "Secret"]
+
+
+def test_a_cluster_that_the_api_server_refuses_says_so() -> None:
+    world = World().see(last_error=".spec.workerGroupSpecs[0].template.spec.foo: field not declared in schema")
+
+    world.look()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.CLUSTER_REFUSED)
+    assert "field not declared" in world.condition(Condition.POOLS_READY).message
+
+
+def test_a_suspended_cluster_says_so() -> None:
+    world = World().settle().see(clusters=(Cluster(first_cluster(), is_suspended=True),))
+
+    world.look()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.CLUSTER_SUSPENDED)
+
+
+def test_pods_of_another_cluster_do_not_count() -> None:
+    world = starting().pods_become(ready=True)
+    world.status["rayCluster"]["name"] = "arithmetic-00000"
+
+    world.look()
+
+    assert world.status["ready"] == "0/3"
+
+
+def test_a_pool_of_many_nodes_is_ready_with_the_last_one() -> None:
+    pools = [{"name": "actor", "nodes": 2, "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 1}]
+    world = starting(pools=pools).pods_become(ready=True)
+    world.settle()
+    assert world.status["ready"] == "5/9"
+
+    second = world.observed.pods[1]
+    world.see(pods=(*world.observed.pods, type(second)("another", second.cluster, "actor", True))).settle()
+    assert world.verdict(Condition.POOLS_READY) == ("True", Reason.PODS_READY)
+
+
+def test_the_spec_of_the_tests_is_good() -> None:
+    assert World(**spec()).settle().verdict(Condition.ACCEPTED)[0] == "True"

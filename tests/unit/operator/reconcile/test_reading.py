@@ -1,0 +1,160 @@
+"""From raw objects to views: which of a pod's many messages says why it does not run, and what KubeRay means."""
+
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_operator.plan import Pod, Trouble
+from ppojob_operator.reconcile import read_claim, read_cluster, read_pod
+
+
+def pod(status: dict[str, Any], gpu: str = "nvidia.com/gpu") -> Pod:
+    """Return the view of a worker pod that asks for GPUs."""
+    limits = {"memory": "1Gi", **({gpu: "2"} if gpu else {})}
+    labels = {"ray.io/cluster": "c", "ppojob.dev/pool": "actor"}
+    return read_pod(
+        {
+            "metadata": {"name": "p", "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
+            "spec": {"containers": [{"resources": {"limits": limits}}]},
+            "status": status,
+        }
+    )
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    """Return the status of a pod whose container waits."""
+    state = {"waiting": {"reason": reason, "message": message}}
+    return {"phase": "Pending", "containerStatuses": [{"name": "ray-worker", "state": state}]}
+
+
+def ended(reason: str, code: int, message: str = "") -> dict[str, Any]:
+    """Return the status of a pod whose container ended."""
+    state = {"terminated": {"reason": reason, "exitCode": code, "message": message}}
+    return {"phase": "Failed", "containerStatuses": [{"name": "ray-worker", "state": state}]}
+
+
+def unscheduled(message: str) -> dict[str, Any]:
+    """Return the status of a pod that has no node."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    return {"phase": "Pending", "conditions": [condition]}
+
+
+def test_a_running_pod_is_ready_with_its_condition() -> None:
+    status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+
+    assert pod(status) == Pod("p", "c", "actor", is_ready=True, address="10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("status", "trouble"),
+    [
+        ({"phase": "Pending"}, None),
+        (waiting("ContainerCreating"), None),
+        (waiting("PodInitializing"), None),
+        (
+            unscheduled("0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 others."),
+            Trouble(Reason.INSUFFICIENT_GPUS, "0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 others."),
+        ),
+        (
+            unscheduled("0/1 nodes are available: 1 Insufficient cpu."),
+            Trouble(Reason.UNSCHEDULABLE, "0/1 nodes are available: 1 Insufficient cpu."),
+        ),
+        (
+            unscheduled("pod has unbound immediate PersistentVolumeClaims"),
+            Trouble(Reason.UNSCHEDULABLE, "pod has unbound immediate PersistentVolumeClaims"),
+        ),
+        (
+            waiting("ErrImagePull", "failed to pull: not found"),
+            Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: failed to pull: not found"),
+        ),
+        (waiting("InvalidImageName"), Trouble(Reason.IMAGE_PULL_FAILED, "InvalidImageName")),
+        (
+            waiting("CreateContainerConfigError", 'secret "hf" not found'),
+            Trouble(Reason.POD_FAILED, 'container ray-worker: CreateContainerConfigError: secret "hf" not found'),
+        ),
+        (
+            ended("OOMKilled", 137),
+            Trouble(Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed"),
+        ),
+        (
+            ended("Error", 1, "ray: command not found\n"),
+            Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 1: ray: command not found"),
+        ),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
+            Trouble(Reason.POD_FAILED, "Evicted: The node was low on resource: memory."),
+        ),
+        ({"phase": "Failed"}, Trouble(Reason.POD_FAILED, "the pod failed")),
+    ],
+)  # fmt: skip
+def test_a_pod_that_does_not_run_says_why(status: dict[str, Any], trouble: Trouble | None) -> None:
+    found = pod(status)
+
+    assert not found.is_ready
+    assert found.trouble == trouble
+
+
+def test_a_gpu_may_have_another_name() -> None:
+    found = pod(unscheduled("0/1 nodes are available: 1 Insufficient amd.com/gpu."), gpu="amd.com/gpu")
+
+    assert found.trouble is not None
+    assert found.trouble.reason == Reason.INSUFFICIENT_GPUS
+
+
+def test_an_init_container_may_be_the_one_in_trouble() -> None:
+    status = waiting("ErrImagePull", "not found")
+    status["initContainerStatuses"] = status.pop("containerStatuses")
+
+    assert pod(status).trouble == Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: not found")
+
+
+def test_a_pod_without_a_pool_is_the_head() -> None:
+    raw = {"metadata": {"name": "h", "labels": {"ray.io/cluster": "c"}, "deletionTimestamp": "now"}, "spec": {}}
+
+    found = read_pod(raw)
+
+    assert found.pool is None
+    assert found.is_going
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        ({}, ""),
+        ({"state": "ready"}, ""),
+        ({"state": "failed", "reason": "invalid spec"}, "invalid spec"),
+        ({"state": "ready", "reason": "an old one"}, ""),
+        (
+            {"conditions": [{"type": "RayClusterReplicaFailure", "status": "True", "message": "quota"}]},
+            "quota",
+        ),
+        ({"conditions": [{"type": "RayClusterReplicaFailure", "status": "False", "message": "quota"}]}, ""),
+    ],
+)
+def test_what_kuberay_says_of_a_cluster(status: dict[str, Any], problem: str) -> None:
+    assert read_cluster({"metadata": {"name": "c"}, "status": status}).problem == problem
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"spec": {"suspend": True}},
+        {"status": {"state": "suspended"}},
+        {"status": {"conditions": [{"type": "RayClusterSuspended", "status": "True"}]}},
+    ],
+)
+def test_a_suspended_cluster_is_known_in_all_its_forms(raw: dict[str, Any]) -> None:
+    assert read_cluster({"metadata": {"name": "c"}, **raw}).is_suspended
+
+
+def test_a_cluster_with_a_head_names_its_service() -> None:
+    raw = {"metadata": {"name": "c", "deletionTimestamp": "now"}, "status": {"head": {"serviceName": "c-head-svc"}}}
+
+    found = read_cluster(raw)
+
+    assert (found.head_service, found.is_going, found.is_suspended) == ("c-head-svc", True, False)
+
+
+def test_a_claim_without_a_phase_is_pending() -> None:
+    assert read_claim({"metadata": {"name": "data"}}).phase == "Pending"

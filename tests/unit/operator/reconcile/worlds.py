@@ -1,0 +1,205 @@
+"""A job and all that can be observed of it, as a small world that the tests move and let time pass in.
+
+Each `look` decides and then does what the plan says to this world alone: the status is carried on, RayClusters come
+and go, Ray gets submissions. So a test reads as a story, and what the operator must remember is in the status only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
+from ppojob_operator.manifests import naming
+from ppojob_operator.plan import (
+    Claim,
+    Cluster,
+    JobKey,
+    Observed,
+    Plan,
+    Pod,
+    Ray,
+    RayJob,
+    RayState,
+    Surroundings,
+    Trouble,
+)
+from ppojob_operator.reconcile import dashboard_target, decide, read_job
+
+START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
+KEY = JobKey("rl-team", "arithmetic")
+UID = "7c4a8d09-ca37-4b2e-9d1f-1b2c3d4e5f60"
+SURROUNDINGS = Surroundings("https://operator/progress", "PEM", b"k" * 32)
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    """Return a good spec with two pools, with sections replaced."""
+    task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+    return {
+        "image": "trainer:1",
+        "model": {"actor": {"path": "/data/model"}},
+        "data": {"train": task, "trainBatchSize": 16},
+        "reward": {"function": {"module": "rewards"}},
+        "actor": {"miniBatchSize": 8},
+        "critic": {"miniBatchSize": 8},
+        "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
+        "placement": {"actor": "actor", "critic": "critic"},
+        "storage": {"persistentVolumeClaim": "data"},
+        **changes,
+    }
+
+
+class World:
+    """A PPOJob with its surroundings, at a moment that the test moves."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.spec = spec(**changes)
+        self.generation = 1
+        self.status: dict[str, Any] = {}
+        self.now = START
+        self.observed = Observed(SURROUNDINGS, claim=Claim("data", "Bound"))
+        self.log: str = ""
+        self.is_going = False
+        self.is_deleted = False
+        self.said: list[str] = []
+
+    # What the test moves.
+
+    def wait(self, seconds: float) -> "World":
+        """Let time pass."""
+        self.now += timedelta(seconds=seconds)
+        return self
+
+    def see(self, **changes: Any) -> "World":
+        """Change what is observed."""
+        self.observed = replace(self.observed, **changes)
+        return self
+
+    def pods_become(self, *, ready: bool, pool: str = "", trouble: Trouble | None = None, suffix: str = "") -> "World":
+        """Give the current RayCluster its pods, or change them: all, or those of one pool ("head" is the head's)."""
+        name = self.cluster_name
+        kept = [pod for pod in self.observed.pods if pool and (pod.pool or "head") != pool]
+        for group in ("head", *(each["name"] for each in self.spec["pools"])):
+            if pool in ("", group):
+                is_head = group == "head"
+                pod = Pod(f"{name}-{group}{suffix}", name, None if is_head else group, ready, trouble=trouble)
+                kept.append(pod)
+        return self.see(pods=tuple(kept))
+
+    def pod_is_gone(self, pool: str) -> "World":
+        """Take a pool's pods away ("head" is the head's)."""
+        return self.see(pods=tuple(pod for pod in self.observed.pods if (pod.pool or "head") != pool))
+
+    def ray_says(self, state: RayState, **fields: Any) -> "World":
+        """Let Ray say something else of the attempt that was sent last."""
+        assert self.observed.ray is not None
+        *others, last = self.observed.ray.jobs
+        return self.see(ray=Ray((*others, replace(last, state=state, **fields))))
+
+    def trainer_fails(self, reason: str, kind: FailureKind, message: str = "it broke", exit_code: int = 1) -> "World":
+        """Let the trainer end with a named failure."""
+        record = FailureRecord(reason=reason, message=message, kind=kind, exit_code=exit_code)
+        self.log = f"step 3\n{record.to_log_line()}\n"
+        return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
+
+    def trainer_reports(self, activity: str = "Training", step: int = 1) -> "World":
+        """Let the status server write a report."""
+        time = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.status["progress"] = {"activity": activity, "step": step, "totalSteps": 8, "lastUpdateTime": time}
+        return self
+
+    # What the operator does.
+
+    def plan(self) -> Plan:
+        """Decide, without doing anything."""
+        job, observed = read_job(self.raw), self.observed
+        if observed.ray is not None and dashboard_target(job, observed) is None:
+            observed = replace(observed, ray=None)
+        plan = decide(job, observed, self.now)
+        if plan.wanted_log:
+            plan = decide(job, replace(observed, log_tail=self.log), self.now)
+        assert not plan.wanted_log, "a log that was read is wanted again"
+        return plan
+
+    def look(self) -> Plan:
+        """Decide, and do what the plan says."""
+        plan = self.plan()
+        for manifest in plan.apply:
+            self._apply(manifest)
+        if plan.submission is not None:
+            sent = RayJob(plan.submission.submission_id, RayState.RUNNING, metadata=plan.submission.metadata)
+            self.see(ray=Ray((*(self.observed.ray.jobs if self.observed.ray else ()), sent)))
+        if plan.status is not None:
+            theirs = {name: self.status[name] for name in ("progress",) if name in self.status}
+            self.status = {**plan.status, **theirs}
+        for name in plan.delete_clusters:
+            self._release(name)
+        self.is_deleted = self.is_deleted or plan.delete_job
+        self.said += [event.reason for event in plan.events]
+        return plan
+
+    def settle(self, limit: int = 10) -> "World":
+        """Look until nothing changes any more at this moment."""
+        for _ in range(limit):
+            plan = self.look()
+            if plan.status is None and not plan.apply and not plan.submission and not plan.delete_clusters:
+                return self
+        raise AssertionError(f"no rest after {limit} looks: {plan}")
+
+    def run(self) -> "World":
+        """Bring the job to a trainer that reports."""
+        self.settle()
+        self.pods_become(ready=True).see(ray=Ray()).settle()
+        self.wait(20).trainer_reports()
+        return self.settle()
+
+    def _apply(self, manifest: Mapping[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "RayCluster" and name not in [cluster.name for cluster in self.observed.clusters]:
+            fresh = Cluster(name, head_service=f"{name}-head-svc")
+            self.see(clusters=(*self.observed.clusters, fresh), ray=None)
+        if manifest["kind"] == "ConfigMap":
+            self.see(config=manifest["data"])
+
+    def _release(self, name: str) -> None:
+        self.see(
+            clusters=tuple(cluster for cluster in self.observed.clusters if cluster.name != name),
+            pods=tuple(pod for pod in self.observed.pods if pod.cluster != name),
+        )
+
+    # What the tests ask.
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The PPOJob as the API server has it."""
+        metadata: dict[str, Any] = {
+            "namespace": KEY.namespace,
+            "name": KEY.name,
+            "uid": UID,
+            "generation": self.generation,
+        }
+        if self.is_going:
+            metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+        return {"metadata": metadata, "spec": self.spec, "status": self.status}
+
+    @property
+    def cluster_name(self) -> str:
+        """The RayCluster that the status names."""
+        name: str = self.status["rayCluster"]["name"]
+        return name
+
+    def condition(self, kind: str) -> ConditionStatus:
+        """Return a condition of the status."""
+        parsed = PPOJobStatus.model_validate(self.status)
+        return next(condition for condition in parsed.conditions if condition.type == kind)
+
+    def verdict(self, kind: str) -> tuple[str, str]:
+        """Return status and reason of a condition."""
+        condition = self.condition(kind)
+        return condition.status, condition.reason
+
+
+def first_cluster() -> str:
+    """Return the name of the first attempt's RayCluster."""
+    return naming.cluster_name(KEY.name, UID, 0)

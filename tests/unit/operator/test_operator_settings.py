@@ -1,0 +1,48 @@
+"""Settings come from the environment, and a wrong one is named."""
+
+import pytest
+
+from ppojob_operator.settings import DashboardAccess, Settings, SettingsError
+
+
+def test_without_an_environment_there_are_defaults() -> None:
+    assert Settings.from_environment({}) == Settings()
+
+
+def test_variables_are_read_under_their_names() -> None:
+    settings = Settings.from_environment(
+        {
+            "POD_NAMESPACE": "here",
+            "POD_NAME": "me",
+            "PPOJOB_WATCH_NAMESPACE": "rl-team",
+            "PPOJOB_PORT": "9443",
+            "PPOJOB_DASHBOARD_ACCESS": "PodIP",
+            "PPOJOB_EXTRA_NAMES": "a.example, 10.0.0.1,",
+            "UNRELATED": "x",
+        }
+    )
+
+    assert (settings.namespace, settings.pod_name, settings.watch_namespace) == ("here", "me", "rl-team")
+    assert settings.port == 9443
+    assert settings.dashboard_access is DashboardAccess.POD_IP
+    assert settings.certificate_names == ("a.example", "10.0.0.1")
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert Settings.from_environment({"PPOJOB_PORT": "", "PPOJOB_WORKERS": ""}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PPOJOB_PORT", "tcp://10.0.0.1:443"),
+        ("PPOJOB_PORT", "0"),
+        ("PPOJOB_WORKERS", "0"),
+        ("PPOJOB_REQUEST_TIMEOUT", "-1"),
+        ("PPOJOB_DASHBOARD_ACCESS", "Ingress"),
+        ("PPOJOB_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='{value}'"):
+        Settings.from_environment({name: value})

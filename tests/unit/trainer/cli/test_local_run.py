@@ -1,0 +1,138 @@
+"""What `ppojob run` decides on this machine: paths, the run's identity, attempts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bad_specs import with_changes
+
+from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.commands.local_paths import localize
+from ppojob_trainer.commands.local_run import job_file, next_attempt
+from ppojob_trainer.commands.manifest import Manifest
+
+FILES = {("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}}
+
+
+def _manifest(changes: dict[tuple[str | int, ...], Any] | None = None) -> Manifest:
+    return Manifest(*parse_manifest(with_changes(changes or {})))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A local folder that stands for the volume, with the model in it."""
+    (tmp_path / "storage" / "model").mkdir(parents=True)
+    return tmp_path / "storage"
+
+
+def test_a_path_in_the_volume_is_found_in_the_storage(storage: Path) -> None:
+    spec = localize(_manifest().spec, [storage])
+
+    assert spec.model.actor.path == str(storage / "model")
+
+
+def test_a_path_that_exists_as_it_is_stays(tmp_path: Path) -> None:
+    spec = _manifest({("spec", "model", "actor", "path"): str(tmp_path)}).spec
+
+    assert localize(spec, []).model.actor.path == str(tmp_path)
+
+
+def test_the_first_storage_wins(tmp_path: Path, storage: Path) -> None:
+    (tmp_path / "other" / "model").mkdir(parents=True)
+
+    assert localize(_manifest().spec, [tmp_path / "other", storage]).model.actor.path == str(
+        tmp_path / "other" / "model"
+    )
+
+
+def test_a_path_that_is_nowhere_is_refused_with_the_option_that_mends_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        localize(_manifest().spec, [tmp_path])
+
+    assert str(caught.value) == (
+        "spec.model.actor.path: '/data/model': is not on this machine "
+        f"(looked at /data/model, {tmp_path}/model): use --set spec.model.actor.path=<path here>"
+    )
+
+
+def test_every_file_of_a_list_is_looked_up(storage: Path) -> None:
+    (storage / "a.jsonl").touch()
+
+    with pytest.raises(SpecError, match=r"spec\.data\.train\.files\.paths: '/data/b.jsonl'"):
+        localize(_manifest(FILES).spec, [storage])
+
+    (storage / "b.jsonl").touch()
+    files = localize(_manifest(FILES).spec, [storage]).data.train.files
+    assert files is not None
+    assert files.paths == [str(storage / "a.jsonl"), str(storage / "b.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        (("model", "critic"), {"path": "/data/critic"}),
+        (("model", "ref"), {"path": "/data/ref"}),
+        (("checkpoint",), {"resumeFrom": "/data/other/checkpoints/step-4"}),
+        (("reward",), {"function": {"path": "/data/reward.py"}}),
+    ],
+)
+def test_every_path_of_the_spec_is_looked_up(storage: Path, place: tuple[str, ...], path: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="is not on this machine"):
+        localize(_manifest({("spec", *place): path}).spec, [storage])
+
+
+def test_a_name_on_a_hub_is_left_to_the_loader() -> None:
+    spec = _manifest({("spec", "model", "actor", "path"): "some-org/some-model"}).spec
+
+    assert localize(spec, []).model.actor.path == "some-org/some-model"
+
+
+def test_the_job_is_resolved_and_has_its_folder(tmp_path: Path, storage: Path) -> None:
+    job = job_file(_manifest(), tmp_path / "run", None)
+
+    assert (job.root, job.reporting) == (str(tmp_path / "run"), None)
+    assert job.spec.schedule.mode is ScheduleMode.OVERLAPPED
+    assert job.spec.model.actor.path == str(storage / "model")
+
+
+def test_a_storage_can_be_named(tmp_path: Path, storage: Path) -> None:
+    storage.rename(tmp_path / "volume")
+
+    assert job_file(_manifest(), tmp_path / "run", tmp_path / "volume").spec.model.actor.path.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {("spec", "trainer"): {"totalSteps": 7}},
+        {("spec", "checkpoint"): {"everySteps": 1}},
+        {("spec", "pools", 0, "gpusPerNode"): 8},
+        {("spec", "schedule"): {"mode": "Serial"}},
+        {("spec", "image"): "other"},
+    ],
+)
+def test_the_same_course_is_the_same_run(tmp_path: Path, storage: Path, changes: dict[Any, Any]) -> None:
+    assert job_file(_manifest(changes), tmp_path / "run", None).uid == job_file(_manifest(), tmp_path / "run", None).uid
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {("spec", "actor", "learningRate"): 1.0e-3},
+        {("spec", "trainer"): {"seed": 2}},
+        {("spec", "data", "train", "reasoningGym", "task"): "gcd"},
+        {("spec", "algorithm"): {"gamma": 0.9}},
+        {("metadata", "name"): "other"},
+    ],
+)
+def test_another_course_is_another_run(tmp_path: Path, storage: Path, changes: dict[Any, Any]) -> None:
+    assert job_file(_manifest(changes), tmp_path / "run", None).uid != job_file(_manifest(), tmp_path / "run", None).uid
+
+
+def test_attempts_are_counted(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path) == 0
+    CheckpointStore(tmp_path, uid="u", attempt=4).claim()
+    assert next_attempt(tmp_path) == 5

@@ -1,0 +1,176 @@
+"""From a file and `--set` to a PPOJob: what YAML may do, and what is refused with its place."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
+
+from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_trainer.commands.manifest import ManifestError, load, problems
+from ppojob_trainer.commands.overrides import apply_override
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "ppojob.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return _file(tmp_path, yaml.safe_dump(GOOD))
+
+
+# YAML.
+
+
+def test_a_file_gives_its_job(good: Path) -> None:
+    manifest = load(good)
+
+    assert (manifest.namespace, manifest.name, manifest.spec.data.train_batch_size) == ("default", "good", 16)
+
+
+def test_the_job_is_found_among_other_documents(tmp_path: Path) -> None:
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}
+    path = _file(tmp_path, yaml.safe_dump_all([None, config_map, GOOD]))
+
+    assert load(path).name == "good"
+
+
+def test_a_merge_key_brings_in_what_is_not_given(tmp_path: Path) -> None:
+    source = "{type: ReasoningGym, reasoningGym: &task {task: gcd, size: 9, seed: 1}}"
+    block = f"train: {source}\n    validation: {{type: ReasoningGym, reasoningGym: {{<<: *task, seed: 2}}}}"
+    manifest = copy.deepcopy(GOOD)
+    manifest["spec"]["data"]["train"] = "HERE"
+    text = yaml.safe_dump(manifest).replace("train: HERE", block)
+
+    data = load(_file(tmp_path, text), ["data.validation.reasoningGym.size=3"]).spec.data
+
+    assert data.train.reasoning_gym is not None
+    assert data.validation is not None
+    assert data.validation.reasoning_gym is not None
+    assert (data.train.reasoning_gym.seed, data.train.reasoning_gym.size) == (1, 9)
+    assert (data.validation.reasoning_gym.task, data.validation.reasoning_gym.seed) == ("gcd", 2)
+    # The option changed the place that it names, not the anchor.
+    assert data.validation.reasoning_gym.size == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it holds nothing"),
+        ("- 1\n- 2\n", "it holds a list"),
+        ("kind: ConfigMap\nmetadata: {name: x}\n", "it holds ConfigMap x"),
+        ("kind: PPOJob\n---\nkind: PPOJob\nmetadata: {name: b}\n", "it holds PPOJob, PPOJob b"),
+        ("a: [1\n", "it is no YAML"),
+        ("a: 1\na: 2\n", "a is given twice"),
+        ("a: !!python/object:os.system {}\n", "it is no YAML"),
+    ],
+    ids=["empty", "a list", "another kind", "two jobs", "broken", "a key twice", "code"],
+)
+def test_a_file_without_one_job_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        load(_file(tmp_path, text))
+
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/ppojob.yaml: ")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"none\.yaml: it cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_SPECS if bad.path != "kind"], ids=lambda bad: bad.name)
+def test_every_bad_spec_is_told_as_path_and_message(tmp_path: Path, bad: BadSpec) -> None:
+    path = _file(tmp_path, yaml.safe_dump(bad.manifest()))
+
+    with pytest.raises(SpecError) as caught:
+        load(path)
+
+    assert any(line.startswith(f"{bad.path}:") and bad.says in line for line in problems(caught.value))
+
+
+# --set.
+
+
+def _set(*overrides: str) -> dict[str, Any]:
+    raw = copy.deepcopy(GOOD)
+    for override in overrides:
+        apply_override(raw, override)
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("trainer.totalSteps=4", ("spec", "trainer", "totalSteps"), 4),
+        ("spec.trainer.totalSteps=4", ("spec", "trainer", "totalSteps"), 4),
+        ("metadata.name=other", ("metadata", "name"), "other"),
+        ("pools.actor.nodes=2", ("spec", "pools", 0, "nodes"), 2),
+        ("pools[1].nodes=2", ("spec", "pools", 1, "nodes"), 2),
+        ("pools.1.nodes=2", ("spec", "pools", 1, "nodes"), 2),
+        ("actor.learningRate=1e-5", ("spec", "actor", "learningRate"), "1e-5"),
+        ("algorithm.kl={inReward: true}", ("spec", "algorithm", "kl"), {"inReward": True}),
+        ("rollout.stop=[a, b]", ("spec", "rollout", "stop"), ["a", "b"]),
+        ("model.actor.path=/a=b", ("spec", "model", "actor", "path"), "/a=b"),
+        ("image=", ("spec", "image"), ""),
+        ("data.train.reasoningGym.config.min_terms=3", ("spec", "data", "train", "reasoningGym", "config"),
+         {"min_terms": 3}),
+        (r"pools.actor.nodeSelector.kubernetes\.io/hostname=a", ("spec", "pools", 0, "nodeSelector"),
+         {"kubernetes.io/hostname": "a"}),
+    ],
+)  # fmt: skip
+def test_an_option_sets_one_value(override: str, place: tuple[str | int, ...], value: object) -> None:
+    node: Any = _set(override)
+    for step in place:
+        node = node[step]
+
+    assert node == value
+
+
+def test_null_takes_a_field_out() -> None:
+    assert "critic" not in _set("placement.critic=null")["spec"]["placement"]
+    assert [pool["name"] for pool in _set("pools.critic=null")["spec"]["pools"]] == ["actor"]
+
+
+def test_options_are_applied_in_their_order() -> None:
+    raw = _set("trainer={totalSteps: 4}", "trainer.totalSteps=5", "trainer.seed=6")
+
+    assert raw["spec"]["trainer"] == {"totalSteps": 5, "seed": 6}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.totalStep=4", "--set spec.trainer.totalStep: there is no such field: did you mean totalSteps"),
+        ("pols.actor.nodes=2", "spec.pols: there is no such field: did you mean pools"),
+        ("pools.rollout.nodes=2", "spec.pools.rollout: the list has no item of this name; there is actor or critic"),
+        ("pools[2].nodes=2", "spec.pools[2]: the list has 2 items; the first is [0]"),
+        ("env.TOKEN.value=x", "spec.env.TOKEN: the list has no item of this name; there is none"),
+        ("image.tag=2", "spec.image: 'trainer:1': this is a value, it has no field tag"),
+        ("actor[0]=2", "spec.actor: this is no list: name a field in the place of [0]"),
+        ("metadata.nam=x", "metadata.nam: there is no such field: did you mean name"),
+        ("trainer.totalSteps", "write --set path=value"),
+        ("=4", "write --set path=value"),
+        ("a[b=4", "this is no path"),
+        ("actor=[1", "the value is no YAML"),
+    ],
+)
+def test_an_option_that_names_nothing_is_refused_with_what_is_there(override: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        _set(override)
+
+    assert said in str(caught.value)
+
+
+def test_a_value_of_the_wrong_type_is_refused_by_the_spec(good: Path) -> None:
+    with pytest.raises(SpecError, match=r"spec\.trainer\.totalSteps: 'many'"):
+        load(good, ["trainer.totalSteps=many"])
+
+
+def test_a_number_may_be_written_with_an_exponent(good: Path) -> None:
+    assert load(good, ["actor.learningRate=1e-5"]).spec.actor.learning_rate == 1e-5

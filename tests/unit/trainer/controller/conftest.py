@@ -1,0 +1,96 @@
+"""A run of the controller over fake ports, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
+
+from ppojob_api.v1alpha1.progress import LiveSettings
+from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
+from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.controller.ppo import PPO, PPOSettings
+from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.maths.kl import AdaptiveKLController
+
+SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c"}
+
+
+@dataclass
+class Run:
+    """Everything that a test looks at."""
+
+    world: World
+    monitor: FakeMonitor
+    checkpoints: FakeCheckpoints
+    loop: TrainingLoop[FakeBatch]
+    ppo: PPO[FakeBatch]
+
+    async def __call__(self) -> Outcome:
+        return await self.world.time.run(self.loop.run())
+
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run() -> MakeRun:
+    """Return a factory of runs."""
+
+    def make(
+        mode: ScheduleMode = ScheduleMode.OVERLAPPED,
+        *,
+        steps: int = 3,
+        validate_every: int = 0,
+        save_every: int = 0,
+        pool_of: Mapping[str, str] = SPLIT,
+        warmup: int = 0,
+        found: tuple[int, Mapping[str, Any]] | None = None,
+        **ports: Any,
+    ) -> Run:
+        world = World()
+        settings = LiveSettings(
+            total_steps=steps,
+            validate_every_steps=validate_every,
+            checkpoint_every_steps=save_every,
+            checkpoint_keep=1,
+        )
+        monitor, checkpoints = FakeMonitor(settings), FakeCheckpoints(world, found)
+        phases = Phases(pool_of, 1000.0, clock=lambda: world.time.now)
+        schedule, plugged = schedule_of(mode), fake_ports(world, **ports)
+        kl = AdaptiveKLController(0.1, target=1.0, horizon=100)
+        ppo = PPO(
+            plugged, schedule, phases, PPOSettings(pool_of, max_response_length=8, critic_warmup_steps=warmup), kl
+        )
+        loop_settings = LoopSettings(
+            has_validation=True, validates_first=True, exports_final=True, exports_each=False, num_gpus=3
+        )
+        loop = TrainingLoop(ppo, plugged, checkpoints, monitor, phases, schedule, loop_settings)
+        return Run(world, monitor, checkpoints, loop, ppo)
+
+    return make
+
+
+StopAt = Callable[[Run, str], Awaitable[Outcome]]
+
+
+@pytest.fixture
+def stop_at() -> StopAt:
+    """Return a function that runs, and asks to stop when the phase of that name starts."""
+
+    async def run_until(run: Run, phase: str) -> Outcome:
+        begin = run.world.phase
+
+        async def watched(what: str, step: int = 0) -> None:
+            if phase == (f"{what} {step}" if step else what):
+                run.monitor.stopping.set()
+            await begin(what, step)
+
+        run.world.phase = watched  # type: ignore[method-assign]
+        return await run()
+
+    return run_until

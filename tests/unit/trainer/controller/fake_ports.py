@@ -1,0 +1,316 @@
+"""Ports without processes: every phase takes virtual time, and every number tells what it was computed from.
+
+A fake model is one number; an update changes it by what is in the batch. So a phase that runs on the wrong weights, or
+before its input is there, changes the numbers that the tests compare.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import itertools
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_trainer.controller.ports import Metrics, Ports
+
+T = TypeVar("T")
+
+# Seconds of virtual time. Generation is longest, the critic's update outlasts the actor's and the push together.
+DURATIONS = {
+    "prompts": 0.1,
+    "generate": 10.0,
+    "validate": 4.0,
+    "old_log_prob": 3.0,
+    "values": 2.0,
+    "ref": 1.0,
+    "reward": 2.5,
+    "advantages": 0.5,
+    "update_actor": 5.0,
+    "update_critic": 8.0,
+    "push": 1.0,
+    "save": 2.0,
+    "export": 1.0,
+}
+_TURNS = 50
+
+
+class VirtualTime:
+    """A clock that moves only when every task waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    async def sleep(self, seconds: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (self.now + seconds, next(self._numbers), future))
+        await future
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """Move the time until `work` is done."""
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            self._advance()
+        return await task
+
+    def _advance(self) -> None:
+        if self._waiting:
+            self.now, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(None)
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    """Rows with columns; a column is one number."""
+
+    num_rows: int
+    columns: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def union(self, *others: FakeBatch) -> FakeBatch:
+        merged = dict(self.columns)
+        for other in others:
+            merged |= other.columns
+        return FakeBatch(self.num_rows, merged)
+
+
+@dataclass(frozen=True)
+class FakePrompts:
+    batch: FakeBatch
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class FakeRollout:
+    batch: FakeBatch
+    prompt_lengths: Sequence[int] = (4, 6)
+    response_lengths: Sequence[int] = (2, 8)
+
+
+@dataclass
+class World:
+    """The fake models and all that happened, as (time, what, 'start' or 'end')."""
+
+    time: VirtualTime = field(default_factory=VirtualTime)
+    durations: dict[str, float] = field(default_factory=lambda: dict(DURATIONS))
+    failing: dict[str, Exception] = field(default_factory=dict)
+    events: list[tuple[float, str, str]] = field(default_factory=list)
+    actor: float = 1.0
+    critic: float = 2.0
+    rollout: float = 1.0
+
+    async def phase(self, what: str, step: int = 0) -> None:
+        name = f"{what} {step}" if step else what
+        self.events.append((self.time.now, name, "start"))
+        await self.time.sleep(self.durations[what])
+        if what in self.failing:
+            raise self.failing[what]
+        self.events.append((self.time.now, name, "end"))
+
+    def at(self, name: str, edge: str) -> float:
+        """Return when a phase started or ended."""
+        return next(time for time, what, found in self.events if (what, found) == (name, edge))
+
+    def names(self, edge: str = "start") -> list[str]:
+        """Return the phases in the order in which they started (or ended)."""
+        return [what for _, what, found in self.events if found == edge]
+
+    def overlap(self, one: str, other: str) -> bool:
+        """Whether two phases ran at the same time for a while."""
+        return self.at(one, "start") < self.at(other, "end") and self.at(other, "start") < self.at(one, "end")
+
+
+def number_of(*inputs: object) -> float:
+    """Return a number from 0 to 1 that depends on all inputs."""
+    digest = hashlib.sha256(repr(inputs).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
+
+
+class FakeData:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.restored: tuple[int, Mapping[str, Any]] | None = None
+
+    async def prompts(self, step: int) -> FakePrompts:
+        await self.world.phase("prompts", step)
+        return FakePrompts(FakeBatch(2, {"step": step}))
+
+    async def validation_prompts(self) -> FakeBatch:
+        return FakeBatch(2, {"validation": 1.0})
+
+    async def state(self, step: int) -> Mapping[str, Any]:
+        return {"position": step}
+
+    async def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        self.restored = (step, state)
+
+
+class FakeRollouts:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
+        weights = self.world.rollout
+        await self.world.phase("generate", step)
+        return FakeRollout(FakeBatch(2, {"response": number_of(step, weights)}))
+
+    async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
+        await self.world.phase("validate")
+        return FakeRollout(FakeBatch(2, {"response": number_of("validation", self.world.rollout)}))
+
+
+class FakeActor:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def compute_log_prob(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+        weights = self.world.actor
+        await self.world.phase("old_log_prob", int(batch.columns["step"]))
+        return FakeBatch(2, {"old": number_of("old", batch.columns["response"], weights)}), {"diff": 0.0}
+
+    async def update(self, batch: FakeBatch) -> Metrics:
+        await self.world.phase("update_actor", int(batch.columns["step"]))
+        self.world.actor += batch.columns["advantage"]
+        return {"actor/pg_loss": batch.columns["advantage"]}
+
+
+class FakeCritic:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def compute_values(self, batch: FakeBatch) -> FakeBatch:
+        weights = self.world.critic
+        await self.world.phase("values", int(batch.columns["step"]))
+        return FakeBatch(2, {"value": number_of("value", batch.columns["response"], weights)})
+
+    async def update(self, batch: FakeBatch) -> Metrics:
+        await self.world.phase("update_critic", int(batch.columns["step"]))
+        self.world.critic += batch.columns["value"]
+        return {"critic/vf_loss": batch.columns["value"]}
+
+
+class FakeRef:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
+        await self.world.phase("ref", int(batch.columns["step"]))
+        return FakeBatch(2, {"ref": number_of("ref", batch.columns["response"])})
+
+
+class FakeReward:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
+        await self.world.phase("reward", int(batch.columns["step"]))
+        return FakeBatch(2, {"score": number_of("score", batch.columns["response"])})
+
+    async def validate(self, batch: FakeBatch) -> Metrics:
+        return {"val-core/score/mean": batch.columns["response"]}
+
+
+class FakeAdvantages:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def compute_advantages(self, batch: FakeBatch, kl_coefficient: float) -> tuple[FakeBatch, Metrics]:
+        await self.world.phase("advantages", int(batch.columns["step"]))
+        read = {name: value for name, value in batch.columns.items() if name != "diff"}
+        advantage = number_of("advantage", sorted(read.items()), kl_coefficient)
+        return FakeBatch(2, {"advantage": advantage}), {
+            "critic/score/mean": batch.columns["score"],
+            "actor/reward_kl_penalty": 0.5,
+        }
+
+
+class FakeWeights:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def push(self, version: int) -> None:
+        await self.world.phase("push", version)
+        self.world.rollout = self.world.actor
+
+
+def fake_ports(world: World, *, has_critic: bool = True, has_ref: bool = True) -> Ports[FakeBatch]:
+    """Return all ports of a world."""
+    return Ports(
+        data=FakeData(world),
+        rollout=FakeRollouts(world),
+        actor=FakeActor(world),
+        critic=FakeCritic(world) if has_critic else None,
+        ref=FakeRef(world) if has_ref else None,
+        reward=FakeReward(world),
+        advantages=FakeAdvantages(world),
+        weights=FakeWeights(world),
+    )
+
+
+class FakeCheckpoints:
+    """Keeps the models of each saved step."""
+
+    def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
+        self.world = world
+        self.found = found
+        self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
+        self.num_exports = 0
+
+    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
+        return self.found
+
+    async def save(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        await self.world.phase("save", step)
+        self.saved[step] = (state, self.world.actor, self.world.critic)
+        return Path(f"step-{step}")
+
+    async def export(self) -> Path:
+        await self.world.phase("export")
+        self.num_exports += 1
+        return Path("model")
+
+
+class FakeMonitor:
+    """Remembers what it is told; `stop_at` names the phase at whose start the run is asked to stop."""
+
+    def __init__(self, settings: LiveSettings) -> None:
+        self.settings = settings
+        self.stopping = asyncio.Event()
+        self.records: dict[int, dict[str, float]] = {}
+        self.activities: list[Activity] = []
+        self.resumed_step: int | None = None
+        self.saved_steps: list[int] = []
+        self.exports: list[Path] = []
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stopping.is_set()
+
+    async def wait_for_stop(self) -> None:
+        await self.stopping.wait()
+
+    def set_activity(self, activity: Activity) -> None:
+        self.activities.append(activity)
+
+    def resumed(self, step: int) -> None:
+        self.resumed_step = step
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        self.records[step] = dict(metrics)
+
+    def saved(self, step: int, path: Path) -> None:
+        self.saved_steps.append(step)
+
+    def exported(self, path: Path) -> None:
+        self.exports.append(path)

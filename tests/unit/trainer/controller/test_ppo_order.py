@@ -1,0 +1,129 @@
+"""In which order, and at the same time as what, the phases of a step run."""
+
+import pytest
+from conftest import MakeRun
+
+from ppojob_api.v1alpha1.training import ScheduleMode
+
+SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
+
+
+async def test_serial_runs_one_phase_after_the_other(make_run: MakeRun) -> None:
+    run = make_run(SERIAL, steps=1)
+
+    await run()
+
+    assert run.world.names() == run.world.names("end")
+    assert run.world.names() == [
+        "prompts 1",
+        "generate 1",
+        "reward 1",
+        "old_log_prob 1",
+        "values 1",
+        "ref 1",
+        "advantages 1",
+        "update_critic 1",
+        "update_actor 1",
+        "push 1",
+        "save 1",
+        "export",
+    ]
+
+
+async def test_parallel_update_overlaps_the_two_updates_and_nothing_else(make_run: MakeRun) -> None:
+    run = make_run(PARALLEL, steps=2)
+
+    await run()
+
+    world = run.world
+    assert world.overlap("update_actor 1", "update_critic 1")
+    assert not world.overlap("old_log_prob 1", "values 1")
+    assert world.at("push 1", "start") >= world.at("update_critic 1", "end")
+    assert world.at("generate 2", "start") >= world.at("push 1", "end")
+
+
+async def test_overlapped_computes_values_and_reward_beside_old_log_prob(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=1)
+
+    await run()
+
+    world = run.world
+    generated = world.at("generate 1", "end")
+    assert world.at("values 1", "start") == world.at("reward 1", "start") == generated
+    assert world.at("old_log_prob 1", "start") == generated
+    assert world.at("ref 1", "start") == world.at("values 1", "end"), "ref shares the critic's pool"
+
+
+async def test_overlapped_puts_ref_after_old_log_prob_where_it_is_in_the_actors_pool(make_run: MakeRun) -> None:
+    pools = {"data": "a", "actor": "a", "rollout": "a", "ref": "a", "critic": "c", "reward": "c"}
+    run = make_run(OVERLAPPED, steps=1, pool_of=pools)
+
+    await run()
+
+    assert run.world.at("ref 1", "start") == run.world.at("old_log_prob 1", "end")
+    assert run.world.overlap("ref 1", "reward 1") is False
+    assert run.world.overlap("old_log_prob 1", "values 1")
+
+
+async def test_overlapped_pushes_the_weights_when_the_actor_is_done_and_generates_while_the_critic_updates(
+    make_run: MakeRun,
+) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+
+    await run()
+
+    world = run.world
+    assert world.at("push 1", "start") == world.at("update_actor 1", "end")
+    assert world.at("update_critic 1", "end") > world.at("push 1", "end")
+    assert world.overlap("update_critic 1", "generate 2")
+
+
+async def test_the_next_values_wait_for_the_critic_however_long_its_update_takes(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+    run.world.durations["update_critic"] = 100.0
+
+    await run()
+
+    assert run.world.at("values 2", "start") >= run.world.at("update_critic 1", "end")
+    assert run.world.at("old_log_prob 2", "start") < run.world.at("values 2", "start")
+
+
+@pytest.mark.parametrize("mode", [SERIAL, OVERLAPPED])
+async def test_without_critic_and_reference_the_actors_group_computes_advantages(
+    make_run: MakeRun, mode: ScheduleMode
+) -> None:
+    run = make_run(mode, steps=2, has_critic=False, has_ref=False)
+
+    outcome = await run()
+
+    assert outcome.is_finished
+    assert not {"values 1", "ref 1", "update_critic 1"} & set(run.world.names())
+
+
+async def test_the_warmup_of_the_critic_leaves_the_actor_alone(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2, warmup=1)
+
+    await run()
+
+    assert "update_actor 1" not in run.world.names()
+    assert {"update_critic 1", "update_actor 2", "push 2"} <= set(run.world.names())
+
+
+async def test_a_failing_phase_ends_the_run_with_its_own_error(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+    run.world.failing["values"] = ZeroDivisionError("in the critic")
+
+    with pytest.raises(ZeroDivisionError, match="in the critic"):
+        await run()
+
+    assert "advantages 1" not in run.world.names()
+
+
+async def test_a_critic_update_that_fails_ends_the_run_before_the_next_values(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=3)
+    run.world.failing["update_critic"] = ZeroDivisionError("in the update")
+
+    with pytest.raises(ZeroDivisionError, match="in the update"):
+        await run()
+
+    assert "values 2" not in run.world.names()

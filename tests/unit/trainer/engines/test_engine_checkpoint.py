@@ -1,0 +1,86 @@
+"""A run that goes on from a checkpoint goes on as if it had not stopped; the export is a HuggingFace folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
+from ppojob_trainer.engines.errors import CheckpointUnreadableError
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.protocol import DataProto, Keys
+
+
+def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
+    training = ActorSpec(
+        learning_rate=1e-3, max_tokens_per_gpu=1000, learning_rate_schedule=LearningRateSchedule.LINEAR
+    )
+    return PolicyEngine(parallel, ActorModel(path=str(path)), training, KL(), total_steps=5, dtype=torch.float32)
+
+
+def test_an_update_after_loading_equals_the_one_after_saving(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    saved = make_policy(parallel, model_path)
+    saved.update(batch)
+    torch.manual_seed(11)
+    saved.save(tmp_path / "step")
+    drawn = torch.rand(3)
+    resumed = make_policy(parallel, model_path)
+    resumed.load(tmp_path / "step")
+    assert torch.equal(torch.rand(3), drawn)
+    metrics = saved.update(batch)
+    assert metrics["actor/lr"] == pytest.approx(0.8e-3)
+    assert resumed.update(batch) == metrics
+    log_probs = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (saved, resumed)]
+    assert torch.equal(*log_probs)
+
+
+def test_a_folder_that_exists_is_not_written_into(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "stale").touch()
+    engine = make_policy(parallel, model_path)
+    for write in (engine.save, engine.export):
+        with pytest.raises(FileExistsError, match="goes into a new folder"):
+            write(tmp_path)
+
+
+def test_what_cannot_be_read_is_refused_by_name(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+    engine = make_policy(parallel, model_path)
+    with pytest.raises(CheckpointUnreadableError, match=r"nothing is not complete: it has no \.metadata"):
+        engine.load(tmp_path / "nothing")
+    engine.save(tmp_path / "whole")
+    other = make_policy(parallel, save_tiny_model(tmp_path / "other", hidden_size=64))
+    with pytest.raises(CheckpointUnreadableError, match="whole cannot be read into this model"):
+        other.load(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (shard,) = (tmp_path / "cut").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(CheckpointUnreadableError, match="cut cannot be read into this model"):
+        engine.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
+    parallel: DataParallel, batch: DataProto, tmp_path: Path, is_tied: bool
+) -> None:
+    source = save_tiny_model(tmp_path / "source", tie_word_embeddings=is_tied)
+    engine = make_policy(parallel, source)
+    engine.update(batch)
+    engine.export(tmp_path / "export")
+    names = {file.name for file in (tmp_path / "export").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    exported = dict(model.named_parameters())
+    weights = engine.weights()
+    for spec, tensor in zip(weights.specs(), weights.gather(), strict=True):
+        assert torch.equal(exported.pop(spec.name), tensor)
+    assert not exported

@@ -1,0 +1,84 @@
+"""The critic: its value head, its values, its update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_llama import save_tiny_model
+from transformers import AutoModel
+
+from ppojob_api.v1alpha1.model import TrainedModel
+from ppojob_api.v1alpha1.training import CriticSpec
+from ppojob_trainer.engines.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.protocol import DataProto, Keys, response_part
+
+
+def make_critic(parallel: DataParallel, model_path: Path, seed: int = 1, **training: object) -> CriticEngine:
+    settings = {"learning_rate": 1e-2, "max_tokens_per_gpu": 1000, "clip_range_value": 10.0, **training}
+    return CriticEngine(
+        parallel,
+        TrainedModel(gradient_checkpointing=False),
+        str(model_path),
+        CriticSpec(**settings),
+        total_steps=10,
+        seed=seed,
+        dtype=torch.float32,
+    )
+
+
+def test_a_new_value_head_follows_the_seed(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+    first, again, other = (
+        make_critic(parallel, model_path, seed).compute_values(batch).tensor(Keys.VALUES) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.abs().max() < 0.5
+    assert (first[batch.tensor(Keys.RESPONSE_MASK) == 0] == 0).all()
+
+
+def test_the_value_of_a_token_is_read_before_it(parallel: DataParallel, tmp_path: Path, batch: DataProto) -> None:
+    path = save_tiny_model(tmp_path / "with-head")
+    weight, bias = torch.randn(1, 48, generator=torch.Generator().manual_seed(5)), torch.tensor([0.25])
+    save_file({"score.weight": weight, "score.bias": bias}, path / "value_head.safetensors")
+    values = make_critic(parallel, path, max_tokens_per_gpu=20).compute_values(batch).tensor(Keys.VALUES)
+
+    backbone = AutoModel.from_pretrained(path, dtype=torch.float32)
+    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
+    with torch.no_grad():
+        hidden = backbone(**{key: batch.tensor(key) for key in keys}).last_hidden_state
+    expected = response_part(hidden @ weight.T + bias, values.shape[1]).squeeze(-1) * batch.tensor(Keys.RESPONSE_MASK)
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_updates_bring_values_to_the_returns(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+    critic = make_critic(parallel, model_path)
+    mask = batch.tensor(Keys.RESPONSE_MASK).float()
+    wanted = batch.with_fields({Keys.RETURNS: 0.8 * mask})
+    metrics = [critic.update(wanted.with_fields(_values(critic, batch))) for _ in range(6)]
+    assert metrics[-1]["critic/vf_loss"] < 0.2 * metrics[0]["critic/vf_loss"]
+    assert metrics[-1]["critic/vpred_mean"] == pytest.approx(0.8, abs=0.3)
+    assert {"critic/vf_clipfrac", "critic/grad_norm", "critic/lr"} <= metrics[0].keys()
+
+
+def test_explained_variance_is_of_the_values_before_the_update(
+    parallel: DataParallel, model_path: Path, batch: DataProto
+) -> None:
+    perfect = batch.with_fields({Keys.VALUES: batch.tensor(Keys.RETURNS)})
+    assert make_critic(parallel, model_path).update(perfect)["critic/vf_explained_var"] == pytest.approx(1.0)
+    constant = batch.with_fields({Keys.VALUES: torch.zeros_like(batch.tensor(Keys.RETURNS))})
+    assert make_critic(parallel, model_path).update(constant)["critic/vf_explained_var"] == pytest.approx(0.0)
+
+
+def test_micro_batches_do_not_change_an_update(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+    whole, cut = make_critic(parallel, model_path), make_critic(parallel, model_path, max_tokens_per_gpu=16)
+    assert cut.update(batch) == pytest.approx(whole.update(batch), rel=1e-4, abs=1e-6)
+    values, values_of_cut = (engine.compute_values(batch).tensor(Keys.VALUES) for engine in (whole, cut))
+    torch.testing.assert_close(values_of_cut, values, atol=1e-4, rtol=1e-3)
+
+
+def _values(critic: CriticEngine, batch: DataProto) -> dict[str, torch.Tensor]:
+    return {Keys.VALUES: critic.compute_values(batch).tensor(Keys.VALUES)}

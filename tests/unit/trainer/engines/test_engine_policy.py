@@ -1,0 +1,156 @@
+"""The policy on one rank: equal to plain transformers, and the same however a minibatch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
+from ppojob_trainer.engines.errors import NonFiniteError
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
+
+Parameters = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., PolicyEngine]:
+    def make(kl: KL | None = None, checkpointing: bool = False, **training: object) -> PolicyEngine:
+        settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": 1000, **training}
+        return PolicyEngine(
+            parallel,
+            ActorModel(path=str(model_path), gradient_checkpointing=checkpointing),
+            ActorSpec(**settings),
+            kl or KL(),
+            total_steps=10,
+            dtype=torch.float32,
+        )
+
+    return make
+
+
+def parameters(engine: PolicyEngine) -> Parameters:
+    return {
+        spec.name: tensor.clone()
+        for spec, tensor in zip(engine.weights().specs(), engine.weights().gather(), strict=True)
+    }
+
+
+def plain_log_probs(model_path: Path, batch: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch.tensor(Keys.INPUT_IDS),
+            attention_mask=batch.tensor(Keys.ATTENTION_MASK),
+            position_ids=batch.tensor(Keys.POSITION_IDS),
+        ).logits
+    log_p = torch.log_softmax(response_part(logits, batch.tensor(Keys.RESPONSES).shape[1]) / temperature, dim=-1)
+    chosen = log_p.gather(-1, batch.tensor(Keys.RESPONSES).unsqueeze(-1)).squeeze(-1)
+    mask = batch.tensor(Keys.RESPONSE_MASK)
+    return chosen * mask, -(log_p.exp() * log_p).sum(-1) * mask
+
+
+def test_log_probs_and_entropies_equal_those_of_plain_transformers(
+    make_policy: Callable[..., PolicyEngine], model_path: Path, batch: DataProto
+) -> None:
+    computed = make_policy(max_tokens_per_gpu=30).compute_log_prob(batch)
+    log_probs, entropies = plain_log_probs(model_path, batch, temperature=0.7)
+    torch.testing.assert_close(computed.tensor(Keys.OLD_LOG_PROBS), log_probs, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(computed.tensor(Keys.ENTROPYS), entropies, atol=2e-5, rtol=1e-4)
+
+
+def test_the_reference_equals_the_policy_before_training(
+    make_policy: Callable[..., PolicyEngine], model_path: Path, parallel: DataParallel, batch: DataProto
+) -> None:
+    reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
+    computed = reference.compute_ref_log_prob(batch)
+    assert computed.keys() == {Keys.REF_LOG_PROB}
+    expected = make_policy().compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    assert torch.equal(computed.tensor(Keys.REF_LOG_PROB), expected)
+
+
+@pytest.mark.parametrize("aggregation", list(LossAggregation))
+def test_neither_micro_batches_nor_checkpointing_change_an_update(
+    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation
+) -> None:
+    kl = KL(in_loss=True, loss_coefficient=0.1)
+    settings = {"loss_aggregation": aggregation, "entropy_coefficient": 0.01}
+    whole, cut = make_policy(kl, **settings), make_policy(kl, True, max_tokens_per_gpu=16, **settings)
+    metrics, metrics_of_cut = whole.update(batch), cut.update(batch)
+    assert metrics_of_cut == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert metrics["actor/grad_norm"] > 0.01
+    torch.testing.assert_close(parameters(cut), parameters(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_padding_rows_weigh_nothing(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    batch = batch_of(7, num_mini_batches=1)
+    padded, added = batch.pad_to_divisor(4)
+    assert added == 1
+    plain, with_padding = make_policy(), make_policy()
+    assert with_padding.update(padded) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(parameters(with_padding), parameters(plain), atol=1e-5, rtol=1e-4)
+
+
+def test_an_update_follows_the_advantages(make_policy: Callable[..., PolicyEngine], batch: DataProto) -> None:
+    engine = make_policy()
+    before = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    mask = batch.tensor(Keys.RESPONSE_MASK)
+    wanted = batch.with_fields({Keys.OLD_LOG_PROBS: before, Keys.ADVANTAGES: mask.float()})
+    metrics = engine.update(wanted)
+    after = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    assert after.sum() > before.sum()
+    assert metrics["actor/lr"] == pytest.approx(1e-3)
+    assert metrics["actor/non_finite_steps"] == 0
+    assert "perf/mfu/actor" not in metrics
+
+
+def test_epochs_are_passes_over_the_same_minibatches(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    twice, by_hand = make_policy(), make_policy()
+    twice.update(batch_of(8, epochs=2))
+    by_hand.update(batch_of(8))
+    by_hand.update(batch_of(8))
+    torch.testing.assert_close(parameters(twice), parameters(by_hand), atol=0, rtol=0)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_fails_by_name_after_some(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    engine = make_policy(max_non_finite_steps=2)
+    before = parameters(engine)
+    bad = batch_of(8, num_mini_batches=1)
+    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("nan")
+    metrics = engine.update(bad)
+    assert metrics["actor/non_finite_steps"] == 1
+    torch.testing.assert_close(parameters(engine), before, atol=0, rtol=0)
+    with pytest.raises(NonFiniteError, match="nan in 2 optimizer steps in a row"):
+        engine.update(bad)
+
+
+def test_a_good_step_in_between_forgives_the_bad_one(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    engine = make_policy(max_non_finite_steps=2)
+    good, bad = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
+    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("inf")
+    for batch in (bad, good, bad):
+        engine.update(batch)
+
+
+@pytest.mark.parametrize("missing", ["temperature", "num_mini_batches", "epochs"])
+def test_a_batch_that_does_not_say_how_is_refused_by_name(
+    make_policy: Callable[..., PolicyEngine], batch: DataProto, missing: str
+) -> None:
+    del batch.meta_info[missing]
+    with pytest.raises(ProtocolError, match=f"no meta_info entry '{missing}'"):
+        make_policy().update(batch)

@@ -1,0 +1,104 @@
+"""Two processes train as one: the same losses, gradients, weights, and a checkpoint for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from transformers import AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.network import free_port
+
+LIMIT_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    port = free_port("127.0.0.1")
+    command = [sys.executable, two_ranks.__file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(model_path), str(folder)], env=environment, stderr=subprocess.PIPE
+        )
+        for rank in range(two_ranks.WORLD_SIZE)
+    ]
+    try:
+        errors = [rank.communicate(timeout=LIMIT_SECONDS)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two(out: Path) -> list[dict[str, Any]]:
+    return [torch.load(out / f"rank-{rank}.pt") for rank in range(two_ranks.WORLD_SIZE)]
+
+
+@pytest.fixture(scope="module")
+def of_one(parallel: DataParallel, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks.run(parallel, model_path, two_ranks.whole_batch(), tmp_path_factory.mktemp("one-rank"))
+
+
+def test_the_ranks_agree_on_metrics_and_weights(of_two: list[dict[str, Any]]) -> None:
+    first, second = of_two
+    assert first["metrics"] == second["metrics"]
+    torch.testing.assert_close(first["weights"], second["weights"], atol=0, rtol=0)
+
+
+def test_each_rank_computes_its_own_rows(of_two: list[dict[str, Any]], of_one: dict[str, Any]) -> None:
+    for key in ("log_probs", "values"):
+        whole = torch.zeros_like(of_one[key])
+        for rank, seen in enumerate(of_two):
+            whole[[4 * part + 2 * rank + row for part in (0, 1) for row in (0, 1)]] = seen[key]
+        torch.testing.assert_close(whole, of_one[key], atol=1e-5, rtol=1e-4)
+
+
+def test_one_rank_and_two_make_the_same_update(of_two: list[dict[str, Any]], of_one: dict[str, Any]) -> None:
+    assert of_two[0]["metrics"] == pytest.approx(of_one["metrics"], rel=1e-4, abs=1e-5)
+    # The weights are compared in the bfloat16 that the rollout gets: the updates were rounded alike almost everywhere.
+    difference = torch.cat(
+        [(a - b).abs().flatten() for a, b in zip(of_two[0]["weights"], of_one["weights"], strict=True)]
+    )
+    assert difference.mean() < 1e-6
+    assert of_two[0]["second"] == pytest.approx(of_one["second"], rel=1e-3, abs=1e-4)
+
+
+def test_a_checkpoint_of_two_ranks_is_read_by_one(
+    out: Path, of_two: list[dict[str, Any]], parallel: DataParallel, model_path: Path
+) -> None:
+    policy = two_ranks.make_policy(parallel, model_path)
+    policy.load(out / "checkpoint")
+    weights = [tensor.float() for tensor in policy.weights().gather()]
+    torch.testing.assert_close(weights, of_two[0]["weights"], atol=0, rtol=0)
+    resumed = policy.update(two_ranks.whole_batch())
+    assert resumed == pytest.approx(of_two[0]["second"], rel=1e-4, abs=1e-5)
+
+
+def test_two_ranks_export_a_whole_model(out: Path, of_two: list[dict[str, Any]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32)
+    exported = [parameter.detach() for parameter in model.parameters()]
+    torch.testing.assert_close(exported, of_two[0]["weights"], atol=0, rtol=0)
+
+
+def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
+    script = (
+        "from ppojob_api.v1alpha1.runtime import Device\n"
+        "from ppojob_trainer.engines.fsdp.mesh import init_process_group\n"
+        f"init_process_group(Device('{Device.CPU.value}'), 1, 2, '127.0.0.1', {free_port('127.0.0.1')}, 2)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT_SECONDS, check=False)
+    assert ended.returncode != 0
+    assert f"{RendezvousError.__name__}: rank 1 of 2 did not meet the others" in ended.stderr.decode()

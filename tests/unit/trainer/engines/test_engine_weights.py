@@ -1,0 +1,200 @@
+"""Weights on their way from a sender to receivers, over real process groups (each end in a thread of its own)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.weight_buckets import TensorSpec, buckets_from_text, buckets_to_text, checksum, make_buckets
+from ppojob_trainer.engines.weight_transfer import (
+    LinkPlan,
+    Receipt,
+    WeightReceiver,
+    WeightSender,
+    link_plan,
+    verify,
+)
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+
+
+class Tensors:
+    """A source without a model: names, and tensors that the test may change."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tensors = {
+            "a": torch.randn(7, 5, generator=generator),
+            "large": torch.randn(600, generator=generator).bfloat16(),
+            "b": torch.randn(3, generator=generator),
+        }
+
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def gather(self) -> Iterator[torch.Tensor]:
+        yield from self.tensors.values()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def connected(
+    source: Tensors, pool: ThreadPoolExecutor, num_receivers: int, bucket_bytes: int = 512, limit: float = 20
+) -> tuple[WeightSender, list[WeightReceiver]]:
+    plan = LinkPlan(0, "gloo", tuple(range(num_receivers)))
+    sender = WeightSender(source, plan, HOST, limit, CPU, bucket_bytes)
+    link = sender.listen()
+    assert link is not None
+    assert type(link)(**link.to_wire()) == link
+    prepared = pool.submit(sender.prepare)
+    receivers = [pool.submit(WeightReceiver, link, rank, CPU) for rank in range(1, num_receivers + 1)]
+    prepared.result(20)
+    return sender, [receiver.result(20) for receiver in receivers]
+
+
+def receive(receiver: WeightReceiver, version: int) -> tuple[dict[str, torch.Tensor], Receipt]:
+    stream = receiver.begin(version)
+    tensors = {name: tensor.clone() for name, tensor in stream}
+    return tensors, stream.receipt()
+
+
+def test_all_receivers_get_equal_tensors_push_after_push(pool: ThreadPoolExecutor) -> None:
+    source = Tensors()
+    sender, receivers = connected(source, pool, num_receivers=2)
+    for version in (1, 2):
+        source.tensors["b"] += version
+        waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
+        sent = sender.push(version)
+        assert sent is not None
+        found = [future.result(20) for future in waiting]
+        verify(sent, [receipt for _, receipt in found])
+        for tensors, _ in found:
+            torch.testing.assert_close(tensors, source.tensors, atol=0, rtol=0)
+    assert sent.num_tensors == 3
+    assert sent.num_bytes == 7 * 5 * 4 + 600 * 2 + 3 * 4
+    for end in (sender, *receivers):
+        end.close()
+
+
+def test_another_version_than_wanted_is_refused(pool: ThreadPoolExecutor) -> None:
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1, limit=2)
+    pushed = pool.submit(sender.push, 3)
+    with pytest.raises(WeightSyncError, match="sends version 3 of the weights, wanted was 4"):
+        receiver.begin(4)
+    receiver.close()
+    with pytest.raises(WeightSyncError, match="stopped receiving version 3"):
+        pushed.result(20)
+
+
+def test_a_reader_that_stops_early_has_no_receipt(pool: ThreadPoolExecutor) -> None:
+    source = Tensors()
+    sender, (receiver,) = connected(source, pool, num_receivers=1)
+    pushed = pool.submit(sender.push, 1)
+    stream = receiver.begin(1)
+    rest = iter(stream)
+    next(rest)
+    with pytest.raises(WeightSyncError, match="only 1 of 3 buckets of version 1"):
+        stream.receipt()
+    list(rest)
+    assert pushed.result(20) == stream.receipt()
+
+
+def test_a_replica_that_does_not_come_is_named() -> None:
+    sender = WeightSender(Tensors(), LinkPlan(0, "gloo", (0, 1)), HOST, 1, CPU)
+    sender.listen()
+    with pytest.raises(RendezvousError, match=r"replicas \[0, 1\] did not all connect for weights .* within 1 s"):
+        sender.prepare()
+
+
+def test_a_rank_without_a_plan_only_gathers() -> None:
+    sender = WeightSender(Tensors(), None, HOST, 1, CPU)
+    assert sender.listen() is None
+    sender.prepare()
+    assert sender.push(1) is None
+
+
+@pytest.mark.parametrize(
+    ("received", "message"),
+    [
+        (Receipt(1, 2, 10, (5, 6)), "version 1 with 2 tensors, sent was version 2"),
+        (Receipt(2, 2, 10, (5, 7)), "replica 1 has other weights .* differs in bucket 1 of 2"),
+    ],
+)
+def test_receipts_that_differ_are_refused(received: Receipt, message: str) -> None:
+    sent = Receipt(2, 2, 10, (5, 6))
+    verify(sent, [replace(sent)])
+    with pytest.raises(WeightSyncError, match=message):
+        verify(sent, [sent, received])
+
+
+def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
+    specs = [TensorSpec("a", (4,), "float32"), TensorSpec("big", (300,), "float32"), TensorSpec("b", (3,), "bfloat16")]
+    buckets = make_buckets(specs, 512)
+    assert [[spec.name for spec in bucket.specs] for bucket in buckets] == [["a"], ["big"], ["b"]]
+    assert [bucket.num_bytes for bucket in buckets] == [512, 1536, 512]
+    (together,) = make_buckets(specs, 4096)
+    assert together.offsets == (0, 16, 1216)
+    assert buckets_from_text(buckets_to_text(buckets).encode()) == buckets
+
+
+def test_a_checksum_sees_changed_bytes_and_exchanged_rows() -> None:
+    buffer = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
+    changed, exchanged = buffer.clone(), torch.cat([buffer[512:] + 1, buffer[:512]])
+    changed[77] += 1
+    straight = torch.cat([buffer[:512], buffer[512:] + 1])
+    assert len({int(checksum(one)) for one in (buffer, changed, straight, exchanged)}) == 4
+
+
+def test_the_weights_of_a_sharded_model_arrive(
+    parallel: DataParallel, model_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    engine = PolicyEngine(
+        parallel, ActorModel(path=str(model_path)), ActorSpec(), KL(), total_steps=1, dtype=torch.float32
+    )
+    source = engine.weights()
+    sender = WeightSender(source, LinkPlan(0, "gloo", (0,)), HOST, 20, CPU)
+    link = sender.listen()
+    assert link is not None
+    prepared = pool.submit(sender.prepare)
+    receiver = WeightReceiver(link, 1, CPU)
+    prepared.result(20)
+    pushed = pool.submit(sender.push, 1)
+    tensors, receipt = receive(receiver, 1)
+    assert pushed.result(20) == receipt
+    expected = {
+        name: parameter.full_tensor().bfloat16() for name, parameter in engine.module.language_model.named_parameters()
+    }
+    assert "lm_head.weight" not in tensors
+    torch.testing.assert_close(tensors, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_shared", "expected"),
+    [
+        (Device.CPU, True, [LinkPlan(0, "gloo", (0, 1))]),
+        (Device.CUDA, False, [LinkPlan(0, "nccl", (0, 1))]),
+        (Device.CUDA, True, [LinkPlan(0, "cuda_ipc", (0,)), LinkPlan(1, "cuda_ipc", (1,))]),
+    ],
+)
+def test_who_sends_to_whom(device: Device, is_shared: bool, expected: list[LinkPlan]) -> None:
+    assert link_plan(device, num_ranks=2, num_replicas=2, is_shared=is_shared) == expected

@@ -1,0 +1,45 @@
+"""What vLLM is told on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.vllm.options import RolloutOptions, engine_arguments, environment
+
+CPU = RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, max_num_batched_tokens=256)
+CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (CPU, {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 300}),
+        (CUDA, {"enforce_eager": False, "enable_chunked_prefill": True, "enable_sleep_mode": True}),
+        (dataclasses.replace(CUDA, sleeps=False, gpu_memory_utilization=0.9), {"gpu_memory_utilization": 0.9}),
+    ],
+)
+def test_arguments(options: RolloutOptions, expected: dict[str, Any]) -> None:
+    arguments = engine_arguments(options)
+    assert expected.items() <= arguments.items()
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_cpu_engine_has_no_argument_of_gpus() -> None:
+    assert not {"gpu_memory_utilization", "enable_sleep_mode"} & engine_arguments(CPU).keys()
+
+
+def test_the_environment_of_a_cpu_engine() -> None:
+    variables = environment(dataclasses.replace(CPU, cpu_cache_gib=3), num_threads=2)
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert variables["OMP_NUM_THREADS"] == "2"
+    assert variables["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_NUM_THREADS" not in environment(CPU)
+
+
+def test_the_environment_of_a_cuda_engine() -> None:
+    assert environment(CUDA)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert "OMP_WAIT_POLICY" not in environment(CUDA)

@@ -1,0 +1,102 @@
+"""From an exception to the failure's name, kind and sentence."""
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError
+from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.data import DataError
+from ppojob_trainer.engines.errors import ModelNotFoundError, NonFiniteError, RendezvousError, WeightSyncError
+from ppojob_trainer.main.failures import JobFailedError, JobFileMissingError, failure_record, interrupted
+from ppojob_trainer.rewards import RewardFunctionError, RewardImportError, RewardTimeoutError
+from ppojob_trainer.worker_groups.errors import (
+    CallTimeoutError,
+    PoolNotPlacedError,
+    WorkerFailedError,
+    WorkerLostError,
+    WorkerOutOfMemoryError,
+)
+
+PERMANENT, USER, INFRASTRUCTURE = FailureKind.PERMANENT, FailureKind.USER, FailureKind.INFRASTRUCTURE
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+CASES = [
+    (ModelNotFoundError("no model"), Reason.MODEL_NOT_FOUND, PERMANENT),
+    (DataError("no data"), Reason.DATA_UNREADABLE, PERMANENT),
+    (RewardImportError("no module"), Reason.REWARD_IMPORT_FAILED, PERMANENT),
+    (RewardFunctionError("it raised", 7), Reason.REWARD_FAILED, USER),
+    (RewardTimeoutError("too slow"), Reason.REWARD_FAILED, USER),
+    (PoolNotPlacedError("pool critic"), Reason.POOL_NOT_PLACED, INFRASTRUCTURE),
+    (CallTimeoutError("not up"), Reason.PHASE_TIMEOUT, INFRASTRUCTURE),
+    (RendezvousError("not met"), Reason.PHASE_TIMEOUT, INFRASTRUCTURE),
+    (WorkerLostError("actor rank 1"), Reason.WORKER_LOST, INFRASTRUCTURE),
+    (WorkerOutOfMemoryError("actor rank 1"), Reason.OUT_OF_MEMORY, USER),
+    (OutOfMemoryError("CUDA out of memory"), Reason.OUT_OF_MEMORY, USER),
+    (NonFiniteError("nan"), Reason.NON_FINITE, USER),
+    (CheckpointUnreadableError("cannot be read"), Reason.CHECKPOINT_UNREADABLE, PERMANENT),
+    (WeightSyncError("other weights"), Reason.TRAINER_FAILED, USER),
+    (JobFileMissingError("not there"), Reason.JOB_FILE_MISSING, INFRASTRUCTURE),
+    (ZeroDivisionError("division by zero"), Reason.TRAINER_FAILED, USER),
+]
+
+
+@pytest.mark.parametrize(("error", "reason", "kind"), CASES, ids=lambda case: type(case).__name__)
+def test_a_failure_in_a_worker_keeps_its_name_and_says_where(error: Exception, reason: str, kind: FailureKind) -> None:
+    wrapped = WorkerFailedError("critic rank 2 failed in load: whatever")
+    wrapped.__cause__ = error
+
+    record = failure_record(wrapped)
+
+    assert (record.reason, record.kind, record.exit_code) == (reason, kind, 1)
+    if reason != Reason.TRAINER_FAILED:
+        assert record.message == f"critic rank 2: {error}"
+
+
+@pytest.mark.parametrize(("error", "reason", "kind"), CASES, ids=lambda case: type(case).__name__)
+def test_a_failure_in_the_driver_has_the_same_name(error: Exception, reason: str, kind: FailureKind) -> None:
+    record = failure_record(error)
+
+    assert (record.reason, record.kind) == (reason, kind)
+    assert str(error) in record.message
+
+
+def test_a_phase_that_takes_too_long_names_phase_and_role() -> None:
+    record = failure_record(PhaseTimeoutError("gen", "rollout", 30))
+
+    assert record.reason == Reason.PHASE_TIMEOUT
+    assert "phase gen of role rollout" in record.message
+    assert "trainer.phaseTimeoutSeconds" in record.message
+
+
+def test_what_only_the_driver_can_find_is_named_too(tmp_path: object) -> None:
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    assert failure_record(FencedOutError(folder, attempt=1, newer=2)).reason == Reason.FENCED_OUT
+    foreign = failure_record(ForeignFilesError(folder, uid="a", owner="b"))
+    assert (foreign.reason, foreign.kind) == (Reason.CHECKPOINT_UNREADABLE, PERMANENT)
+
+
+def test_an_unknown_error_in_a_worker_is_told_with_its_class() -> None:
+    wrapped = WorkerFailedError("actor rank 0 failed in update_actor: ZeroDivisionError: division by zero")
+    wrapped.__cause__ = ZeroDivisionError("division by zero")
+
+    assert failure_record(wrapped).message == str(wrapped)
+
+
+def test_a_long_message_still_makes_a_record_that_can_be_read_back() -> None:
+    record = failure_record(DataError("x" * 10_000))
+
+    assert FailureRecord.from_log(record.to_log_line()) == record
+
+
+def test_a_failure_that_has_its_name_keeps_it() -> None:
+    record = interrupted(step=3, exit_code=130)
+
+    assert failure_record(JobFailedError(record)) is record
+    assert (record.reason, record.kind, record.exit_code) == (Reason.INTERRUPTED, INFRASTRUCTURE, 130)

@@ -1,0 +1,123 @@
+"""Advantages and their statistics are those of the whole batch, however many ranks hold it."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.advantages import compute_advantages
+from ppojob_trainer.worker_groups.partition import Partition, in_groups
+
+ROWS, WIDTH, SAMPLES = 6, 5, 2
+
+
+class ThreadRanks:
+    """Ranks as threads: each hands its tensor in and waits for the others."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._given: list[Tensor] = []
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._together(values, lambda stacked: stacked.sum(dim=0))
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._together(values, lambda stacked: stacked.max(dim=0).values)
+
+    def _together(self, values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        self._given.append(values)
+        self._barrier.wait()
+        reduced = reduce(torch.stack(self._given))
+        if self._barrier.wait() == 0:
+            self._given.clear()
+        self._barrier.wait()
+        return reduced
+
+
+def batch() -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([5, 2, 4, 1, 3, 5])
+    mask = (torch.arange(WIDTH) < lengths.unsqueeze(1)).long()
+    scores = torch.zeros(ROWS, WIDTH)
+    scores[torch.arange(ROWS), lengths - 1] = torch.rand(ROWS, generator=generator)
+    return DataProto.from_dict(
+        {
+            Keys.RESPONSE_MASK: mask,
+            Keys.TOKEN_LEVEL_SCORES: scores,
+            Keys.VALUES: torch.rand(ROWS, WIDTH, generator=generator) * mask,
+            Keys.OLD_LOG_PROBS: -torch.rand(ROWS, WIDTH, generator=generator) * mask,
+            Keys.REF_LOG_PROB: -torch.rand(ROWS, WIDTH, generator=generator) * mask,
+        },
+        {Keys.UID: [f"p{row // SAMPLES}" for row in range(ROWS)]},
+    )
+
+
+def compute(whole: DataProto, algorithm: AlgorithmSpec, partition: Partition) -> tuple[dict[str, Tensor], list[Any]]:
+    """Run all ranks, and put the rows back into order; copies get an empty mask, as in `Rows.pull`."""
+    ranks = ThreadRanks(len(partition))
+
+    def one(rank: int) -> DataProto:
+        share = partition[rank]
+        part = whole[list(share.rows)]
+        mask = part.tensor(Keys.RESPONSE_MASK).clone()
+        mask[sorted(share.padding)] = 0
+        return compute_advantages(part.with_fields({Keys.RESPONSE_MASK: mask}), algorithm, 0.1, ranks)
+
+    with ThreadPoolExecutor(len(partition)) as pool:
+        parts = list(pool.map(one, range(len(partition))))
+    found = {key: torch.empty(ROWS, WIDTH) for key in (Keys.ADVANTAGES, Keys.RETURNS)}
+    for share, part in zip(partition, parts, strict=True):
+        for position, row in enumerate(share.rows):
+            for key in found if position not in share.padding else ():
+                found[key][row] = part.tensor(key)[position]
+    return found, [part.meta_info[Meta.METRICS] for part in parts]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce++"])
+def test_the_number_of_ranks_changes_nothing(estimator: str, num_ranks: int) -> None:
+    algorithm = AlgorithmSpec.model_validate(
+        {"advantageEstimator": estimator, "lam": 0.9, "kl": {"inReward": True, "estimator": "k1"}}
+    )
+    alone, [expected] = compute(batch(), algorithm, in_groups(ROWS, SAMPLES, 1))
+
+    sharded, metrics = compute(batch(), algorithm, in_groups(ROWS, SAMPLES, num_ranks))
+
+    for key, values in alone.items():
+        torch.testing.assert_close(sharded[key], values)
+    for of_rank in metrics:
+        assert of_rank.keys() == expected.keys()
+        for name, values in of_rank.items():
+            assert values == pytest.approx(expected[name], abs=1e-6), name
+
+
+def test_the_statistics_are_those_of_rows_and_tokens() -> None:
+    whole = batch()
+    mask = whole.tensor(Keys.RESPONSE_MASK).bool()
+    _, [metrics] = compute(whole, AlgorithmSpec(), in_groups(ROWS, SAMPLES, 1))
+
+    scores, values = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1), whole.tensor(Keys.VALUES)[mask]
+    assert metrics["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
+    assert metrics["critic/score/min"] == [pytest.approx(float(scores.min()))]
+    assert metrics["critic/values/max"] == [pytest.approx(float(values.max()))]
+    assert metrics["critic/advantages/mean"] == [pytest.approx(0.0, abs=1e-6)], "they are whitened"
+    assert "actor/reward_kl_penalty" not in metrics
+
+
+def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
+    whole = batch()
+    algorithm = AlgorithmSpec.model_validate({"kl": {"inReward": True, "estimator": "k1"}})
+
+    _, [metrics] = compute(whole, algorithm, in_groups(ROWS, SAMPLES, 1))
+
+    kl = whole.tensor(Keys.OLD_LOG_PROBS) - whole.tensor(Keys.REF_LOG_PROB)
+    of_rows = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1) - 0.1 * kl.sum(dim=1)
+    assert metrics["critic/rewards/mean"] == [pytest.approx(float(of_rows.mean()), abs=1e-6)]
+    lengths = whole.tensor(Keys.RESPONSE_MASK).sum(dim=1)
+    assert metrics["actor/reward_kl_penalty"] == [pytest.approx(float((kl.sum(dim=1) / lengths).mean()), abs=1e-6)]

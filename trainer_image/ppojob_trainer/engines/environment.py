@@ -1,0 +1,36 @@
+"""Variables that an engine's process must be started with: libraries read them when they are loaded.
+
+Called by the worker groups, which put them into the environment of the process that holds an engine. It imports
+neither torch nor vLLM, so the controller can ask.
+"""
+
+from __future__ import annotations
+
+from ppojob_api.v1alpha1.runtime import Device
+
+
+def base_environment(device: Device, num_threads: int | None = None) -> dict[str, str]:
+    """Return what every engine needs.
+
+    Args:
+        num_threads: of this process on device cpu. None leaves it, and then Ray sets 1 for actors with less than a CPU.
+    """
+    common = {
+        # The model is a folder; a hub would be asked for what is missing in it.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device is Device.CUDA:
+        return common | {"NCCL_NVLS_ENABLE": "0"}
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    return (
+        common
+        | threads
+        | {
+            # Roles share the cores. OpenMP's threads spin at each barrier by default, and then mostly wait for a thread
+            # that another spinning process keeps off its core: generation was five times slower.
+            "OMP_WAIT_POLICY": "passive",
+            "GOMP_SPINCOUNT": "0",
+            "KMP_BLOCKTIME": "0",
+        }
+    )
