@@ -12,11 +12,12 @@ from typing import Any
 
 import aiohttp
 
-from ppojob_api.v1alpha1.constants import MAX_LOG_LINES
 from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
 _MAX_WORDS = 500
-_MAX_LOG_BYTES = 1_000_000
+_MAX_ERROR_BYTES = 1_000_000
+_LOG_LINES = 1000
+"""More than a status shows: the line that names the failure may be overtaken by what other processes still print."""
 
 
 class DashboardError(Exception):
@@ -79,7 +80,7 @@ class Dashboard:
         query = {
             "submission_id": job.submission_id,
             "node_id": job.node_id,
-            "lines": str(MAX_LOG_LINES),
+            "lines": str(_LOG_LINES),
             "filter_ansi_code": "true",
         }
         try:
@@ -105,7 +106,7 @@ class Dashboard:
                 asyncio.timeout(self._timeout),
                 self._session.request(method, address.url + path, headers=headers, json=body, params=query) as answer,
             ):
-                data = await answer.content.read(_MAX_LOG_BYTES) if answer.status >= 400 else await answer.read()
+                data = await answer.content.read(_MAX_ERROR_BYTES) if answer.status >= 400 else await answer.read()
         except TimeoutError as error:
             raise DashboardError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from golden_manifests import EXAMPLES, GOLDEN, golden_files, render
+from tests.golden.golden_manifests import EXAMPLES, GOLDEN, golden_files, render
 
 
 def test_there_are_examples() -> None:

@@ -4,6 +4,7 @@
 messages says why it does not run.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +20,7 @@ from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Tro
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
 _SIGKILL_BY_KERNEL = "OOMKilled"
+_GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -87,10 +89,12 @@ def _read_spec(raw: Mapping[str, Any]) -> PPOJobSpec | SpecError:
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
-    failure = conditions.get("RayClusterReplicaFailure", {})
+    """Return KubeRay's words, without the names of pods that never were: each try has another."""
+    failure = conditions.get("ReplicaFailure", {})
+    words = str(status.get("reason", "")) if status.get("state") == "failed" else ""
     if failure.get("status") == "True":
-        return str(failure.get("message", ""))
-    return str(status.get("reason", "")) if status.get("state") == "failed" else ""
+        words = str(failure.get("message", ""))
+    return _GENERATED_NAME.sub("", " ".join(words.split()))
 
 
 def _pod_trouble(raw: Manifest, conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:

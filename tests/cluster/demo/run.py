@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 from tests.cluster import cluster, storage
-from tests.cluster.demo import manifests, progress
+from tests.cluster.demo import manifests, operator, progress
 from tests.cluster.demo import storage as job_storage
 from tests.cluster.demo.follow import Followed, follow
 from tests.cluster.demo.target import NAMESPACE, OPERATOR_NAMESPACE, Target
@@ -21,11 +21,9 @@ from tests.cluster.images.build import ensure_in_cluster
 from tests.cluster.layout import PROJECT, Layout
 from tests.cluster.stages import Stages
 
-CHART = PROJECT / "charts" / "ppojob"
 EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
 OUTPUT = PROJECT / "output" / "demo"
 JOB = "quickstart"
-OPERATOR_LIMIT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: flo
     """
     names = images or _make_cluster(layout, stages)
     with stages.stage("the operator (helm upgrade --install)") as stage:
-        _install_operator(target, names.operator)
+        operator.install(target, names.operator)
         stage.note = names.operator
     with stages.stage(f"namespace {NAMESPACE} and its storage"):
         target.apply(manifests.namespace())
@@ -66,20 +64,6 @@ def _make_cluster(layout: Layout, stages: Stages) -> ImageNames:
     operator = ensure_in_cluster(layout, stages, "operator")
     trainer = ensure_in_cluster(layout, stages, "trainer")
     return ImageNames(trainer=trainer.name, operator=operator.name)
-
-
-def _install_operator(target: Target, image: str) -> None:
-    repository, _, tag = image.rpartition(":")
-    if not repository:
-        raise ClusterError(f"OPERATOR_IMAGE {image!r} has no tag: write it as REPOSITORY:TAG")
-    values = [f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=IfNotPresent"]
-    target.helm(
-        *("upgrade", "--install", "ppojob", str(CHART), "--create-namespace"),
-        *(f"--set-string={value}" for value in values),
-        # The definition may have come by `kubectl apply` before.
-        *("--take-ownership", "--wait", f"--timeout={OPERATOR_LIMIT_SECONDS}s"),
-        limit=OPERATOR_LIMIT_SECONDS + 30,
-    )
 
 
 def _train(target: Target, image: str, limit: float, stages: Stages) -> None:

@@ -89,35 +89,63 @@ def environment_of(chart: list[dict[str, Any]]) -> dict[str, str]:
     return {variable["name"]: variable["value"] for variable in variables if "value" in variable}
 
 
+@dataclass
+class Rights:
+    """What the chart gives the operator in the module's namespace: an account and an environment."""
+
+    kubeconfig: dict[str, Any]
+    environment: dict[str, str]
+
+    def operator(self, folder: Path, kubeconfig: dict[str, Any] | None = None) -> OperatorProcess:
+        """Return an operator that has these rights; it is not started."""
+        probe_port = free_port()
+        (folder / "kubeconfig").write_text(json.dumps(kubeconfig or self.kubeconfig))
+        environment = {
+            **self.environment,
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "KUBECONFIG": str(folder / "kubeconfig"),
+            "PPOJOB_PORT": str(free_port()),
+            "PPOJOB_PROBE_PORT": str(probe_port),
+            "PPOJOB_DASHBOARD_ACCESS": "PodIP",
+            "PPOJOB_REQUEST_TIMEOUT": "5",
+        }
+        return OperatorProcess(environment, folder / "log", probe_port)
+
+
+def operators_of_all_namespaces(kubectl: Any) -> list[str]:
+    """Return the Deployments of operators that would take the tests' jobs too."""
+    found = kubectl.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob")["items"]
+    return [
+        f"{each['metadata']['namespace']}/{each['metadata']['name']}"
+        for each in found
+        if each["spec"]["replicas"] and not environment_of([each]).get("PPOJOB_WATCH_NAMESPACE")
+    ]
+
+
 @pytest.fixture(scope="module")
-def operator(kubectl: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator for the module's namespace; at the end it must stop in order."""
-    folder = tmp_path_factory.mktemp("operator")
+def rights(kubectl: Any) -> Iterator[Rights]:
+    """The chart's account, roles and Secrets, applied to the module's namespace."""
+    if others := operators_of_all_namespaces(kubectl):
+        pytest.fail(f"{others} watch all namespaces, these tests' too: uninstall them, or give them a watchNamespace")
     chart = render_chart(kubectl.namespace)
-    rights = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
-    done = kubectl.apply(*rights)
+    wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
+    done = kubectl.apply(*wanted)
     assert done.returncode == 0, done.stderr
     kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
     kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE, "--duration=2h").strip()}
-    (folder / "kubeconfig").write_text(json.dumps(kubeconfig))
-    probe_port = free_port()
-    environment = {
-        **environment_of(chart),
-        "PATH": os.environ["PATH"],
-        "HOME": str(folder),
-        "KUBECONFIG": str(folder / "kubeconfig"),
-        "POD_NAMESPACE": kubectl.namespace,
-        "PPOJOB_PORT": str(free_port()),
-        "PPOJOB_PROBE_PORT": str(probe_port),
-        "PPOJOB_DASHBOARD_ACCESS": "PodIP",
-        "PPOJOB_REQUEST_TIMEOUT": "5",
-    }
-    process = OperatorProcess(environment, folder / "log", probe_port)
+    yield Rights(kubeconfig, {**environment_of(chart), "POD_NAMESPACE": kubectl.namespace})
+    names = [f"{m['kind']}/{m['metadata']['name']}" for m in wanted if m["kind"].startswith("ClusterRole")]
+    kubectl("delete", *names)
+
+
+@pytest.fixture(scope="module")
+def operator(rights: Rights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator for the module's namespace; at the end it must stop in order."""
+    process = rights.operator(tmp_path_factory.mktemp("operator"))
     process.start()
     yield process
     assert process.stop() == 0, process.log.read_text()
-    names = [f"{m['kind']}/{m['metadata']['name']}" for m in rights if m["kind"].startswith("ClusterRole")]
-    kubectl("delete", *names)
 
 
 @dataclass
@@ -173,6 +201,13 @@ class Jobs:
             assert time.monotonic() < end, f"{json.dumps(status, indent=1)}\n{self.log.read_text()[-4000:]}"
             time.sleep(0.3)
         return status
+
+    def wait_until(self, is_so: Callable[[], bool], limit: float = 60) -> None:
+        """Wait until something is so; fail with the operator's log after `limit` seconds."""
+        end = time.monotonic() + limit
+        while not is_so():
+            assert time.monotonic() < end, self.log.read_text()[-4000:]
+            time.sleep(0.3)
 
     def wait_for(self, name: str, kind: str, status: str, reason: str, limit: float = 60) -> str:
         """Wait until a condition has this status and reason; return its message."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray_workers import SumWorker
+from tests.integration.trainer.ray_workers import SumWorker
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -221,7 +221,7 @@ async def test_a_worker_that_cannot_be_built_is_an_error_and_not_a_wait(
     launcher = Launcher(logs, 60.0)
     broken = launcher.start("broken", partial(SumWorker, unknown=1), pool, pool.bundles, environment=IMPORTABLE)
 
-    with pytest.raises(WorkerFailedError, match="broken rank 0 could not start: .*unexpected keyword argument"):
+    with pytest.raises(WorkerFailedError, match=r"broken rank 0 could not start: .*unexpected keyword argument"):
         await wait_until_up([broken])
 
 

@@ -1,7 +1,7 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`python vllm_agreement.py MODEL DEVICE BACKEND`. A process of its own, because vLLM reads its environment at its import and
-warns of much that is not ours.
+`python vllm_agreement.py MODEL DEVICE BACKEND`. A process of its own, because vLLM reads its environment at its import
+and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
 
     engine = RolloutEngine(options)
     await engine.start()
+    # vLLM's child process has its GPU now; the trainer takes the first.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     trainer, prompts = make_trainer(path, options.device, backend), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
@@ -151,10 +153,12 @@ def main() -> None:
         max_num_seqs=64,
         gpu_memory_utilization=0.3,
         enforce_eager=True,
-        sleeps=is_cuda,
+        sleeps=is_cuda and backend == "cuda_ipc",
         timeout_seconds=LIMIT_SECONDS,
     )
     os.environ.update(environment(options, num_threads=2))
+    if is_cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1" if backend == "nccl" else "0"
     seen = asyncio.run(scenario(path, options, backend))
     print("SEEN " + json.dumps(seen))
 

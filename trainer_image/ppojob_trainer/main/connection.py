@@ -68,4 +68,6 @@ def _start_here(spec: PPOJobSpec) -> None:
 def _signal_handlers() -> dict[signal.Signals, signal._HANDLER]:
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # None: not installed from Python, and so not to be put back from here.
+    return {number: handler for number, handler in handlers.items() if handler is not None}

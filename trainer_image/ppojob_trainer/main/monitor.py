@@ -15,6 +15,7 @@ from pathlib import Path
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.checkpoints import FencedOutError
+from ppojob_trainer.controller.recommendation import NUM_STEPS, recommend
 from ppojob_trainer.telemetry import MetricLogger, ProgressReporter, RunFiles, RunProgress, read_metrics
 
 __all__ = ["Monitor", "live_settings"]
@@ -44,6 +45,8 @@ class Monitor:
         self._stop = stop
         self._settings = live_settings(job)
         self._stopping = asyncio.Event()
+        self._gpus = {pool.name: pool.gpus for pool in job.spec.pools}
+        self._busy: list[Mapping[str, float]] = []
         self._metrics: MetricLogger | None = None
         self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
@@ -126,6 +129,7 @@ class Monitor:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `MonitorPort`."""
         self._progress.record(step, metrics)
+        self._recommend(step, metrics)
         self._open(0).log(step, metrics)
         self._report()
 
@@ -140,6 +144,14 @@ class Monitor:
         logger.info("the policy is in %s", path)
         self._progress.set_model(str(path))
         self._report()
+
+    def _recommend(self, step: int, metrics: Mapping[str, float]) -> None:
+        names = {pool: f"pool/{pool}/busy_fraction" for pool in self._gpus}
+        busy = {pool: metrics[name] for pool, name in names.items() if name in metrics}
+        # The first step allocates and compiles.
+        if step > 1 and busy:
+            self._busy = [*self._busy, busy][-NUM_STEPS:]
+            self._progress.set_recommendation(recommend(self._busy, self._gpus))
 
     def _open(self, resume_step: int) -> MetricLogger:
         if self._metrics is None:

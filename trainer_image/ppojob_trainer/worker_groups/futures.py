@@ -87,17 +87,21 @@ class Future(Generic[T]):
 
     async def _gather(self) -> T:
         answers = [asyncio.ensure_future(_wait_for(ref)) for ref in self._refs]
-        await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-        if all(answer.done() and answer.exception() is None for answer in answers):
-            return self._merge([answer.result() for answer in answers])
-        await asyncio.wait(answers, timeout=GRACE_S)
+        try:
+            await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(answer.done() and answer.exception() for answer in answers):
+                return self._merge([answer.result() for answer in answers])
+            await asyncio.wait(answers, timeout=GRACE_S)
+        finally:
+            # Where the caller gave up, or a rank failed, nobody waits for the others any more.
+            for answer in answers:
+                answer.cancel()
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         failures = [
             self._explain(error, rank)
             for rank, answer in zip(self._origin.ranks, answers, strict=True)
-            if answer.done() and (error := answer.exception()) is not None
+            if answer.done() and not answer.cancelled() and (error := answer.exception()) is not None
         ]
-        for answer in answers:
-            answer.cancel()
         failure = min(failures, key=_rank_of_explanation)
         raise failure from failure.__cause__
 

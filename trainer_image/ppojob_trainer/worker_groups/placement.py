@@ -156,7 +156,7 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
     bundles = [bundle_resources(spec, pool)] * pool.gpus
-    return cast(PlacementGroup, placement_group(bundles, strategy="PACK", name=f"pool-{pool.name}"))
+    return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
 
 
 def _cluster_state() -> tuple[dict[str, float], dict[str, float]]:

@@ -158,7 +158,7 @@ async def test_the_end_of_the_log_is_read_from_the_drivers_node() -> None:
         text = await client.log_tail(address, RayJob("ppojob-u-0", RayState.FAILED, node_id="n1"))
 
     assert text == "one\ntwo\n"
-    query = {"submission_id": "ppojob-u-0", "node_id": "n1", "lines": "100", "filter_ansi_code": "true"}
+    query = {"submission_id": "ppojob-u-0", "node_id": "n1", "lines": "1000", "filter_ansi_code": "true"}
     assert seen == [("/api/v0/logs/file", query)]
 
 

@@ -1,7 +1,7 @@
 """A job is accepted, or told why not, before anything is made for it."""
 
 import pytest
-from worlds import World, spec
+from tests.unit.operator.reconcile.worlds import World, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import Claim

@@ -1,7 +1,7 @@
 """An attempt that fails is counted against whom it belongs to, named, and tried again or not."""
 
 import pytest
-from worlds import UID, World, first_cluster
+from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
@@ -104,6 +104,17 @@ def test_a_failure_without_a_name_has_the_last_line_of_the_log_and_the_exit_code
     assert failure["reason"] == Reason.TRAINER_FAILED
     assert failure["message"].endswith("ModuleNotFoundError: No module named 'x'")
     assert world.status["retries"]["user"] == 1
+
+
+def test_a_name_that_other_output_overtook_is_found_nevertheless() -> None:
+    world = World().run().trainer_fails(Reason.DATA_UNREADABLE, FailureKind.PERMANENT, "no such file")
+    world.log += "\n".join(f"late line {i}" for i in range(300))
+
+    world.settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.DATA_UNREADABLE)
+    assert world.status["lastFailure"]["logTail"].endswith("late line 299")
+    assert len(world.status["lastFailure"]["logTail"].splitlines()) == 100
 
 
 def test_a_trainer_that_was_killed_most_likely_wanted_memory() -> None:

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from worlds import START, World
+from tests.unit.operator.reconcile.worlds import START, World
 
 from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, Condition, Phase, Reason
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from worlds import World, spec
+from tests.unit.operator.reconcile.worlds import World, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import RayState, Trouble

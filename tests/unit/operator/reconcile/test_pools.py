@@ -1,7 +1,7 @@
 """Pools become ready, or say why not in the words of whoever knows."""
 
 import pytest
-from worlds import World, first_cluster, spec
+from tests.unit.operator.reconcile.worlds import World, first_cluster, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.plan import Cluster, Trouble

@@ -1,7 +1,7 @@
 """The trainer is sent to Ray once, when all is ready, and with what it needs to find its file."""
 
 import pytest
-from worlds import SURROUNDINGS, UID, World, first_cluster
+from tests.unit.operator.reconcile.worlds import SURROUNDINGS, UID, World, first_cluster
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
+from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
 
 from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import MakeRun, StopAt
+from tests.unit.trainer.controller.conftest import MakeRun, StopAt
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode

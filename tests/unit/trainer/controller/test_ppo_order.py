@@ -1,7 +1,7 @@
 """In which order, and at the same time as what, the phases of a step run."""
 
 import pytest
-from conftest import MakeRun
+from tests.unit.trainer.controller.conftest import MakeRun
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 

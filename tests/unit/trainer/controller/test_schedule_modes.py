@@ -1,7 +1,7 @@
 """A schedule changes when things happen and never what is computed."""
 
 import pytest
-from conftest import MakeRun
+from tests.unit.trainer.controller.conftest import MakeRun
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.schedule import schedule_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import make_batch, save_tiny_model
+from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import save_tiny_model
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import KL

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_llama import save_tiny_model
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 from transformers import AutoModel
 
 from ppojob_api.v1alpha1.model import TrainedModel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import save_tiny_model
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.fsdp.mesh import DataParallel

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
+from tests.unit.trainer.engines import two_ranks
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -18,6 +18,7 @@ from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
 
+PROJECT = Path(__file__).resolve().parents[4]
 LIMIT_SECONDS = 120
 
 
@@ -25,11 +26,14 @@ LIMIT_SECONDS = 120
 def out(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     port = free_port("127.0.0.1")
-    command = [sys.executable, two_ranks.__file__]
+    command = [sys.executable, "-m", two_ranks.__name__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), str(model_path), str(folder)], env=environment, stderr=subprocess.PIPE
+            [*command, str(rank), str(port), str(model_path), str(folder)],
+            cwd=PROJECT,
+            env=environment,
+            stderr=subprocess.PIPE,
         )
         for rank in range(two_ranks.WORLD_SIZE)
     ]

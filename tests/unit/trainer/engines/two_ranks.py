@@ -1,4 +1,4 @@
-"""One of two ranks: runs the engines on its shard and writes what it saw. `python two_ranks.py RANK PORT MODEL OUT`."""
+"""One of two ranks: runs the engines on its shard and writes what it saw. Arguments: RANK PORT MODEL OUT."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_llama import make_batch
+from tests.unit.trainer.engines.tiny_llama import make_batch
 
 from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel

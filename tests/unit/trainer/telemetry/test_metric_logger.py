@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ppojob_trainer.telemetry import MetricLogger, MetricsUnreadableError, RunFiles, read_metrics
 from ppojob_trainer.telemetry.eta import Eta, in_words
-from ppojob_trainer.telemetry.sinks.console import ConsoleSink
+from ppojob_trainer.telemetry.sinks.console import WIDTH, ConsoleSink
 
 
 def _open(root: Path, *, resume_step: int = 0, prometheus_port: int | None = None) -> MetricLogger:
@@ -190,7 +190,7 @@ def test_closing_twice_does_nothing_more(tmp_path: Path) -> None:
 
 def _table(steps: int) -> list[str]:
     out, eta = io.StringIO(), Eta(8)
-    sink = ConsoleSink(eta, console=Console(file=out, width=100))
+    sink = ConsoleSink(eta, console=Console(file=out, width=WIDTH))
     for step in range(1, steps + 1):
         eta.tick(step, 20.0 * step)
         metrics = {"critic/score/mean": 0.25, "actor/ppo_kl": math.nan, "timing_s/step": 20.0}

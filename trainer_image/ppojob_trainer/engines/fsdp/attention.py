@@ -8,17 +8,19 @@ layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from ppojob_trainer.engines.batch import Segments
 
 IMPLEMENTATION: Final = "ppojob_packed"
+# torch 2.11 wants as many key heads as query heads.
+_KNOWS_GQA: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(
@@ -53,10 +55,8 @@ def packed_attention(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"enable_gqa": True} if _varlen_knows_gqa() else {}
-    if not options:
+    options: dict[str, Any] = {"enable_gqa": True} if _KNOWS_GQA else {}
+    if not _KNOWS_GQA:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output: Any = varlen_attn(
@@ -73,13 +73,6 @@ def _varlen(
     )
     packed: Tensor = output.unsqueeze(0)
     return packed
-
-
-@cache
-def _varlen_knows_gqa() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _one_by_one(

@@ -17,21 +17,23 @@ _COLUMNS = (
     ("s/step", "timing_s/step", "{:.1f}"),
 )
 _ROWS_BETWEEN_HEADS = 20
+WIDTH = 110
+"""Characters of a row."""
 
 
 class ConsoleSink:
     """Prints one row per step, and the head of the table every twenty rows."""
 
     def __init__(self, eta: Eta, *, console: Console | None = None) -> None:
-        # A log file has no width; the table needs about ninety characters.
-        self._console = console or Console(width=100, highlight=False)
+        # A log file has no width of its own.
+        self._console = console or Console(width=WIDTH, highlight=False)
         self._eta = eta
         self._rows = 0
 
     def write(self, step: int, time: float, metrics: Metrics) -> None:
         """Print the row of a step."""
         table = Table(box=None, padding=(0, 1), show_header=self._rows % _ROWS_BETWEEN_HEADS == 0)
-        for title, width in (("step", 11), *((name, max(len(name), 8)) for name, _, _ in _COLUMNS), ("left", 11)):
+        for title, width in (("step", 11), *((name, max(len(name), 9)) for name, _, _ in _COLUMNS), ("left", 11)):
             table.add_column(title, justify="right", width=width, no_wrap=True)
         cells = [_shown(metrics.get(metric), form) for _, metric, form in _COLUMNS]
         table.add_row(f"{step}/{self._eta.total_steps}", *cells, in_words(self._eta.seconds))

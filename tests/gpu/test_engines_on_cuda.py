@@ -1,0 +1,140 @@
+"""The engines on one GPU: the same numbers as on the CPU, and weights to a vLLM engine that shares the GPU.
+
+PPOJOB_TEST_MODEL names a folder with SmolLM2-135M-Instruct; without it the packaged model is converted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.models.smollm2 import prepare
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+AGREEMENT = Path(__file__).parents[1] / "integration" / "trainer" / "vllm_agreement.py"
+LIMIT_SECONDS = 400
+VOCABULARY = 49152
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("PPOJOB_TEST_MODEL")
+    return Path(given) if given else prepare(tmp_path_factory.mktemp("models") / "smollm2")
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[DataParallel]:
+    group = init_process_group(Device.CUDA, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+    yield group
+    group.destroy()
+
+
+def make_policy(parallel: DataParallel, path: Path, dtype: torch.dtype, **model: Any) -> PolicyEngine:
+    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=model.pop("max_tokens", 4096))
+    actor = ActorModel(path=str(path), **model)
+    return PolicyEngine(parallel, actor, training, KL(), total_steps=10, dtype=dtype)
+
+
+def make_batch() -> DataProto:
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+    tensors = rollout_batch([tokens(20 + row) for row in range(8)], [tokens(30 - row) for row in range(8)], 0)
+    mask = tensors[Keys.RESPONSE_MASK]
+    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1})
+
+
+def test_log_probs_equal_those_of_plain_transformers(parallel: DataParallel, model_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch = make_batch()
+    computed = make_policy(parallel, model_path, torch.bfloat16).compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
+    with torch.no_grad():
+        logits = model(**{key: batch.tensor(key) for key in keys}).logits
+    width, mask = batch.tensor(Keys.RESPONSES).shape[1], batch.tensor(Keys.RESPONSE_MASK)
+    log_p = torch.log_softmax(logits[:, -width - 1 : -1], dim=-1)
+    expected = log_p.gather(-1, batch.tensor(Keys.RESPONSES).unsqueeze(-1)).squeeze(-1) * mask
+    # Random tokens have log-probs near -15, where bfloat16's logits are 0.06 apart.
+    assert ((computed - expected).abs().sum() / mask.sum()) < 0.1
+
+
+@pytest.mark.parametrize("model", [{"max_tokens": 80}, {"gradient_checkpointing": False}, {"compile": True}])
+def test_how_it_is_computed_hardly_changes_an_update(
+    parallel: DataParallel, model_path: Path, model: dict[str, Any]
+) -> None:
+    batch = make_batch()
+    plain, other = (make_policy(parallel, model_path, torch.bfloat16, **options) for options in ({}, dict(model)))
+    old = plain.compute_log_prob(batch)
+    metrics, others = (engine.update(batch.union(old.select([Keys.OLD_LOG_PROBS]))) for engine in (plain, other))
+    assert others["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.05)
+    assert others["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], abs=0.02)
+    assert 0 < metrics["perf/mfu/actor"] < 1
+
+
+def test_a_checkpoint_is_read_back(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+    batch = make_batch()
+    saved, resumed = (make_policy(parallel, model_path, torch.bfloat16) for _ in range(2))
+    batch = batch.union(saved.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    saved.update(batch)
+    saved.save(tmp_path / "step")
+    resumed.load(tmp_path / "step")
+    for left, right in zip(saved.weights().gather(), resumed.weights().gather(), strict=True):
+        assert torch.equal(left, right)
+
+
+def agreement(model_path: Path, backend: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, str(AGREEMENT), str(model_path), "cuda", backend],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
+    return found
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "cuda_ipc",
+        pytest.param(
+            "nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each process")
+        ),
+    ],
+)
+def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:
+    seen = agreement(model_path, backend)
+    print(json.dumps(seen))
+    assert seen["diff_at_start"] < 0.012
+    assert seen["diff_of_stale_weights"] > 0.024
+    assert seen["diff_after_push"] < 0.012
+    assert seen["weights_version"] == 2

@@ -1,0 +1,7 @@
+"""A reward that random weights can earn: the share of a response's characters that are small letters."""
+
+from typing import Any
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    return sum(character.islower() for character in solution_str) / max(1, len(solution_str))

@@ -1,0 +1,115 @@
+"""What the operator reads of an attempt: its exit code, and the last line of its log."""
+
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureRecord
+from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.controller.loop import Outcome
+from ppojob_trainer.main import __main__ as entrypoint
+from ppojob_trainer.main.failures import JobFailedError, failure_record
+from ppojob_trainer.worker_groups.errors import WorkerLostError
+
+RAW: dict[str, Any] = {
+    "image": "i",
+    "model": {"actor": {"path": "/m"}},
+    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "reward": {"function": {"module": "r"}},
+    "pools": [{"name": "actor", "gpusPerNode": 1}],
+    "placement": {"actor": "actor"},
+    "storage": {"persistentVolumeClaim": "c"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep this process's output, logging and signals as they are."""
+    monkeypatch.setattr(entrypoint, "tee_output", lambda path: None)
+    monkeypatch.setattr(entrypoint, "configure_logging", lambda: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    job = JobFile(namespace="n", name="x", uid="u", root=str(tmp_path), spec=resolve(parse_spec(RAW)))
+    path = tmp_path / "job.json"
+    path.write_text(job.encode())
+    return ["--job", str(path), "--hash", JobFile.digest(job.encode()), "--generation", "1", "--attempt", "2"]
+
+
+def run_as(monkeypatch: pytest.MonkeyPatch, result: Outcome | Exception, sends: signal.Signals | None = None) -> None:
+    def run_job(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
+        assert (job.name, attempt) == ("x", 2)
+        if sends is not None:
+            signal.raise_signal(sends)
+            assert stop.is_set()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(entrypoint, "run_job", run_job)
+
+
+def test_a_finished_run_ends_with_0_and_no_record(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_as(monkeypatch, Outcome(8, is_finished=True))
+
+    assert entrypoint.main(arguments) == 0
+    assert FailureRecord.from_log(capfd.readouterr().out) is None
+
+
+def test_a_failure_is_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    record = failure_record(WorkerLostError("actor rank 1 was lost during update_actor"))
+    run_as(monkeypatch, JobFailedError(record))
+
+    with caplog.at_level(logging.CRITICAL):
+        code = entrypoint.main(arguments)
+
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert code == 1
+    assert FailureRecord.from_log(last) == record
+    assert record.reason == Reason.WORKER_LOST
+
+
+@pytest.mark.parametrize(
+    ("sends", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (None, 0)], ids=["SIGTERM", "SIGINT", "operator"]
+)
+def test_a_stop_in_order_is_named_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    capfd: pytest.CaptureFixture[str],
+    sends: signal.Signals | None,
+    code: int,
+) -> None:
+    run_as(monkeypatch, Outcome(3, is_finished=False), sends)
+
+    assert entrypoint.main(arguments) == code
+    record = FailureRecord.from_log(capfd.readouterr().out)
+    assert record is not None
+    assert (record.reason, record.exit_code) == (Reason.INTERRUPTED, code)
+    assert "after step 3" in record.message
+
+
+def test_a_job_file_that_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(entrypoint, "JOB_FILE_TIMEOUT_S", 0.1)
+    arguments[3] = "0" * 64
+
+    assert entrypoint.main(arguments) == 1
+    record = FailureRecord.from_log(capfd.readouterr().out)
+    assert record is not None
+    assert record.reason == Reason.JOB_FILE_MISSING

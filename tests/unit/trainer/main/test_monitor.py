@@ -1,0 +1,154 @@
+"""A stop, new settings, being fenced out, and what reaches the operator and the files."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.checkpoints import FencedOutError
+from ppojob_trainer.main import monitor as monitor_module
+from ppojob_trainer.main.monitor import Monitor
+from ppojob_trainer.telemetry import RunFiles
+
+RAW: dict[str, Any] = {
+    "image": "i",
+    "model": {"actor": {"path": "/m"}},
+    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "reward": {"function": {"module": "r"}},
+    "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 2}],
+    "placement": {"actor": "actor", "critic": "critic"},
+    "storage": {"persistentVolumeClaim": "c"},
+    "trainer": {"totalSteps": 5},
+}
+
+
+class FakeReporter:
+    """The operator at the other end of the line."""
+
+    def __init__(self, reporting: Reporting) -> None:
+        self.fenced_out = threading.Event()
+        self.reply = ProgressReply()
+        self.reports: list[ProgressReport] = []
+
+    def start(self) -> None:
+        pass
+
+    def update(self, report: ProgressReport, *, now: bool = False) -> None:
+        self.reports.append(report)
+
+    def close(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def reporter(monkeypatch: pytest.MonkeyPatch) -> FakeReporter:
+    fake = FakeReporter(Reporting(url="https://operator"))
+    monkeypatch.setattr(monitor_module, "ProgressReporter", lambda reporting: fake)
+    return fake
+
+
+def monitor_of(root: Path, stop: threading.Event) -> Monitor:
+    job = JobFile(
+        namespace="n",
+        name="x",
+        uid="u",
+        root=str(root),
+        spec=resolve(parse_spec(RAW)),
+        reporting=Reporting(url="https://operator"),
+    )
+    return Monitor(job, 0, RunFiles(root), stop)
+
+
+async def watched(monitor: Monitor, until: Any, timeout_s: float = 10.0) -> None:
+    """Run the watch until it has seen what it should."""
+    watch = asyncio.create_task(monitor.watch())
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not until() and not watch.done():
+                await asyncio.sleep(0.01)
+        if watch.done():
+            watch.result()
+    finally:
+        watch.cancel()
+
+
+async def test_a_signal_stops_the_run(tmp_path: Path, reporter: FakeReporter) -> None:
+    stop = threading.Event()
+    monitor = monitor_of(tmp_path, stop)
+    assert not monitor.is_stopping
+    stop.set()
+
+    await watched(monitor, lambda: monitor.is_stopping)
+
+    await monitor.wait_for_stop()
+
+
+async def test_the_operator_stops_the_run(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    reporter.reply = ProgressReply(command=Command.STOP)
+
+    await watched(monitor, lambda: monitor.is_stopping)
+
+    assert monitor.is_stopping
+
+
+async def test_new_settings_come_with_a_reply(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    assert monitor.settings.total_steps == 5
+    new = LiveSettings(total_steps=9, validate_every_steps=1, checkpoint_every_steps=2, checkpoint_keep=3)
+    reporter.reply = ProgressReply(settings=new)
+
+    await watched(monitor, lambda: monitor.settings == new)
+
+    monitor.set_activity(Activity.TRAINING)
+    assert (reporter.reports[-1].total_steps, reporter.reports[-1].activity) == (9, Activity.TRAINING)
+
+
+async def test_an_attempt_that_is_fenced_out_ends_at_once(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    reporter.fenced_out.set()
+
+    with pytest.raises(FencedOutError):
+        await watched(monitor, lambda: False)
+
+
+def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.start()
+    busy = {"pool/actor/busy_fraction": 0.95, "pool/critic/busy_fraction": 0.2}
+
+    monitor.record(1, {"critic/score/mean": 0.25, **busy})
+    monitor.record(2, {"critic/score/mean": 0.5, **busy})
+    monitor.saved(2, tmp_path / "step-2")
+    monitor.exported(tmp_path / "model")
+    monitor.close()
+
+    last = reporter.reports[-1]
+    assert (last.step, last.reward, last.model_path) == (2, 0.5, str(tmp_path / "model"))
+    assert last.checkpoint is not None
+    assert last.checkpoint.step == 2
+    assert last.recommendation == "pool critic was 20% busy over the last 1 steps: 1 GPU would do"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["critic/score/mean"] for line in lines] == [0.25, 0.5]
+
+
+def test_a_resumed_run_takes_over_the_records_up_to_its_step(tmp_path: Path, reporter: FakeReporter) -> None:
+    first = monitor_of(tmp_path, threading.Event())
+    for step in (1, 2, 3):
+        first.record(step, {"critic/score/mean": step / 10})
+    first.close()
+    second = monitor_of(tmp_path, threading.Event())
+
+    second.resumed(2)
+    second.record(3, {"critic/score/mean": 0.9})
+    second.close()
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["critic/score/mean"]) for line in lines] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert reporter.reports[-1].first_step_time is not None
