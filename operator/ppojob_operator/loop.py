@@ -22,7 +22,15 @@ from ppojob_operator.cluster import Cluster, ClusterError, ClusterRefused
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
-from ppojob_operator.reconcile import dashboard_target, decide, read_claim, read_cluster, read_job, read_pod
+from ppojob_operator.reconcile import (
+    dashboard_target,
+    decide,
+    is_finished,
+    read_claim,
+    read_cluster,
+    read_job,
+    read_pod,
+)
 from ppojob_operator.settings import DashboardAccess, Settings
 
 logger = logging.getLogger(__name__)
@@ -210,18 +218,20 @@ class Loop:
         return "ok"
 
     async def _observe(self, job: Job) -> Observed:
-        needs_claim = isinstance(job.spec, PPOJobSpec) and job.status.start_time is None
-        clusters, pods, config, claim = await asyncio.gather(
-            self._cluster.list_clusters(job.key),
-            self._cluster.list_pods(job.key),
-            self._cluster.read_config(job.key),
-            self._read_claim(job) if needs_claim else _nothing(),
-        )
+        clusters = await self._cluster.list_clusters(job.key)
         observed = Observed(
             surroundings=self._surroundings(job.key),
             is_kuberay_served=clusters is not None,
-            claim=None if claim is None else read_claim(claim),
             clusters=tuple(read_cluster(raw) for raw in clusters or ()),
+        )
+        if job.is_going or is_finished(job.status):
+            return observed
+        pods, config, claim = await asyncio.gather(
+            self._cluster.list_pods(job.key), self._cluster.read_config(job.key), self._read_claim(job)
+        )
+        observed = replace(
+            observed,
+            claim=None if claim is None else read_claim(claim),
             pods=tuple(read_pod(raw) for raw in pods),
             config=config,
         )
@@ -229,7 +239,9 @@ class Loop:
         return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
 
     async def _read_claim(self, job: Job) -> Manifest | None:
-        assert isinstance(job.spec, PPOJobSpec)
+        """Return the job's claim, which matters until the job is admitted."""
+        if not isinstance(job.spec, PPOJobSpec) or job.status.start_time is not None:
+            return None
         return await self._cluster.read_claim(job.key.namespace, job.spec.storage.persistent_volume_claim)
 
     def _address(self, job: Job, observed: Observed) -> Address | None:
@@ -286,10 +298,6 @@ def _summary(plan: Plan) -> str:
     status = plan.status or {}
     words = "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
     return f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {words}".rstrip()
-
-
-async def _nothing() -> None:
-    return None
 
 
 async def _wait(event: asyncio.Event, limit: float) -> bool:

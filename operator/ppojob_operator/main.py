@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _KEY_BYTES = 32
 _KEY_TRIES = 30
+_KEY_PAUSE = 1.0
 _STOP_SECONDS = 25.0
 _LOOP_PULSE_SECONDS = 300.0
 
@@ -60,8 +61,10 @@ def main() -> None:
     try:
         settings = Settings.from_environment(os.environ)
         logging.basicConfig(level=settings.log_level.value, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        # Kopf tells of every handler that it called, and each of ours only notes a name.
-        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+        # Kopf tells of every call of a handler, and each of ours only notes a name; that it leaves the process' signals
+        # alone is meant.
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+        logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
         asyncio.run(run(settings))
     except (SettingsError, StartError, CertificateError) as error:
         sys.exit(f"ppojob-operator: {error}")
@@ -98,7 +101,7 @@ async def run(settings: Settings) -> None:
         health.check("watch", loop.watch_problem)
         watches = Watches(settings, cluster, loop.note)
         health.ready_when("watches", lambda: None if watches.is_ready else "not connected yet")
-        await _run_together(
+        await run_together(
             stop, {"status server": server.run(stop), "loop": loop.run(stop), "watches": watches.run(stop)}
         )
 
@@ -125,7 +128,7 @@ async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
             await port.create_secret(made)
         except ApiUnavailable as error:
             problem = str(error)
-            await asyncio.sleep(1)
+            await asyncio.sleep(_KEY_PAUSE)
         except ApiRefused as error:
             raise StartError(f"Secret {namespace}/{name}: {error}: give the operator get and create") from error
     raise StartError(f"Secret {namespace}/{name} could not be read in {_KEY_TRIES} tries: {problem}")
@@ -177,27 +180,32 @@ def _status_server(
     )
 
 
-async def _run_together(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
+async def run_together(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
     """Run the parts until `stop` is set; then give them time to end in order.
 
     Raises:
         RuntimeError: a part ended by itself, or did not end in time.
     """
     tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    asked = stop.is_set()
+    first, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    was_asked = stop.is_set()
     stop.set()
     done, late = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
-    failed = [task for task in done if task.exception() is not None]
-    if failed:
-        raise RuntimeError(f"{failed[0].get_name()} failed") from failed[0].exception()
-    if not asked or late:
-        names = sorted(task.get_name() for task in (late or done))
-        raise RuntimeError(f"did not end in order: {', '.join(names)}")
+    for task in done:
+        if (error := task.exception()) is not None:
+            raise RuntimeError(f"{task.get_name()} failed") from error
+    if not was_asked:
+        raise RuntimeError(f"{_names(first)} ended by itself")
+    if late:
+        raise RuntimeError(f"{_names(late)} did not end in {_STOP_SECONDS:g} s")
     logger.info("stopped in order")
+
+
+def _names(tasks: set[asyncio.Task[None]]) -> str:
+    return ", ".join(sorted(task.get_name() for task in tasks))
 
 
 if __name__ == "__main__":

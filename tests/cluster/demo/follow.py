@@ -65,5 +65,7 @@ def _follow(
 
 def look(target: Target, name: str) -> reading.Progress:
     """One look at the job and its Events."""
-    selector = f"--field-selector=involvedObject.kind=PPOJob,involvedObject.name={name}"
-    return reading.read(target.get("ppojob", name), target.get("events", selector)["items"])
+    job = target.get("ppojob", name)
+    # By uid: an earlier job of this name has left its Events behind.
+    selector = f"--field-selector=involvedObject.uid={job['metadata']['uid']}"
+    return reading.read(job, target.get("events", selector)["items"])

@@ -85,9 +85,8 @@ def _train(target: Target, image: str, limit: float, stages: Stages) -> None:
         stage.note = ", ".join(str(path.relative_to(PROJECT)) for path in copied)
     stages.console.print(target.kubectl("get", "ppojobs"), markup=False)
     stages.console.print(_last_metrics(OUTPUT / "metrics.jsonl"))
-    stages.console.print(
-        f"{_summary(followed)}\nthe operator's log: kubectl -n {OPERATOR_NAMESPACE} logs deploy/ppojob"
-    )
+    stages.console.print(_summary(followed))
+    stages.console.print(f"the operator's log: kubectl -n {OPERATOR_NAMESPACE} logs deployment/{operator.RELEASE}")
 
 
 def _summary(followed: Followed) -> str:

@@ -115,7 +115,7 @@ class Rights:
 
 def operators_of_all_namespaces(kubectl: Any) -> list[str]:
     """Return the Deployments of operators that would take the tests' jobs too."""
-    found = kubectl.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob")["items"]
+    found = kubectl.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob-operator")["items"]
     return [
         f"{each['metadata']['namespace']}/{each['metadata']['name']}"
         for each in found

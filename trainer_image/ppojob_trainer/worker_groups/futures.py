@@ -7,6 +7,7 @@ several ranks' failures it raises the one that explains the others.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 # When one rank fails, its peers fail in their collectives a moment later, or earlier than Ray tells of its death.
 GRACE_S = 5.0
+
+_MEMORY_OF_NODE = re.compile(r"was (\S+ used / \S+ limit)")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,13 @@ class Future(Generic[T]):
         who = f"{self._origin.role} rank {rank}"
         explained: WorkerGroupError
         if isinstance(error, OutOfMemoryError):
-            explained = WorkerOutOfMemoryError(f"{who} was ended because its node ran out of memory: {error}")
+            # Ray's message is a page long; the numbers are what matters of it.
+            found = _MEMORY_OF_NODE.search(str(error))
+            usage = f" ({found[1]})" if found else ""
+            explained = WorkerOutOfMemoryError(
+                f"{who} was ended because its node ran out of memory{usage} during {self._origin.method}: give the "
+                "pool more memory (resourcesPerGPU.memory), or the role fewer tokens at a time (maxTokensPerGPU)"
+            )
         elif isinstance(error, RayTaskError):
             # Ray's wrapper carries the worker's exception; it is what people want to read.
             cause = error.cause if isinstance(error.cause, BaseException) else error

@@ -19,7 +19,7 @@ from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
 
 PROJECT = Path(__file__).resolve().parents[4]
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait(10)
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     return folder
 

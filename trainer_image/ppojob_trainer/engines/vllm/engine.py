@@ -118,8 +118,7 @@ class RolloutEngine:
         Raises:
             RolloutError: the engine is generating or asleep, or the transfer failed.
         """
-        if self._num_running:
-            raise RolloutError(f"{self._num_running} responses are being generated: weights cannot change under them")
+        self._refuse_while_running("weights cannot change under them")
         receipts = await self._workers("ppojob_receive_weights", version)
         # The cache of common prefixes holds what the old weights computed.
         await self.reset_prefix_cache()
@@ -135,6 +134,7 @@ class RolloutEngine:
         """Give weights and cache up, if the options say that the GPU is shared. The next weights must be pushed."""
         if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
             return
+        self._refuse_while_running("the engine cannot sleep now")
         await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
         self._is_asleep, self._has_weights = True, False
 
@@ -179,9 +179,14 @@ class RolloutEngine:
             raise RolloutError(
                 f"vLLM's workers did not finish {method} within {self.options.timeout_seconds:g} s"
             ) from error
-        except (EngineDeadError, RuntimeError) as error:
+        except Exception as error:
+            # vLLM hands a worker's failure on as a plain Exception with the worker's words.
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
         return results
+
+    def _refuse_while_running(self, what: str) -> None:
+        if self._num_running:
+            raise RolloutError(f"{self._num_running} responses are being generated: {what}")
 
     def _check_ready(self) -> None:
         if self._is_asleep or not self._has_weights:

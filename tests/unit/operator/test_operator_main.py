@@ -1,0 +1,123 @@
+"""The process as a whole: its key, and how its parts begin and end together."""
+
+import asyncio
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from ppojob_operator import main
+from ppojob_operator.main import StartError, dashboard_key, run_together
+from ppojob_operator.status_server import ApiRefused, ApiUnavailable
+
+
+class Secrets:
+    """Secrets in memory; `errors` are raised one by one by reads."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.kept: dict[str, Mapping[str, Any]] = {}
+        self.errors: Iterator[Exception] = iter(errors)
+
+    async def read_secret(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        if error := next(self.errors, None):
+            raise error
+        return self.kept.get(f"{namespace}/{name}")
+
+    async def create_secret(self, secret: Mapping[str, Any]) -> bool:
+        name = f"{secret['metadata']['namespace']}/{secret['metadata']['name']}"
+        return self.kept.setdefault(name, secret) is secret
+
+    async def replace_secret(self, secret: Mapping[str, Any]) -> bool:
+        raise AssertionError("the key is never changed: running jobs have tokens that were made from it")
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_KEY_PAUSE", 0.0)
+
+
+async def test_the_first_operator_makes_the_key_and_the_next_ones_read_it() -> None:
+    secrets = Secrets()
+
+    first = await dashboard_key(secrets, "ns", "key")
+
+    assert len(first) == 32
+    assert await dashboard_key(secrets, "ns", "key") == first
+    assert first != await dashboard_key(Secrets(), "ns", "key")
+
+
+async def test_an_api_server_that_is_busy_is_asked_again() -> None:
+    assert await dashboard_key(Secrets(ApiUnavailable("503"), ApiUnavailable("503")), "ns", "key")
+
+
+async def test_an_api_server_that_stays_away_is_given_up_in_the_end() -> None:
+    with pytest.raises(StartError, match="Secret ns/key could not be read in 30 tries: 503"):
+        await dashboard_key(Secrets(*[ApiUnavailable("503")] * 99), "ns", "key")
+
+
+async def test_a_missing_right_is_named() -> None:
+    with pytest.raises(StartError, match="Secret ns/key: 403 no: give the operator get and create"):
+        await dashboard_key(Secrets(ApiRefused("403 no")), "ns", "key")
+
+
+@pytest.mark.parametrize("data", [{}, {"key": ""}, {"key": base64.b64encode(b"short").decode()}])
+async def test_a_secret_without_a_good_key_is_refused(data: dict[str, str]) -> None:
+    secrets = Secrets()
+    secrets.kept["ns/key"] = {"data": data}
+
+    with pytest.raises(StartError, match="delete it, and it is made anew"):
+        await dashboard_key(secrets, "ns", "key")
+
+
+async def waiting(stop: asyncio.Event) -> None:
+    """A part that ends when it is asked to."""
+    await stop.wait()
+
+
+async def ending() -> None:
+    """A part that ends by itself."""
+
+
+async def failing() -> None:
+    """A part that breaks."""
+    raise OSError("port taken")
+
+
+async def endless() -> None:
+    """A part that does not end."""
+    await asyncio.sleep(3600)
+
+
+async def test_all_parts_end_when_asked() -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+
+    await run_together(stop, {"a": waiting(stop), "b": waiting(stop)})
+
+
+async def test_a_part_that_ends_by_itself_ends_the_process_and_the_others_in_order() -> None:
+    stop = asyncio.Event()
+
+    with pytest.raises(RuntimeError, match="a ended by itself"):
+        await run_together(stop, {"a": ending(), "b": waiting(stop)})
+
+    assert stop.is_set()
+
+
+async def test_a_part_that_breaks_is_named_with_its_cause() -> None:
+    stop = asyncio.Event()
+
+    with pytest.raises(RuntimeError, match="b failed") as caught:
+        await run_together(stop, {"a": waiting(stop), "b": failing()})
+
+    assert str(caught.value.__cause__) == "port taken"
+
+
+async def test_a_part_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_STOP_SECONDS", 0.05)
+    stop = asyncio.Event()
+    stop.set()
+
+    with pytest.raises(RuntimeError, match=r"b did not end in 0\.05 s"):
+        await run_together(stop, {"a": waiting(stop), "b": endless()})

@@ -1,0 +1,102 @@
+"""Which of several ranks' failures is told, and in which words. References are stood in for by coroutines."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+
+from ppojob_trainer.worker_groups import futures
+from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
+from ppojob_trainer.worker_groups.futures import Future, Origin
+
+RAYS_PAGE = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 9bd2) was "
+    "5.51GB used / 6.00GB limit (0.917831)\nOOM kill reason: ...\nTop 10 memory users: ..."
+)
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    return RayTaskError("update_actor", "Traceback ...", cause)
+
+
+async def answer(value: Any, after_s: float = 0.0) -> Any:
+    await asyncio.sleep(after_s)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def future_of(*parts: Coroutine[Any, Any, Any]) -> Future[list[Any]]:
+    origin = Origin("actor", "update_actor", tuple(range(len(parts))))
+    return Future(list(parts), list, origin)  # type: ignore[arg-type]
+
+
+async def test_answers_are_merged_in_the_order_of_ranks() -> None:
+    assert await future_of(answer("a", 0.02), answer("b")) == ["a", "b"]
+
+
+LOST = r"actor rank 0 was lost during update_actor"
+OF_MEMORY = r"actor rank 0 .* ran out of memory \(5.51GB used / 6.00GB limit\) during update_actor: give the pool more"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            task_error(ZeroDivisionError("of theirs")),
+            WorkerFailedError,
+            r"rank 0 failed in update_actor: Zero.*: of theirs",
+        ),
+        (ActorDiedError(), WorkerLostError, LOST),
+        (WorkerCrashedError(), WorkerLostError, LOST),
+        (OutOfMemoryError(RAYS_PAGE), WorkerOutOfMemoryError, OF_MEMORY),
+        (OutOfMemoryError("other words"), WorkerOutOfMemoryError, r"ran out of memory during update_actor"),
+    ],
+)
+async def test_a_failure_is_told_with_role_rank_and_method(error: Exception, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words) as raised:
+        await future_of(answer(error))
+
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_dead_rank_explains_the_broken_connections_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "GRACE_S", 1.0)
+    broken = task_error(RuntimeError("Connection closed by peer"))
+
+    with pytest.raises(WorkerLostError, match="actor rank 1"):
+        await future_of(answer(broken), answer(ActorDiedError(), after_s=0.05))
+
+
+async def test_memory_explains_a_death_and_a_named_error_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "GRACE_S", 1.0)
+
+    with pytest.raises(WorkerOutOfMemoryError):
+        await future_of(answer(ActorDiedError()), answer(OutOfMemoryError(RAYS_PAGE), after_s=0.05))
+    with pytest.raises(WorkerFailedError, match="ValueError"):
+        await future_of(answer(ActorDiedError()), answer(task_error(ValueError("bad")), after_s=0.05))
+
+
+async def test_peers_that_never_answer_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "GRACE_S", 0.05)
+
+    with pytest.raises(WorkerFailedError, match="rank 0"):
+        async with asyncio.timeout(10):
+            await future_of(answer(task_error(ValueError("bad"))), answer("late", after_s=60))
+
+
+async def test_a_caller_that_gives_up_leaves_nothing_behind() -> None:
+    waiting = asyncio.create_task(_await(future_of(answer("late", after_s=60))))
+    await asyncio.sleep(0.01)
+
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def _await(future: Future[Any]) -> Any:
+    return await future
