@@ -13,8 +13,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from tests.cluster import strays
 from tests.cluster.cluster import is_healthy
 from tests.cluster.errors import tail
 from tests.cluster.layout import PROJECT, Layout
@@ -36,10 +37,13 @@ QUICK_PARTS = {
     "golden": 900,
     "architecture": 600,
 }
+PASSED = "passed"
 CLUSTER_PARTS = {"integration": 3600, "e2e": 5400}
 BACKGROUND_LIMIT_SECONDS = 3600
-BACKGROUND_LOG = PROJECT / ".build" / "background.log"
-_CLUSTER = (sys.executable, "-m", "tests.cluster")
+CLUSTER_DOWN_LIMIT_SECONDS = 300
+# In the project.
+BACKGROUND_LOG = Path(".build") / "background.log"
+_MAKE = ("make", "--no-print-directory")
 
 
 @dataclass(frozen=True)
@@ -69,21 +73,22 @@ def run(layout: Layout, project: Path = PROJECT) -> int:
             results.append(_run_part(name, limit, project, console, None))
     except BackgroundFailed as error:
         console.print(f"[bold red]FAILED[/] building the cluster and the images: {error}", markup=True)
-        console.print(tail(BACKGROUND_LOG, lines=40), markup=False)
+        console.print(tail(project / BACKGROUND_LOG, lines=40), markup=False)
         results.append(PartResult("cluster and images", str(error), 0.0))
     finally:
         if not was_healthy:
-            subprocess.run([*_CLUSTER, "down"], cwd=project, check=False, timeout=300)
+            _run_part("cluster-down", CLUSTER_DOWN_LIMIT_SECONDS, project, console, None)
     _print_table(results, console)
-    return 0 if results and all(result.result == "passed" for result in results) else 1
+    return 0 if results and all(result.result == PASSED for result in results) else 1
 
 
 @contextmanager
 def _background(project: Path) -> Iterator[subprocess.Popen[bytes]]:
-    BACKGROUND_LOG.parent.mkdir(parents=True, exist_ok=True)
-    with BACKGROUND_LOG.open("w") as log:
+    path = project / BACKGROUND_LOG
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as log:
         process = subprocess.Popen(
-            ["make", "--no-print-directory", "cluster-up", "images"],
+            [*_MAKE, "cluster-up", "images"],
             cwd=project,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -101,8 +106,13 @@ def _run_part(
 ) -> PartResult:
     console.rule(f"make {name}")
     start = time.monotonic()
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        ["make", "--no-print-directory", name], cwd=project, stdin=subprocess.DEVNULL, start_new_session=True
+        [*_MAKE, name],
+        cwd=project,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, strays.MARK: mark},
+        start_new_session=True,
     )
     try:
         while process.poll() is None and time.monotonic() - start < limit:
@@ -111,7 +121,9 @@ def _run_part(
         code = process.poll()
     finally:
         _end(process)
-    result = "passed" if code == 0 else "failed" if code is not None else f"ended after its limit of {limit:g} s"
+        for command in strays.end_strays(mark):
+            console.print(f"left running by {name}, and ended: {command}", markup=False)
+    result = PASSED if code == 0 else "failed" if code is not None else f"ended after its limit of {limit:g} s"
     return PartResult(name, result, time.monotonic() - start)
 
 
@@ -119,18 +131,18 @@ def _wait_for(background: subprocess.Popen[bytes], console: Console) -> PartResu
     start = time.monotonic()
     if background.poll() is None:
         console.rule("waiting for the cluster and the images")
-        console.print(f"log: {BACKGROUND_LOG.relative_to(PROJECT)}")
+        console.print(f"log: {BACKGROUND_LOG}")
     while background.poll() is None:
         if time.monotonic() - start > BACKGROUND_LIMIT_SECONDS:
             raise BackgroundFailed(f"not ready {BACKGROUND_LIMIT_SECONDS} s after the quick parts")
         time.sleep(0.5)
     _require_alive(background)
-    return PartResult("wait for cluster and images", "passed", time.monotonic() - start)
+    return PartResult("wait for cluster and images", PASSED, time.monotonic() - start)
 
 
 def _require_alive(background: subprocess.Popen[bytes] | None) -> None:
     if background is not None and background.poll() not in (None, 0):
-        raise BackgroundFailed(f"exit code {background.returncode}; the end of {BACKGROUND_LOG.relative_to(PROJECT)}:")
+        raise BackgroundFailed(f"exit code {background.returncode}; the end of {BACKGROUND_LOG}:")
 
 
 def _end(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> None:
@@ -147,6 +159,6 @@ def _end(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> None:
 def _print_table(results: Sequence[PartResult], console: Console) -> None:
     table = Table("part", "result", "seconds")
     for result in results:
-        color = "green" if result.result == "passed" else "red"
+        color = "green" if result.result == PASSED else "red"
         table.add_row(result.name, f"[{color}]{result.result}[/]", f"{result.seconds:.1f}")
     console.print(table)

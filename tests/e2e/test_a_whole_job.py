@@ -33,10 +33,10 @@ def done(site: Site) -> Iterator[Any]:
     """The finished job, as the API server has it."""
     site.kubectl("create", "secret", "generic", "given", f"--from-literal=value={SECRET_VALUE}")
     gpus = {"gpuResourceName": "nvidia.com/gpu", "nodeSelector": {"gpu-type": "simulated"}}
-    small = {"cpu": "250m", "memory": "5Gi", "shm": "512Mi"}
+    small = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
     pools = [
         {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": small, **gpus},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": small, **gpus},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**small, "memory": "7Gi"}, **gpus},
     ]
     site.apply(NAME, {**CHANGES, "pools": pools})
     site.await_condition(NAME, "PoolsReady", "True", limit=300)

@@ -74,7 +74,7 @@ def read_pod(raw: Manifest) -> Pod:
         name=metadata["name"],
         cluster=labels.get("ray.io/cluster", ""),
         pool=labels.get(constants.LABEL_POOL),
-        is_ready=conditions.get("Ready", {}).get("status") == "True" and status.get("phase") == "Running",
+        is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_going="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
         trouble=_pod_trouble(raw, conditions),

@@ -24,6 +24,20 @@ from tests.cluster.stages import Stages
 EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
 OUTPUT = PROJECT / "output" / "demo"
 JOB = "quickstart"
+# A few of the metrics that people know from verl; the file has them all.
+SHOWN_METRICS = (
+    "critic/score/mean",
+    "actor/ppo_kl",
+    "actor/pg_loss",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/vf_explained_var",
+    "response_length/mean",
+    "perf/time_per_step",
+    "overlap/saved_s",
+    "pool/actor/busy_fraction",
+    "pool/critic/busy_fraction",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,8 @@ def _make_cluster(layout: Layout, stages: Stages) -> ImageNames:
 def _train(target: Target, image: str, limit: float, stages: Stages) -> None:
     with stages.stage("remove an earlier job of this name"):
         target.kubectl("delete", "ppojob", JOB, "--ignore-not-found", "--timeout=180s", limit=200)
+        # Its pods hold the node's memory until they are gone.
+        target.kubectl("wait", "--for=delete", "pods", "--selector=ray.io/cluster", "--timeout=180s", limit=200)
         job_storage.forget_job(target, JOB)
     with stages.stage(f"kubectl apply {EXAMPLE.relative_to(PROJECT)}") as stage:
         stage.note = f"spec.image is replaced by {image}"
@@ -85,6 +101,8 @@ def _train(target: Target, image: str, limit: float, stages: Stages) -> None:
         stage.note = ", ".join(str(path.relative_to(PROJECT)) for path in copied)
     stages.console.print(target.kubectl("get", "ppojobs"), markup=False)
     stages.console.print(_last_metrics(OUTPUT / "metrics.jsonl"))
+    model = target.get("ppojob", JOB).get("status", {}).get("model", {}).get("path", "")
+    stages.console.print(f"the trained model, on the claim {manifests.CLAIM}: {model or 'not exported'}", markup=False)
     stages.console.print(_summary(followed))
     stages.console.print(f"the operator's log: kubectl -n {OPERATOR_NAMESPACE} logs deployment/{operator.RELEASE}")
 
@@ -97,9 +115,10 @@ def _summary(followed: Followed) -> str:
 
 
 def _last_metrics(path: Path) -> Table:
-    """The last line of the metrics as a table."""
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    table = Table("metric", "value", title=f"the last of {len(lines)} records")
-    for name, value in sorted(json.loads(lines[-1]).items()) if lines else []:
-        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    """The best known metrics of the first and the last record, side by side."""
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    steps = [record for record in records if SHOWN_METRICS[0] in record]
+    table = Table("metric", "first step", "last step", title=f"{len(records)} records in {path.relative_to(PROJECT)}")
+    for name in SHOWN_METRICS if steps else ():
+        table.add_row(name, *(f"{record[name]:.4g}" if name in record else "" for record in (steps[0], steps[-1])))
     return table

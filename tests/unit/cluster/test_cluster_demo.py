@@ -93,17 +93,17 @@ def test_the_demo_s_pods_satisfy_the_restricted_standard() -> None:
 
 
 def test_a_kubeconfig_that_happens_to_be_set_is_left_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBECONFIG", "/home/me/production.yaml")
+    monkeypatch.setenv("KUBECONFIG", "/etc/production.kubeconfig")
     target = choose(layout, trainer_image="", operator_image="")
     assert target.is_ours
     assert target.kubeconfig == str(layout.kubeconfig)
 
 
 def test_with_both_images_the_users_cluster_is_taken(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBECONFIG", "/home/me/production.yaml")
+    monkeypatch.setenv("KUBECONFIG", "/etc/production.kubeconfig")
     target = choose(layout, trainer_image="r/t:1", operator_image="r/o:1")
     assert not target.is_ours
-    assert target.kubeconfig == "/home/me/production.yaml"
+    assert target.kubeconfig == "/etc/production.kubeconfig"
 
 
 @pytest.mark.parametrize(("trainer", "operator"), [("r/t:1", ""), ("", "r/o:1")])

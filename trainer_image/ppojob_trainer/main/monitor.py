@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
+FROM_THE_START = -1
+
 
 def live_settings(job: JobFile) -> LiveSettings:
     """Return what the spec says of the settings that may change."""
@@ -130,7 +132,8 @@ class Monitor:
         """See `MonitorPort`."""
         self._progress.record(step, metrics)
         self._recommend(step, metrics)
-        self._open(0).log(step, metrics)
+        # Begun afresh: what an attempt without a checkpoint has written, its step 0 too, is of another course.
+        self._open(FROM_THE_START).log(step, metrics)
         self._report()
 
     def saved(self, step: int, path: Path) -> None:

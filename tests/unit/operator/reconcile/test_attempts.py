@@ -94,6 +94,19 @@ def test_the_pause_grows_with_each_retry() -> None:
     assert [pause + 1 for pause in pauses] == [10, 20, 40, 80, 160, 320, 360, 360]
 
 
+def test_a_report_of_an_earlier_attempt_says_nothing_of_this_one() -> None:
+    world = World().run()
+    world.wait(5).trainer_reports().ray_says(RayState.STOPPED).settle()
+
+    world.wait(10).settle()
+    assert world.verdict(Condition.SUBMITTED)[0] == "True"
+    assert world.verdict(Condition.PROGRESSING) == ("False", Reason.STARTING)
+    assert world.status["phase"] == Phase.STARTING
+
+    world.wait(1).trainer_reports().settle()
+    assert world.verdict(Condition.PROGRESSING) == ("True", Reason.TRAINING)
+
+
 def test_a_failure_without_a_name_has_the_last_line_of_the_log_and_the_exit_code() -> None:
     world = World().run()
     world.log = "loading\nModuleNotFoundError: No module named 'x'\n\n"
@@ -252,9 +265,10 @@ def test_a_silent_dashboard_does_no_harm_while_the_trainer_reports() -> None:
 def test_a_head_from_which_nobody_answers_is_lost() -> None:
     world = World().run().see(ray=Ray(problem="no answer within 20 s"))
 
-    world.wait(60).settle()
-    assert world.status["attempt"] == 0
-    world.wait(70).settle()
+    for _ in range(12):
+        world.wait(10).settle()
+        assert world.status["attempt"] == 0
+    world.wait(10).settle()
 
     assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
     assert "no answer within 20 s" in world.status["lastFailure"]["message"]

@@ -134,6 +134,16 @@ def test_without_a_time_a_finished_job_stays() -> None:
     assert not world.is_deleted
 
 
+def test_a_finished_job_whose_end_nobody_knows_is_never_deleted() -> None:
+    world = World(runPolicy={"ttlSecondsAfterFinished": 0}).run().ray_says(RayState.SUCCEEDED)
+    world.look()
+    del world.status["completionTime"]
+
+    world.wait(10).look()
+
+    assert not world.is_deleted
+
+
 def test_a_ttl_that_is_given_after_the_end_counts() -> None:
     world = World().run().ray_says(RayState.SUCCEEDED).settle()
     world.spec = spec(runPolicy={"ttlSecondsAfterFinished": 0})

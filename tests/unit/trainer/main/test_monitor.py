@@ -152,3 +152,15 @@ def test_a_resumed_run_takes_over_the_records_up_to_its_step(tmp_path: Path, rep
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["critic/score/mean"]) for line in lines] == [(1, 0.1), (2, 0.2), (3, 0.9)]
     assert reporter.reports[-1].first_step_time is not None
+
+
+def test_a_run_that_begins_afresh_takes_out_what_an_attempt_without_checkpoint_wrote(
+    tmp_path: Path, reporter: FakeReporter
+) -> None:
+    for value in (0.1, 0.2):
+        monitor = monitor_of(tmp_path, threading.Event())
+        monitor.record(0, {"val-core/score/mean": value})
+        monitor.close()
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["val-core/score/mean"] for line in lines] == [0.2]
