@@ -26,7 +26,8 @@ def build(names: Annotated[list[str] | None, typer.Argument(help="Go modules; al
     """Build the binaries (again only where their Go module changed)."""
     stages = Stages()
     cluster.build(Layout.from_environment(), stages, names or [])
-    stages.print_table()
+    if not names:
+        stages.print_table()
 
 
 @app.command()

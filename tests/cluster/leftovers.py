@@ -26,6 +26,7 @@ from tests.cluster.waiting import wait_until
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CNI_RESULTS = Path("/var/lib/cni/results")
+MOUNTS = Path("/proc/self/mountinfo")
 SHIM = "containerd-shim-runc-v2"
 
 
@@ -51,12 +52,12 @@ def clear(layout: Layout) -> list[str]:
 
 
 def mounts_below(folders: list[Path]) -> list[Path]:
-    """The mount points below the folders, the deepest first."""
+    """The mount points in or below the folders, the deepest first."""
     roots = [str(folder) for folder in folders]
     points = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        # Spaces and the like are written as octal escapes.
-        point = line.split()[4].encode().decode("unicode_escape")
+    for line in MOUNTS.read_text().splitlines():
+        # Spaces and the like are written as octal escapes, of the name's bytes.
+        point = line.split()[4].encode().decode("unicode_escape").encode("latin-1").decode()
         if any(point == root or point.startswith(f"{root}/") for root in roots):
             points.append(Path(point))
     return sorted(points, key=lambda point: len(point.parts), reverse=True)

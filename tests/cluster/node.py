@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tests.cluster.addresses import ALL_PODS_CIDR, CLUSTER_DOMAIN, NODE_IP, NODE_NAME, REGISTRY, REGISTRY_PORT
 from tests.cluster.command import run, succeeds
+from tests.cluster.errors import ClusterError
 from tests.cluster.kubernetes import get_json, kubectl
 from tests.cluster.layout import Layout
+from tests.cluster.leftovers import remove_tree
 from tests.cluster.processes import Processes
 from tests.cluster.templates import render
 from tests.cluster.waiting import wait_until
@@ -28,6 +30,8 @@ DEFAULT_LABELS: Mapping[str, str] = {"ppojob.dev/pool-role": "any", "gpu-type": 
 def start_containerd(layout: Layout, processes: Processes, *, pause_image: str) -> None:
     """Start containerd without containers: those that a killed cluster left in its store are removed first.
 
+    A store that it cannot start with is emptied once.
+
     Raises:
         ClusterError: it does not answer in time.
     """
@@ -36,7 +40,14 @@ def start_containerd(layout: Layout, processes: Processes, *, pause_image: str) 
     config = render(
         layout, "containerd.toml", pause_image=pause_image, registry_host=REGISTRY, registry_port=REGISTRY_PORT
     )
-    _start_containerd(layout, processes, config)
+    try:
+        _start_containerd(layout, processes, config)
+    except ClusterError:
+        # A machine that went down amid a write may leave a store that containerd cannot read; the registry has it all.
+        processes.stop("containerd")
+        remove_tree(layout.containerd_root)
+        layout.containerd_root.mkdir(parents=True)
+        _start_containerd(layout, processes, config)
     stale = ctr(layout, "containers", "list", "--quiet").split()
     if stale:
         ctr(layout, "containers", "delete", *stale, limit=120)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
@@ -209,7 +210,9 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
 def _interval(situation: Situation, found: PoolsFinding) -> float:
     """Return the seconds until the next look, were nothing to happen: no later than the next deadline."""
     if situation.submitted_at is not None:
-        interval = _RUNNING_INTERVAL
+        progress = situation.status.progress
+        is_ending = progress is not None and situation.reported_at and progress.activity == Activity.FINISHED
+        interval = _SOON if is_ending else _RUNNING_INTERVAL
     else:
         interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
     deadline = deadlines.next_deadline(situation)

@@ -113,21 +113,35 @@ class Rights:
         return OperatorProcess(environment, folder / "log", probe_port)
 
 
-def operators_of_all_namespaces(kubectl: Any) -> list[str]:
-    """Return the Deployments of operators that would take the tests' jobs too."""
-    found = kubectl.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob-operator")["items"]
+def operators_of_all_namespaces(cluster: Any) -> list[tuple[str, str]]:
+    """Return namespace and name of the Deployments of operators that would take the tests' jobs too."""
+    found = cluster.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob-operator")
     return [
-        f"{each['metadata']['namespace']}/{each['metadata']['name']}"
-        for each in found
+        (each["metadata"]["namespace"], each["metadata"]["name"])
+        for each in found["items"]
         if each["spec"]["replicas"] and not environment_of([each]).get("PPOJOB_WATCH_NAMESPACE")
     ]
 
 
+@pytest.fixture(scope="session")
+def _alone(cluster: Any) -> Iterator[None]:
+    """Nobody else looks at the tests' jobs: an operator of all namespaces, such as the demo's, pauses meanwhile.
+
+    Its own jobs go on: a trainer does without an operator for a while.
+    """
+    paused = operators_of_all_namespaces(cluster)
+    for namespace, name in paused:
+        cluster("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=0")
+        selector = "--selector=app.kubernetes.io/name=ppojob-operator"
+        cluster("wait", "--for=delete", "pods", selector, f"--namespace={namespace}", "--timeout=50s")
+    yield
+    for namespace, name in paused:
+        cluster("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=1")
+
+
 @pytest.fixture(scope="module")
-def rights(kubectl: Any) -> Iterator[Rights]:
+def rights(kubectl: Any, _alone: None) -> Iterator[Rights]:
     """The chart's account, roles and Secrets, applied to the module's namespace."""
-    if others := operators_of_all_namespaces(kubectl):
-        pytest.fail(f"{others} watch all namespaces, these tests' too: uninstall them, or give them a watchNamespace")
     chart = render_chart(kubectl.namespace)
     wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
     done = kubectl.apply(*wanted)

@@ -99,3 +99,18 @@ def test_an_accepted_job_cannot_be_changed_where_it_matters(kubectl: Any, jobs: 
     assert "spec.image cannot change once the job is accepted" in refused.stderr
     assert allowed.returncode == 0, allowed.stderr
     jobs.wait(name, lambda status: status["observedGeneration"] == 2)
+
+
+def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
+    assert cluster in message
+    kubectl("wait", "--for=delete", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    assert kubectl.json("get", "raycluster", cluster)["spec"]["suspend"] is True
+
+    kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)

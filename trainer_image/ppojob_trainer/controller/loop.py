@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -76,6 +76,7 @@ class TrainingLoop(Generic[B]):
         self._settings = settings
         self._step = 0
         self._saved_step = 0
+        self._kl_state: Mapping[str, Any] = {}
         # In Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -129,6 +130,8 @@ class TrainingLoop(Generic[B]):
         metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
         # From here on the models are those after `step`, but for a critic that may still be busy.
         self._step = step
+        # The next step's advantages may move the controller before this step is saved.
+        self._kl_state = self._ppo.kl_state()
         goes_ahead = self._schedule.next_generation and step < self._monitor.settings.total_steps
         if not goes_ahead:
             await self._ppo.critic_metrics()
@@ -150,6 +153,7 @@ class TrainingLoop(Generic[B]):
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
         if self._is_due(step, self._monitor.settings.checkpoint_every_steps):
             metrics["timing_s/save_checkpoint"] = await self._save()
+            self._monitor.set_activity(Activity.TRAINING)
         self._monitor.record(step, metrics)
         self._phases.forget(step - 1)
 
@@ -186,7 +190,7 @@ class TrainingLoop(Generic[B]):
         self._monitor.set_activity(Activity.SAVING)
         start, step = self._phases.now(), self._step
         await self._ppo.critic_metrics()
-        state = {"data": await self._ports.data.state(step), "kl": self._ppo.kl_state()}
+        state = {"data": await self._ports.data.state(step), "kl": self._kl_state}
         keep = self._monitor.settings.checkpoint_keep
         work = self._checkpoints.save(step, state, keep)
         path = await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, work)

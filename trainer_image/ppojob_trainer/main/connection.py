@@ -19,10 +19,19 @@ from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-__all__ = ["connected", "local_resources"]
+__all__ = ["RayNotStartedError", "connected", "local_resources"]
+
+logger = logging.getLogger(__name__)
 
 _STORE_BYTES_CPU = 1024**3
 """Object store of a run on CPU: its batches are small, and the memory is needed for the models."""
+
+
+NUM_TRIES = 3
+
+
+class RayNotStartedError(RuntimeError):
+    """There is no Ray to run on."""
 
 
 @contextmanager
@@ -32,10 +41,7 @@ def connected(spec: PPOJobSpec) -> Iterator[None]:
     # Ray's own zero would hide the GPUs from processes that ask for none, and warns that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handlers = _signal_handlers()
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
-    else:
-        _start_here(spec)
+    _connect(spec)
     # Ray takes SIGTERM for itself; a stop in order is this program's.
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -43,6 +49,24 @@ def connected(spec: PPOJobSpec) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(spec: PPOJobSpec) -> None:
+    # Ray gives its own node 30 s, which a busy machine exceeds, and raises a bare Exception.
+    for attempt in range(1, NUM_TRIES + 1):
+        try:
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+            else:
+                _start_here(spec)
+            return
+        except Exception as error:
+            if attempt == NUM_TRIES:
+                raise RayNotStartedError(
+                    f"Ray could not be started or reached in {NUM_TRIES} tries: {error} Look into the newest "
+                    "session's logs below Ray's temporary folder; is the machine overloaded or out of memory?"
+                ) from error
+            logger.warning("try %d of %d to connect to Ray failed: %s", attempt, NUM_TRIES, error)
 
 
 def local_resources(spec: PPOJobSpec) -> dict[str, float]:

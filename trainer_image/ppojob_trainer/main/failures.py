@@ -14,6 +14,7 @@ from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
+from ppojob_trainer.main.connection import RayNotStartedError
 from ppojob_trainer.rewards import RewardError, RewardImportError
 from ppojob_trainer.telemetry import MetricsUnreadableError
 from ppojob_trainer.worker_groups.errors import (
@@ -58,6 +59,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
+    (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),
     (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),
 )
 

@@ -160,6 +160,15 @@ def test_a_dashboard_that_falls_silent_makes_progress_unknown_and_not_failed() -
     assert world.observed.ray is not None
 
 
+def test_a_trainer_that_says_it_has_finished_is_asked_about_soon() -> None:
+    world = World().run()
+    assert world.look().look_again_after == 10
+
+    world.wait(5).trainer_reports("Finished").settle()
+
+    assert world.look().look_again_after == 1
+
+
 def test_a_job_that_ended_well_is_complete_and_gives_its_pods_back() -> None:
     world = World().run()
 

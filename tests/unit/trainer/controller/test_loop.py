@@ -54,6 +54,7 @@ async def test_a_checkpoint_waits_for_the_critic_and_holds_the_models_of_its_ste
     state, actor, critic = run.checkpoints.saved[2]
     assert (actor, critic) == (alone.world.actor, alone.world.critic)
     assert state["data"] == {"position": 2}, "although the prompts of step 3 may be out"
+    assert state["kl"] == alone.checkpoints.saved[2][0]["kl"], "although step 3 may have moved the controller"
 
 
 async def test_every_0_writes_the_last_checkpoint_alone_and_exports(make_run: MakeRun) -> None:
@@ -176,3 +177,14 @@ async def test_metrics_have_verls_names(make_run: MakeRun) -> None:
     assert record["timing_per_token_ms/gen"] == pytest.approx(1000 * 10 / 10)
     assert record["training/global_step"] == 1
     assert record["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+async def test_a_slow_checkpoint_holds_the_state_of_its_own_step(make_run: MakeRun) -> None:
+    quick, slow = make_run(steps=3, save_every=1), make_run(steps=3, save_every=1)
+    slow.world.durations["save"] = 500.0
+
+    await quick()
+    await slow()
+
+    assert slow.checkpoints.saved == quick.checkpoints.saved
+    assert slow.world.at("update_actor 2", "start") >= slow.world.at("save 1", "end")
