@@ -17,6 +17,7 @@ from typing import Any
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.ports import Ports
+from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
@@ -90,7 +91,9 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], log_folder: Path) 
     launcher = Launcher(log_folder, float(spec.trainer.phase_timeout_seconds))
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
 
-    def on_gpus(role: str, worker: Any, environment: Mapping[str, str] | None = None) -> WorkerGroup[Any]:
+    base = base_environment(spec.device)
+
+    def on_gpus(role: str, worker: Any, environment: Mapping[str, str] = base) -> WorkerGroup[Any]:
         pool = where[role]
         # A CPU engine takes all cores of its node, so a second one there would only share them.
         bundles = pool.one_per_node() if role == "rollout" and spec.device is Device.CPU else pool.bundles
