@@ -40,7 +40,8 @@ requirements: | $(filter .build/%,$(UV)) ## Pin the requirements anew, with hash
 	$(COMPILE) --extra dev --extra trainer-cpu --output-file requirements/dev.txt
 	$(COMPILE) --extra operator --constraint requirements/dev.txt --output-file requirements/operator.txt
 	$(COMPILE) --extra trainer-cpu --constraint requirements/dev.txt --output-file requirements/trainer-cpu.txt
-	$(COMPILE) --extra trainer --output-file requirements/trainer.txt
+	@# pyproject.toml keeps triton away from machines without a GPU; the CUDA image needs the one that torch 2.13 names.
+	$(COMPILE) --extra trainer --override <(echo 'triton==3.7.1') --output-file requirements/trainer.txt
 
 # --- quick checks ---
 

@@ -31,8 +31,10 @@ from tests.cluster.layout import Layout
 from tests.cluster.locks import held
 from tests.cluster.processes import Processes
 from tests.cluster.stages import Stages
+from tests.cluster.waiting import wait_until
 
 LOCK_LIMIT_SECONDS = 1200.0
+HEALTH_LIMIT_SECONDS = 90.0
 CORE = (*control_plane.PROCESSES, "containerd", "kubelet")
 SATELLITES = ("kube-proxy", dns.PROCESS, kuberay.PROCESS, registry.PROCESS)
 # What a process may need of what runs after it decides the order of the end: pods' owners first, stores last.
@@ -67,8 +69,8 @@ def locked(layout: Layout) -> Iterator[None]:
 def is_healthy(layout: Layout) -> bool:
     """True if every process runs, the API server is ready and the node is too."""
     processes = Processes(layout)
-    running = all(processes.is_running(name) for name in (*CORE, *SATELLITES))
-    return running and control_plane.is_ready(layout) and not node.not_ready_reason(layout)
+    has_satellites = all(processes.is_running(name) for name in SATELLITES)
+    return has_satellites and _has_healthy_core(layout, processes)
 
 
 def build(layout: Layout, stages: Stages, names: Sequence[str] = ()) -> None:
@@ -119,8 +121,20 @@ def down(layout: Layout, stages: Stages, *, purge: bool = False) -> None:
 
 
 def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
-    running = all(processes.is_running(name) for name in CORE)
-    return running and control_plane.is_ready(layout) and not node.not_ready_reason(layout)
+    """True if the core runs and answers; a machine under load gets time, because the alternative is to start anew."""
+
+    def missing() -> str:
+        if not all(processes.is_running(name) for name in CORE):
+            return ""
+        if not control_plane.is_ready(layout):
+            return "the API server"
+        return node.not_ready_reason(layout)
+
+    try:
+        wait_until("the cluster that runs already", missing, limit=HEALTH_LIMIT_SECONDS, interval=1)
+    except ClusterError:
+        return False
+    return all(processes.is_running(name) for name in CORE)
 
 
 def _start_core(layout: Layout, processes: Processes, stages: Stages) -> None:

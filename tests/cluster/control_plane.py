@@ -13,13 +13,13 @@ from tests.cluster.addresses import (
     NODE_IP,
     SERVICE_CIDR,
 )
-from tests.cluster.kubernetes import kubectl, kubectl_succeeds
+from tests.cluster.kubernetes import kubectl_succeeds
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes
 from tests.cluster.waiting import wait_until
 
 PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
-READY_LIMIT_SECONDS = 90.0
+READY_LIMIT_SECONDS = 240.0
 
 
 def start(layout: Layout, processes: Processes) -> None:
@@ -53,13 +53,13 @@ def _wait_for(
 
 
 def _missing_api(layout: Layout) -> str:
-    is_there = layout.kubeconfig.is_file() and kubectl_succeeds(layout, "get", "--raw", "/readyz", limit=5)
+    is_there = layout.kubeconfig.is_file() and kubectl_succeeds(layout, "get", "--raw", "/readyz", limit=15)
     return "" if is_there else "the API server's /readyz"
 
 
 def _missing_account(layout: Layout) -> str:
-    account = kubectl(layout, "get", "serviceaccount", "default", "--ignore-not-found", "--output=name")
-    return "" if account.strip() else "the service account `default`, which the controller manager makes"
+    is_there = kubectl_succeeds(layout, "get", "serviceaccount", "default")
+    return "" if is_there else "the service account `default`, which the controller manager makes"
 
 
 def _start_managers(layout: Layout, processes: Processes) -> None:
@@ -79,8 +79,6 @@ def _start_managers(layout: Layout, processes: Processes) -> None:
             f"--cluster-cidr={ALL_PODS_CIDR}",
             # Each controller with its own account, as in a real cluster: missing rights then show.
             "--use-service-account-credentials=true",
-            # A node that dies is noticed in seconds, not after five minutes.
-            "--node-monitor-grace-period=20s",
             *common,
         ],
     )

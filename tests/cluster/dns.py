@@ -35,7 +35,7 @@ def start(layout: Layout, processes: Processes) -> None:
             return f"CoreDNS's health ({error})"
         return ""
 
-    wait_until("CoreDNS", missing, limit=30, log=layout.log(PROCESS))
+    wait_until("CoreDNS", missing, limit=90, log=layout.log(PROCESS))
 
 
 def _upstream() -> str:

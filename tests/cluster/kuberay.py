@@ -18,7 +18,7 @@ def install_crds(layout: Layout) -> None:
     """Apply the CRDs that the module ships (too large for client-side apply) and wait until they are served."""
     folder = assets(layout, "kuberay") / "crds"
     kubectl(layout, "apply", "--server-side", "--force-conflicts", f"--filename={folder}", limit=120)
-    kubectl(layout, "wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
+    kubectl(layout, "wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=50s")
 
 
 def start(layout: Layout, processes: Processes) -> None:
@@ -42,4 +42,4 @@ def start(layout: Layout, processes: Processes) -> None:
             return f"KubeRay's readiness ({error})"
         return ""
 
-    wait_until("KubeRay", missing, limit=60, log=layout.log(PROCESS))
+    wait_until("KubeRay", missing, limit=180, log=layout.log(PROCESS))

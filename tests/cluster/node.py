@@ -20,7 +20,7 @@ from tests.cluster.templates import render
 from tests.cluster.waiting import wait_until
 
 PROCESSES = ("containerd", "kubelet", "kube-proxy")
-READY_LIMIT_SECONDS = 120.0
+READY_LIMIT_SECONDS = 240.0
 GPU_RESOURCE = "nvidia.com/gpu"
 DEFAULT_CAPACITY: Mapping[str, str] = {GPU_RESOURCE: "8"}
 # What a pool's nodeSelector can ask for; `gpu-type` is the label that the documentation's examples use.
@@ -96,8 +96,11 @@ def wait_until_ready(layout: Layout, processes: Processes) -> None:
 
 
 def not_ready_reason(layout: Layout, name: str = NODE_NAME) -> str:
-    """Why the node is not ready, "" if it is."""
-    nodes = get_json(layout, "nodes", f"--field-selector=metadata.name={name}")["items"]
+    """Why the node is not ready (or the API server cannot say), "" if it is."""
+    try:
+        nodes = get_json(layout, "nodes", f"--field-selector=metadata.name={name}")["items"]
+    except ClusterError as error:
+        return str(error)
     if not nodes:
         return f"node {name} is not registered"
     conditions = {condition["type"]: condition for condition in nodes[0]["status"].get("conditions", [])}
@@ -131,6 +134,6 @@ def _start_containerd(layout: Layout, processes: Processes, config: Path) -> Non
     def missing() -> str:
         processes.require_running("containerd")
         command = ["ctr", f"--address={layout.containerd_socket}", "--namespace=k8s.io", "containers", "list", "-q"]
-        return "" if succeeds(command, limit=5) else f"an answer on {layout.containerd_socket}"
+        return "" if succeeds(command, limit=15) else f"an answer on {layout.containerd_socket}"
 
     wait_until("containerd", missing, limit=60, log=layout.log("containerd"))

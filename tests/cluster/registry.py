@@ -33,7 +33,7 @@ def ensure(layout: Layout, processes: Processes) -> bool:
         processes.require_running(PROCESS)
         return _unanswered()
 
-    wait_until("the registry", missing, limit=30, log=layout.log(PROCESS))
+    wait_until("the registry", missing, limit=90, log=layout.log(PROCESS))
     return True
 
 
