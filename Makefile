@@ -121,6 +121,3 @@ test: install ## Everything, with the cluster and the images built meanwhile; a 
 demo: install ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
 	$(PYTHON) -m tests.cluster demo
 
-.PHONY: bench
-bench: install ## Run the benchmarks.
-	$(PYTHON) -m tests.bench

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster import storage
+from tests.cluster import operators, storage
 from tests.cluster.command import run
 from tests.cluster.demo import manifests
 from tests.cluster.fixtures import RunningCluster, cluster, operator_image, trainer_image
@@ -106,9 +106,10 @@ def site(cluster: RunningCluster, operator_image: str, trainer_image: str) -> It
     cluster.kubectl("create", "namespace", name)
     folder = storage.ensure_claim(cluster.layout, namespace=name)
     try:
-        _install_operator(cluster, name, operator_image)
-        _prepare_model(cluster, name, trainer_image)
-        yield Site(cluster, name, folder, trainer_image)
+        with operators.paused(cluster.kubectl):
+            _install_operator(cluster, name, operator_image)
+            _prepare_model(cluster, name, trainer_image)
+            yield Site(cluster, name, folder, trainer_image)
     finally:
         # The jobs first: the operator needs no part in it, their children go by owner references.
         cluster.kubectl(f"--namespace={name}", "delete", "ppojobs", "--all", "--timeout=60s", limit=90)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.cluster import operators
 from tests.cluster.kwok import TOLERATION, add_nodes, remove_nodes
 from tests.cluster.layout import Layout
 
@@ -113,30 +114,11 @@ class Rights:
         return OperatorProcess(environment, folder / "log", probe_port)
 
 
-def operators_of_all_namespaces(cluster: Any) -> list[tuple[str, str]]:
-    """Return namespace and name of the Deployments of operators that would take the tests' jobs too."""
-    found = cluster.json("get", "deployments", "--all-namespaces", "--selector=app.kubernetes.io/name=ppojob-operator")
-    return [
-        (each["metadata"]["namespace"], each["metadata"]["name"])
-        for each in found["items"]
-        if each["spec"]["replicas"] and not environment_of([each]).get("PPOJOB_WATCH_NAMESPACE")
-    ]
-
-
 @pytest.fixture(scope="session")
 def _alone(cluster: Any) -> Iterator[None]:
-    """Nobody else looks at the tests' jobs: an operator of all namespaces, such as the demo's, pauses meanwhile.
-
-    Its own jobs go on: a trainer does without an operator for a while.
-    """
-    paused = operators_of_all_namespaces(cluster)
-    for namespace, name in paused:
-        cluster("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=0")
-        selector = "--selector=app.kubernetes.io/name=ppojob-operator"
-        cluster("wait", "--for=delete", "pods", selector, f"--namespace={namespace}", "--timeout=50s")
-    yield
-    for namespace, name in paused:
-        cluster("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=1")
+    """Nobody else looks at the tests' jobs."""
+    with operators.paused(cluster):
+        yield
 
 
 @pytest.fixture(scope="module")
