@@ -55,11 +55,12 @@ def read_cluster(raw: Manifest) -> Cluster:
     """Return the view of a RayCluster."""
     metadata, status = raw["metadata"], raw.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    # `status.state` says "suspended" until all pods run again: it is no sign.
     suspended = conditions.get("RayClusterSuspended", {}).get("status") == "True"
     return Cluster(
         name=metadata["name"],
         is_going="deletionTimestamp" in metadata,
-        is_suspended=suspended or status.get("state") == "suspended" or raw.get("spec", {}).get("suspend") is True,
+        is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
     )

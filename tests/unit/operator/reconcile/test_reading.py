@@ -143,12 +143,18 @@ def test_what_kuberay_says_of_a_cluster(status: dict[str, Any], problem: str) ->
     "raw",
     [
         {"spec": {"suspend": True}},
-        {"status": {"state": "suspended"}},
         {"status": {"conditions": [{"type": "RayClusterSuspended", "status": "True"}]}},
     ],
 )
 def test_a_suspended_cluster_is_known_in_all_its_forms(raw: dict[str, Any]) -> None:
     assert read_cluster({"metadata": {"name": "c"}, **raw}).is_suspended
+
+
+def test_a_cluster_that_is_being_resumed_is_not_suspended() -> None:
+    conditions = [{"type": "RayClusterSuspended", "status": "False"}]
+    raw = {"spec": {"suspend": False}, "status": {"state": "suspended", "conditions": conditions}}
+
+    assert not read_cluster({"metadata": {"name": "c"}, **raw}).is_suspended
 
 
 def test_a_cluster_with_a_head_names_its_service() -> None:
