@@ -101,11 +101,11 @@ class TrainingLoop(Generic[B]):
             self._ppo.close()
 
     async def _restore(self) -> None:
-        found = await self._checkpoints.restore()
+        found = await self._phases.run(Phase.LOAD_CHECKPOINT, "actor", 0, self._checkpoints.restore())
         if found is None:
             return
         step, state = found
-        await self._ports.data.restore(step, state["data"])
+        await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, self._ports.data.restore(step, state["data"]))
         self._ppo.restore_kl(state["kl"])
         self._step = self._saved_step = step
         # The engines have loaded the initial weights.
@@ -171,9 +171,13 @@ class TrainingLoop(Generic[B]):
     async def _finish(self) -> None:
         await self._save()
         if self._settings.exports_final:
-            self._monitor.set_activity(Activity.EXPORTING)
-            self._monitor.exported(await self._checkpoints.export())
+            await self._export()
         self._monitor.set_activity(Activity.FINISHED)
+
+    async def _export(self) -> None:
+        self._monitor.set_activity(Activity.EXPORTING)
+        path = await self._phases.run(Phase.EXPORT, "actor", self._step, self._checkpoints.export())
+        self._monitor.exported(path)
 
     @property
     def _validates(self) -> bool:
@@ -190,14 +194,15 @@ class TrainingLoop(Generic[B]):
         self._monitor.set_activity(Activity.SAVING)
         start, step = self._phases.now(), self._step
         await self._ppo.critic_metrics()
-        state = {"data": await self._ports.data.state(step), "kl": self._kl_state}
+        position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
+        state = {"data": position, "kl": self._kl_state}
         keep = self._monitor.settings.checkpoint_keep
         work = self._checkpoints.save(step, state, keep)
         path = await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, work)
         self._saved_step = step
         self._monitor.saved(step, path)
         if self._settings.exports_each:
-            self._monitor.exported(await self._checkpoints.export())
+            await self._export()
         return self._phases.now() - start
 
     async def _validate(self) -> dict[str, float]:

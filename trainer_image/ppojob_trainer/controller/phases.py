@@ -41,6 +41,11 @@ class Trace(Protocol):
 class Phase:
     """Names of phases, as in `timing_s/<phase>`; verl's where verl has one."""
 
+    CHECK = "check"
+    LOAD = "load"
+    CONNECT_WEIGHTS = "connect_weights"
+    LOAD_CHECKPOINT = "load_checkpoint"
+    EXPORT = "export"
     DATA = "data"
     GENERATE = "gen"
     REWARD = "reward"

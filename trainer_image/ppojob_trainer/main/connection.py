@@ -28,6 +28,7 @@ _STORE_BYTES_CPU = 1024**3
 
 
 NUM_TRIES = 3
+NUM_CPUS = 2
 
 
 class RayNotStartedError(RuntimeError):
@@ -79,7 +80,8 @@ def _start_here(spec: PPOJobSpec) -> None:
     is_cuda = spec.device is Device.CUDA
     ray.init(
         address="local",
-        num_cpus=2 * num_gpus,
+        # Tickets for the bundles; Ray also starts as many processes in advance, and most roles cannot use them.
+        num_cpus=NUM_CPUS,
         num_gpus=num_gpus if is_cuda else 0,
         resources=local_resources(spec),
         object_store_memory=None if is_cuda else _STORE_BYTES_CPU,

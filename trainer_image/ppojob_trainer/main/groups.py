@@ -16,6 +16,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
@@ -119,41 +120,48 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], log_folder: Path) 
     )
 
 
-async def make_ready(groups: Groups, spec: PPOJobSpec) -> None:
-    """Check everything, then load everything.
+async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+    """Check everything, then load everything; each within the limit of a phase.
 
     Raises:
+        PhaseTimeoutError: a check or a load took too long; names it and its role.
         WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
     """
     await wait_until_up(groups.all())
     logger.info("all processes are up")
-    await _check(groups)
+    await _check(groups, phases)
     logger.info("model paths, data and reward are in order; loading the models")
-    load_rollout = groups.rollout.group.call(RolloutWorker.load)
+    rollout = phases.run(Phase.LOAD, "rollout", 0, groups.rollout.group.call(RolloutWorker.load))
     if spec.device is Device.CUDA and shares_gpus(spec):
         # vLLM measures the free memory while it starts, so nobody else may take some of it meanwhile.
-        await load_rollout
-    trained = [_load(groups.actor.group, ActorWorker.load)]
-    if groups.critic is not None:
-        trained.append(_load(groups.critic.group, CriticWorker.load))
-    if groups.ref is not None:
-        trained.append(_load(groups.ref.group, RefWorker.load))
-    await asyncio.gather(load_rollout, *trained)
-    await groups.weights.connect()
+        await rollout
+        await _load_trained(groups, phases)
+    else:
+        await asyncio.gather(rollout, _load_trained(groups, phases))
+    await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
 
 
-async def _check(groups: Groups) -> None:
-    checks: list[Any] = [
-        groups.data.group.call(DataWorker.load),
-        groups.reward.group.call(RewardWorker.load),
-        groups.actor.group.call(ActorWorker.check),
-    ]
+async def _check(groups: Groups, phases: Phases) -> None:
+    checks: dict[str, Any] = {
+        "data": groups.data.group.call(DataWorker.load),
+        "reward": groups.reward.group.call(RewardWorker.load),
+        "actor": groups.actor.group.call(ActorWorker.check),
+    }
     if groups.critic is not None:
-        checks.append(groups.critic.group.call(CriticWorker.check))
+        checks["critic"] = groups.critic.group.call(CriticWorker.check)
     if groups.ref is not None:
-        checks.append(groups.ref.group.call(RefWorker.check))
-    await asyncio.gather(*checks)
+        checks["ref"] = groups.ref.group.call(RefWorker.check)
+    await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
+
+
+async def _load_trained(groups: Groups, phases: Phases) -> None:
+    loads: dict[str, Any] = {"actor": _load(groups.actor.group, ActorWorker.load)}
+    if groups.critic is not None:
+        loads["critic"] = _load(groups.critic.group, CriticWorker.load)
+    if groups.ref is not None:
+        loads["ref"] = _load(groups.ref.group, RefWorker.load)
+    await asyncio.gather(*(phases.run(Phase.LOAD, role, 0, load) for role, load in loads.items()))
 
 
 async def _load(group: WorkerGroup[Any], load: Any) -> None:

@@ -82,6 +82,9 @@ class _Attempt:
         self._monitor = Monitor(job, attempt, files, stop)
         self._pools: dict[str, PlacedPool] = {}
         self._groups: Groups | None = None
+        self._trace = TraceWriter(files.trace)
+        limit_s = float(job.spec.trainer.phase_timeout_seconds)
+        self._phases = Phases(pools_of_roles(job.spec), limit_s, self._trace)
 
     async def run(self) -> Outcome:
         self._monitor.start()
@@ -117,25 +120,19 @@ class _Attempt:
         folder = self._files.logs / f"attempt-{self._attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         self._groups = launch(spec, self._pools, folder)
-        await make_ready(self._groups, spec)
+        await make_ready(self._groups, spec, self._phases)
 
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
-        job, spec = self._job, self._job.spec
-        pool_of, ports = pools_of_roles(spec), self._groups.ports()
-        trace = TraceWriter(self._files.trace)
-        phases = Phases(pool_of, float(spec.trainer.phase_timeout_seconds), trace)
+        spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
         schedule = schedule_of(spec.schedule.mode)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
-        settings = PPOSettings(pool_of, spec.data.max_response_length, spec.critic.warmup_steps)
+        settings = PPOSettings(pools_of_roles(spec), spec.data.max_response_length, spec.critic.warmup_steps)
         ppo = PPO(ports, schedule, phases, settings, kl)
         saved = JobCheckpoints(self._store, self._groups, self._files, spec.checkpoint, self._attempt)
-        try:
-            loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(job.spec))
-            return await loop.run()
-        finally:
-            trace.close()
+        loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(spec))
+        return await loop.run()
 
     def _end(self) -> None:
         """End the processes, then give the bundles back. What they had to write is written."""
@@ -144,6 +141,7 @@ class _Attempt:
                 group.kill()
         for pool in self._pools.values():
             pool.release()
+        self._trace.close()
 
 
 def loop_settings(spec: PPOJobSpec) -> LoopSettings:

@@ -34,8 +34,9 @@ __all__ = ["CPUS_PER_PROCESS", "Bundle", "PlacedPool", "bundle_resources", "expl
 
 logger = logging.getLogger(__name__)
 
-CPUS_PER_PROCESS = 0.01
-"""What a role process asks of Ray. Ray's CPUs are tickets only, and a pod may have asked for 0.3 of a core."""
+CPUS_PER_PROCESS = 0.001
+"""What a role process asks of Ray. Ray's CPUs are tickets only: a pod may have asked for 0.3 of a core, and hundreds of
+reward processes must fit."""
 
 _GPU_ROLES = (Role.ACTOR, Role.ROLLOUT, Role.REF, Role.CRITIC)
 

@@ -30,8 +30,14 @@ def test_a_bundle_holds_the_pools_resource_and_a_gpu() -> None:
     spec = spec_of()
 
     # actor and rollout and the data process; critic, ref, reward and a reward process each.
-    assert bundle_resources(spec, spec.pool("big")) == {"pool_big": 1.0, "CPU": 0.03, "GPU": 1.0}
-    assert bundle_resources(spec, spec.pool("small")) == {"pool_small": 1.0, "CPU": 0.05, "GPU": 1.0}
+    assert bundle_resources(spec, spec.pool("big")) == {"pool_big": 1.0, "CPU": 0.003, "GPU": 1.0}
+    assert bundle_resources(spec, spec.pool("small")) == {"pool_small": 1.0, "CPU": 0.005, "GPU": 1.0}
+
+
+def test_hundreds_of_reward_processes_need_less_than_the_two_cpus_of_a_one_gpu_pod() -> None:
+    spec = spec_of(reward={"function": {"module": "r", "numWorkers": 256}})
+
+    assert bundle_resources(spec, spec.pool("small"))["CPU"] < 2
 
 
 def test_on_cpu_no_gpu_is_asked_for() -> None:
@@ -64,7 +70,7 @@ PLENTY = {"pool_big": 2.0, "CPU": 4.0, "GPU": 2.0}
         ({}, {}, "the cluster has 0 pool_big, wanted are 2"),
         (PLENTY | {"pool_big": 1.0}, PLENTY, "the cluster has 1 pool_big, wanted are 2"),
         (PLENTY | {"GPU": 1.0}, PLENTY, "the cluster has 1 GPU, wanted are 2"),
-        (PLENTY | {"CPU": 0.0}, PLENTY, "the cluster has 0 CPU, wanted are 0.06"),
+        (PLENTY | {"CPU": 0.0}, PLENTY, "the cluster has 0 CPU, wanted are 0.006"),
         (PLENTY, PLENTY | {"pool_big": 0.0}, "only 0 of the cluster's 2 pool_big are free"),
         (PLENTY, PLENTY, "no single node has enough"),
     ],
@@ -75,5 +81,7 @@ def test_a_shortage_names_pool_and_resource(total: dict[str, float], free: dict[
 
     message = explain_shortage(pool, bundle_resources(spec, pool), 120, total, free)
 
-    assert message.startswith("pool big wants 2 bundles of 1 pool_big, 0.03 CPU, 1 GPU and did not get them in 120 s: ")
+    assert message.startswith(
+        "pool big wants 2 bundles of 1 pool_big, 0.003 CPU, 1 GPU and did not get them in 120 s: "
+    )
     assert words in message

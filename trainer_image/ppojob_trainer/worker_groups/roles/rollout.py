@@ -20,6 +20,7 @@ from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions,
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink, link_plan, verify
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.table import Table
@@ -121,7 +122,15 @@ class RolloutWorker:
         self._wait(self._engine.wake(tag))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(self.seat.timeout_s)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(self.seat.timeout_s)
+        except TimeoutError as error:
+            if not future.done():
+                future.cancel()
+                limit = f"{self.seat.timeout_s:g} s"
+                raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
+            raise
 
 
 @dataclass(frozen=True)
