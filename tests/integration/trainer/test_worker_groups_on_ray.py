@@ -64,7 +64,7 @@ def spec_of(gpus_of_actor: int) -> PPOJobSpec:
 def pools() -> Iterator[dict[str, PlacedPool]]:
     spec = spec_of(gpus_of_actor=2)
     with connected(spec):
-        placed = place(spec, 60)
+        placed = asyncio.run(place(spec, 60))
         yield placed
         for pool in placed.values():
             pool.release()
@@ -225,8 +225,8 @@ async def test_a_worker_that_cannot_be_built_is_an_error_and_not_a_wait(
         await wait_until_up([broken])
 
 
-def test_a_pool_that_does_not_fit_is_named_with_what_is_missing(pools: dict[str, PlacedPool]) -> None:
+async def test_a_pool_that_does_not_fit_is_named_with_what_is_missing(pools: dict[str, PlacedPool]) -> None:
     with pytest.raises(
         PoolNotPlacedError, match=r"pool actor wants 3 bundles .* the cluster has 2 pool_actor, wanted are 3"
     ):
-        place(spec_of(gpus_of_actor=3), 1.0)
+        await place(spec_of(gpus_of_actor=3), 1.0)

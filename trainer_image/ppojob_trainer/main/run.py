@@ -116,7 +116,7 @@ class _Attempt:
 
     async def _start(self) -> None:
         spec = self._job.spec
-        self._pools = await asyncio.to_thread(place, spec, PLACEMENT_TIMEOUT_S)
+        self._pools = await place(spec, PLACEMENT_TIMEOUT_S)
         folder = self._files.logs / f"attempt-{self._attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         self._groups = launch(spec, self._pools, folder)

@@ -8,8 +8,10 @@ placed; this waits with a limit and says what is missing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -72,7 +74,7 @@ class PlacedPool:
         remove_placement_group(self.group)
 
 
-def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
+async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     """Reserve the bundles of all pools that have a role.
 
     Raises:
@@ -81,15 +83,16 @@ def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     pools = {pool.name: pool for _, pool in roles(spec)}
     # All are asked for before the first is waited for: together they have `timeout_s`, not each.
     groups = {name: _ask(spec, pool) for name, pool in pools.items()}
+    deadline = time.monotonic() + timeout_s
     placed: dict[str, PlacedPool] = {}
     try:
         for name, group in groups.items():
-            if not group.wait(timeout_s):
+            if not await _is_placed(group, deadline):
                 raise PoolNotPlacedError(
                     explain_shortage(pools[name], bundle_resources(spec, pools[name]), timeout_s, *_cluster_state())
                 )
             placed[name] = PlacedPool(name, group, _in_order_of_nodes(group), gpu_fraction(spec, name))
-    except PoolNotPlacedError:
+    except (PoolNotPlacedError, asyncio.CancelledError):
         for group in groups.values():
             remove_placement_group(group)
         raise
@@ -158,6 +161,14 @@ def _shown(resources: Mapping[str, float]) -> str:
 def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
     bundles = [bundle_resources(spec, pool)] * pool.gpus
     return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
+
+
+async def _is_placed(group: PlacementGroup, deadline: float) -> bool:
+    """Wait until the deadline, in turns of a second, so that a stop need not wait for it."""
+    while not await asyncio.to_thread(group.wait, 1):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 def _cluster_state() -> tuple[dict[str, float], dict[str, float]]:
