@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from time import monotonic
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_operator.cluster import Cluster, ClusterError, ClusterRefused
+from ppojob_operator.api_server import ApiError, ApiRefused
+from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
@@ -162,7 +163,7 @@ class Loop:
         while not await _wait(stop, self._settings.idle_interval):
             try:
                 listed = await self._cluster.list_jobs(self._settings.watch_namespace)
-            except ClusterError as error:
+            except ApiError as error:
                 logger.warning("the sweep could not list the jobs: %s", error)
                 continue
             keys = {JobKey(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in listed}
@@ -178,7 +179,7 @@ class Loop:
             async with asyncio.timeout(self._settings.pass_timeout):
                 outcome = await self.look(key)
             self._num_errors.pop(key, None)
-        except (ClusterError, DashboardError) as error:
+        except (ApiError, DashboardError) as error:
             self._try_again(key, str(error))
         except TimeoutError:
             self._try_again(key, f"the look took more than {self._settings.pass_timeout:g} s")
@@ -197,7 +198,7 @@ class Loop:
         """Look at a job once and do what is to be done. Return `ok`, or `gone` if there is no such job.
 
         Raises:
-            ClusterError, DashboardError: something could not be done; the look is to be repeated.
+            ApiError, DashboardError: something could not be done; the look is to be repeated.
         """
         raw = await self._cluster.read_job(key)
         if raw is None:
@@ -262,7 +263,7 @@ class Loop:
     async def _carry_out(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
             await self._bring_forward(job, observed, plan)
-        except (ClusterRefused, DashboardError) as error:
+        except (ApiRefused, DashboardError) as error:
             # Said in the status too: the user can do something about it, or at least see it.
             told = decide(job, replace(observed, last_error=str(error)), self._clock())
             await self._write(job, replace(told, apply=(), submission=None))

@@ -23,6 +23,7 @@ import aiohttp
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.dashboard import Dashboard
@@ -32,8 +33,6 @@ from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Surroundings
 from ppojob_operator.settings import Settings, SettingsError
 from ppojob_operator.status_server import (
-    ApiRefused,
-    ApiUnavailable,
     CertificateError,
     Health,
     OperatorMetrics,
@@ -81,7 +80,8 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _api_client() as client, aiohttp.ClientSession() as session:
-        ports = ProgressCluster(client, timeout_seconds=settings.request_timeout)
+        api = ApiServer(client, timeout=settings.request_timeout)
+        ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
         # The gauge asks the loop at each scrape, and the loop tells the metrics of each look.
@@ -89,7 +89,7 @@ async def run(settings: Settings) -> None:
         metrics = OperatorMetrics(jobs_by_phase=lambda: loop.jobs_by_phase() if loop else {})
         server = _status_server(settings, ports, health, metrics)
         await server.prepare()
-        cluster = Cluster(client, reporter=settings.pod_name, timeout=settings.request_timeout)
+        cluster = Cluster(api, reporter=settings.pod_name)
         loop = Loop(
             settings,
             cluster,

@@ -12,7 +12,8 @@ from typing import Any
 
 import kopf
 
-from ppojob_operator.cluster import Cluster, ClusterError
+from ppojob_operator.api_server import ApiError
+from ppojob_operator.cluster import Cluster
 from ppojob_operator.handlers.registry import Note, kopf_settings, registry
 from ppojob_operator.settings import Settings
 
@@ -68,7 +69,7 @@ class Watches:
                 if await self._cluster.serves_jobs(namespace):
                     return not namespace or await self._cluster.serves_clusters(namespace)
                 logger.warning("the API server does not know PPOJobs: install the CustomResourceDefinition")
-            except ClusterError as error:
+            except ApiError as error:
                 logger.warning("the API server does not answer: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _RESOURCE_SECONDS)
@@ -78,7 +79,7 @@ class Watches:
         served = False
         while not served:
             await asyncio.sleep(_RESOURCE_SECONDS)
-            with contextlib.suppress(ClusterError):
+            with contextlib.suppress(ApiError):
                 served = await self._cluster.serves_clusters(self._settings.watch_namespace)
 
     def _watch(self, stopped: threading.Event) -> None:
@@ -89,6 +90,8 @@ class Watches:
             registry=registry(self._note),
             settings=kopf_settings(self._settings),
             standalone=True,
+            # Kopf's own would need a user's name; its type, a str, is not among its public names.
+            identity=self._settings.pod_name,  # type: ignore[arg-type]
             stop_flag=stopped,
             ready_flag=self._ready,
             **where,

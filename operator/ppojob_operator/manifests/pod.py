@@ -32,9 +32,18 @@ def head_template(spec: PPOJobSpec, key: JobKey, uid: str) -> dict[str, Any]:
     container = _container(naming.HEAD_CONTAINER, spec)
     container["resources"] = _resources(resources.cpu, resources.memory, {})
     container["volumeMounts"].append({"name": _TOKEN, "mountPath": constants.TOKEN_MOUNT_PATH, "readOnly": True})
+    container["ports"] = _head_ports(spec.telemetry.prometheus_port)
     pod = _pod_spec(spec, spec.head, key, container)
     pod["volumes"].append({"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": _token(key, uid)}]}})
     return {"metadata": {"labels": naming.labels(key.name)}, "spec": pod}
+
+
+def _head_ports(prometheus_port: int) -> list[dict[str, Any]]:
+    """Return the ports of the head. KubeRay makes its Service of these, and of Ray's own only where none is named."""
+    ports = dict(constants.RAY_HEAD_PORTS)
+    if prometheus_port:
+        ports[constants.METRICS_PORT_NAME] = prometheus_port
+    return [{"name": name, "containerPort": port} for name, port in ports.items()]
 
 
 def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> dict[str, Any]:

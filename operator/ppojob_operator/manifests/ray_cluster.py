@@ -62,7 +62,8 @@ def logical_cpus(spec: PPOJobSpec, pool: Pool) -> int:
     Each GPU's bundle needs one and each process that scores needs one, even where the pod has less than that.
     """
     real = parse_quantity(pool.resources_per_gpu.cpu) * pool.gpus_per_node
-    scorers = spec.reward.function.num_workers if spec.placement.reward == pool.name else 0
+    function = spec.reward.function if spec.placement.reward == pool.name else None
+    scorers = function.num_workers if function is not None else 0
     return max(math.ceil(real), pool.gpus_per_node + scorers)
 
 

@@ -20,6 +20,8 @@ _GRAVITY = (
     Reason.UNSCHEDULABLE,
 )
 """Which trouble names the condition where there are several: the one that waiting helps least comes first."""
+_WANT_OF_ROOM = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
+"""What pods of an earlier attempt can be the cause of, as long as they hold their resources."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,11 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
         troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
     if troubles:
         worst = min(troubles, key=lambda trouble: _GRAVITY.index(trouble.reason))
-        return Finding("False", worst.reason, "; ".join(trouble.words for trouble in troubles))
+        words = "; ".join(trouble.words for trouble in troubles)
+        if worst.reason in _WANT_OF_ROOM and (leaving := situation.leaving_pods):
+            names = ", ".join(pod.name for pod in leaving)
+            return _waiting(f"waits until the pods of an earlier attempt have left ({names[:_MAX_WORDS]}); {words}")
+        return Finding("False", worst.reason, words)
     if lacking:
         return _waiting("; ".join(lacking))
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")

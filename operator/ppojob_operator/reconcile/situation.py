@@ -92,6 +92,11 @@ class Situation:
         return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_going)
 
     @property
+    def leaving_pods(self) -> tuple[Pod, ...]:
+        """The pods that are on their way out, most of them of an earlier attempt's RayCluster."""
+        return tuple(pod for pod in self.observed.pods if pod.cluster != self.cluster_name or pod.is_going)
+
+    @property
     def head(self) -> Pod | None:
         """The head pod, if there is one."""
         return next((pod for pod in self.pods if pod.pool is None), None)

@@ -12,8 +12,9 @@ from time import monotonic
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_operator.api_server import RawObject
 from ppojob_operator.status_server import refusals
-from ppojob_operator.status_server.ports import JobIdentity, ProgressPort, RawObject, TokenIdentity
+from ppojob_operator.status_server.ports import JobIdentity, ProgressPort, TokenIdentity
 
 _MAX_CACHED = 4096
 _MAX_REVIEWS = 16

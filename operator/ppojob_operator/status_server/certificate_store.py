@@ -15,9 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import certificates
 from ppojob_operator.status_server.certificates import CertificateError, Certificates
-from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, RawObject, SecretPort
+from ppojob_operator.status_server.ports import SecretPort
 
 _LOG = logging.getLogger(__name__)
 _MAX_RACES = 5

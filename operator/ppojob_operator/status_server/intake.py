@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.authentication import Authenticator
 from ppojob_operator.status_server.fields import finished_condition, progress_reply, progress_status
-from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, JobIdentity, ProgressPort, RawObject
+from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 from ppojob_operator.status_server.writer import ProgressWriter
 
 _LOG = logging.getLogger(__name__)

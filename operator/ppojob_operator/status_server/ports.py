@@ -3,20 +3,10 @@
 `cluster_progress.py` implements them; unit tests plug in their own. The server itself never speaks to the API server.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-RawObject = Mapping[str, Any]
-"""An object of the API server as decoded JSON."""
-
-
-class ApiUnavailable(Exception):
-    """The API server did not answer or asked for patience; the same call may succeed later."""
-
-
-class ApiRefused(Exception):
-    """The API server refused the call for good, such as for a missing right; the message has its words."""
+from ppojob_operator.api_server import RawObject
 
 
 class JobIdentity(NamedTuple):

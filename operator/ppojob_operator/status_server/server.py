@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from ppojob_api.v1alpha1.progress import REPORT_PATH
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.certificate_store import CertificateStore, FolderSource, SecretSource
 from ppojob_operator.status_server.certificates import CertificateError
@@ -21,7 +22,7 @@ from ppojob_operator.status_server.endpoint import ReportEndpoint
 from ppojob_operator.status_server.health import Health
 from ppojob_operator.status_server.intake import Intake, utc_now
 from ppojob_operator.status_server.metrics import OperatorMetrics
-from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, ProgressPort, SecretPort
+from ppojob_operator.status_server.ports import ProgressPort, SecretPort
 from ppojob_operator.status_server.probes import probe_application
 from ppojob_operator.status_server.settings import StatusServerSettings
 from ppojob_operator.status_server.writer import ProgressWriter

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server.metrics import OperatorMetrics
-from ppojob_operator.status_server.ports import ApiRefused, ApiUnavailable, JobIdentity, ProgressPort, RawObject
+from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 
 _LOG = logging.getLogger(__name__)
 _WORKERS = 8

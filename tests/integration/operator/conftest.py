@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.cluster import operators
 from tests.cluster.kwok import TOLERATION, add_nodes, remove_nodes
 from tests.cluster.layout import Layout

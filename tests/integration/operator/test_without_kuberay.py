@@ -6,9 +6,9 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from tests.integration.operator.hiding_proxy import HidingProxy
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.integration.operator.hiding_proxy import HidingProxy
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 

@@ -18,13 +18,14 @@ import aiohttp
 import pytest
 import yaml
 from kubernetes.aio import client, config
-from tests.cluster.layout import Layout
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import REPORT_PATH, progress_audience
+from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.manifests import naming
 from ppojob_operator.status_server import Health, OperatorMetrics, StatusServer, StatusServerSettings
+from tests.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"
@@ -194,7 +195,7 @@ def serve(operator: Operator) -> Serve:
     @asynccontextmanager
     async def serve(**settings: Any) -> AsyncIterator[Running]:
         async with operator.connect() as api:
-            running = _make(ProgressCluster(api), operator.namespace, settings)
+            running = _make(ProgressCluster(ApiServer(api, timeout=10.0)), operator.namespace, settings)
             await running.server.prepare()
             task = asyncio.create_task(running.server.run(running.stop))
             try:

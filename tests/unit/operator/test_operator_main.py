@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ppojob_operator import main
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.main import StartError, dashboard_key, run_together
-from ppojob_operator.status_server import ApiRefused, ApiUnavailable
 
 
 class Secrets:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_operator.cluster import ClusterRefused, ClusterUnavailable
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
+from tests.unit.operator.virtual_time import now
+
+pytestmark = pytest.mark.virtual_time
 
 GOOD, BAD = JobKey("ns", "good"), JobKey("ns", "bad")
 SPEC = {
@@ -22,6 +25,11 @@ SPEC = {
     "placement": {"actor": "actor"},
     "storage": {"persistentVolumeClaim": "data"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppojob_operator.loop.monotonic", now)
 
 
 class MemoryCluster:
@@ -152,7 +160,7 @@ async def test_what_is_noted_is_looked_at() -> None:
     assert ("read_job", BAD) not in cluster.calls
 
 
-@pytest.mark.parametrize("error", [ClusterUnavailable("503"), RuntimeError("a fault of ours"), KeyError("uid")])
+@pytest.mark.parametrize("error", [ApiUnavailable("503"), RuntimeError("a fault of ours"), KeyError("uid")])
 async def test_the_trouble_of_one_job_is_its_own(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD), workers=1)
     cluster.errors["read_job", BAD] = error
@@ -167,7 +175,7 @@ async def test_the_trouble_of_one_job_is_its_own(error: Exception, caplog: pytes
 
 async def test_after_an_error_there_is_a_pause_that_grows() -> None:
     loop = make_loop(cluster := MemoryCluster(BAD))
-    cluster.errors["read_job", BAD] = ClusterUnavailable("503")
+    cluster.errors["read_job", BAD] = ApiUnavailable("503")
     loop.note(BAD)
 
     await run_for(loop, 2.5)
@@ -192,9 +200,9 @@ async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCapt
 async def test_what_the_api_server_refuses_is_said_in_the_status() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     words = ".spec.workerGroupSpecs[0].template.spec.foo: field not declared in schema"
-    cluster.errors["apply", GOOD] = ClusterRefused(words)
+    cluster.errors["apply", GOOD] = ApiRefused(words)
 
-    with pytest.raises(ClusterRefused):
+    with pytest.raises(ApiRefused):
         await loop.look(GOOD)
 
     assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.CLUSTER_REFUSED, words)
@@ -203,9 +211,9 @@ async def test_what_the_api_server_refuses_is_said_in_the_status() -> None:
 
 async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
-    cluster.errors["apply", GOOD] = ClusterUnavailable("503")
+    cluster.errors["apply", GOOD] = ApiUnavailable("503")
 
-    with pytest.raises(ClusterUnavailable):
+    with pytest.raises(ApiUnavailable):
         await loop.look(GOOD)
 
     assert "status" not in cluster.jobs[GOOD]
@@ -229,9 +237,9 @@ async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None
         "attempt": 0,
     }
     cluster.clusters[GOOD] = [{"metadata": {"name": "good-old", "labels": {}}}]
-    cluster.errors["write_status", GOOD] = ClusterUnavailable("503")
+    cluster.errors["write_status", GOOD] = ApiUnavailable("503")
 
-    with pytest.raises(ClusterUnavailable):
+    with pytest.raises(ApiUnavailable):
         await loop.look(GOOD)
     assert cluster.deleted == []
     assert cluster.events == []

@@ -6,8 +6,16 @@ import pytest
 
 from ppojob_operator.loop import WorkQueue
 from ppojob_operator.plan import JobKey
+from tests.unit.operator.virtual_time import now
+
+pytestmark = pytest.mark.virtual_time
 
 A, B = JobKey("ns", "a"), JobKey("ns", "b")
+
+
+@pytest.fixture(autouse=True)
+def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppojob_operator.loop.monotonic", now)
 
 
 async def test_many_notes_about_a_job_are_one_look() -> None:

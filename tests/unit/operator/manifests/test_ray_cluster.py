@@ -119,6 +119,20 @@ def test_pods_are_restricted_and_have_no_credentials(make_spec: MakeSpec) -> Non
         assert "hostNetwork" not in found
 
 
+def test_the_head_names_rays_own_ports_beside_that_of_the_metrics(make_spec: MakeSpec) -> None:
+    # KubeRay makes its Service of the named ports, and of Ray's own by itself only where none is named.
+    (ray,) = cluster(make_spec())["headGroupSpec"]["template"]["spec"]["containers"]
+
+    assert {port["name"]: port["containerPort"] for port in ray["ports"]} == {
+        "gcs-server": 6379,
+        "client": 10001,
+        "dashboard": 8265,
+        "metrics": 8080,
+        "serve": 8000,
+        "ppojob-metrics": 9464,
+    }
+
+
 def test_only_the_head_has_the_token_of_the_reports(make_spec: MakeSpec) -> None:
     spec = cluster(make_spec())
     head = spec["headGroupSpec"]["template"]["spec"]

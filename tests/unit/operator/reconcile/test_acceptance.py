@@ -1,10 +1,10 @@
 """A job is accepted, or told why not, before anything is made for it."""
 
 import pytest
-from tests.unit.operator.reconcile.worlds import World, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import Claim
+from tests.unit.operator.reconcile.worlds import World, spec
 
 
 def test_a_good_job_is_accepted_and_its_clock_starts() -> None:

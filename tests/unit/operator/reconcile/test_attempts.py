@@ -1,11 +1,11 @@
 """An attempt that fails is counted against whom it belongs to, named, and tried again or not."""
 
 import pytest
-from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import Cluster, Ray, RayState, Trouble
+from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 OOM = Trouble(Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed")
 

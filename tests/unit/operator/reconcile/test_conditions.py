@@ -2,13 +2,12 @@
 
 from datetime import timedelta
 
-from tests.unit.operator.reconcile.worlds import START, World
-
 from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, Condition, Phase, Reason
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
 from ppojob_operator.reconcile import conditions, log_tail, phase
 from ppojob_operator.reconcile.situation import Finding
 from ppojob_operator.reconcile.status import owned
+from tests.unit.operator.reconcile.worlds import START, World
 
 LATER = START + timedelta(minutes=5)
 

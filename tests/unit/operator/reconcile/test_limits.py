@@ -3,11 +3,11 @@
 from datetime import timedelta
 
 import pytest
-from tests.unit.operator.reconcile.worlds import World, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import RayState, Trouble
 from ppojob_operator.reconcile.situation import backoff
+from tests.unit.operator.reconcile.worlds import World, spec
 
 NO_GPUS = Trouble(Reason.INSUFFICIENT_GPUS, "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
 

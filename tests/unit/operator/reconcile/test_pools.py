@@ -1,10 +1,10 @@
 """Pools become ready, or say why not in the words of whoever knows."""
 
 import pytest
-from tests.unit.operator.reconcile.worlds import World, first_cluster, spec
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_operator.plan import Cluster, Trouble
+from ppojob_operator.plan import Cluster, Pod, Trouble
+from tests.unit.operator.reconcile.worlds import World, first_cluster, spec
 
 GPU_POOLS = [
     {"name": "actor", "gpusPerNode": 2},
@@ -86,6 +86,32 @@ def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_conditio
     world = starting(pools=GPU_POOLS)
     world.pods_become(ready=False, pool="actor", trouble=NO_GPUS)
     world.pods_become(ready=False, pool="critic", trouble=NO_IMAGE)
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.IMAGE_PULL_FAILED)
+
+
+def test_while_pods_of_an_earlier_attempt_leave_the_new_ones_wait_for_their_room() -> None:
+    world = starting(pools=GPU_POOLS).pods_become(ready=True).pods_become(ready=False, pool="critic", trouble=NO_GPUS)
+    here = world.observed.pods
+    world.see(pods=(*here, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
+
+    world.settle()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    message = world.condition(Condition.POOLS_READY).message
+    assert message.startswith("waits until the pods of an earlier attempt have left (old-worker); pool critic wants 8")
+    assert NO_GPUS.words in message
+    assert NO_GPUS.reason not in world.said
+
+    world.see(pods=here).settle()
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.INSUFFICIENT_GPUS)
+
+
+def test_an_image_that_cannot_be_pulled_waits_for_no_leaving_pod() -> None:
+    world = starting().pods_become(ready=False, pool="critic", trouble=NO_IMAGE)
+    world.see(pods=(*world.observed.pods, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
 
     world.settle()
 

@@ -1,12 +1,12 @@
 """The trainer is sent to Ray once, when all is ready, and with what it needs to find its file."""
 
 import pytest
-from tests.unit.operator.reconcile.worlds import SURROUNDINGS, UID, World, first_cluster
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_operator.plan import Ray, RayState, Surroundings
+from tests.unit.operator.reconcile.worlds import SURROUNDINGS, UID, World, first_cluster
 
 
 def ready() -> World:

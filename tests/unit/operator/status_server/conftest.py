@@ -8,7 +8,8 @@ import pytest
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import progress_audience
-from ppojob_operator.status_server import ApiUnavailable, JobIdentity, TokenIdentity
+from ppojob_operator.api_server import ApiUnavailable
+from ppojob_operator.status_server import JobIdentity, TokenIdentity
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
 TOKEN = "good-token"

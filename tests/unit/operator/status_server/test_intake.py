@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.progress import Command, ProgressReply, progress_audience
-from ppojob_operator.status_server import ApiRefused, ApiUnavailable, JobIdentity, OperatorMetrics, TokenIdentity
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.intake import Intake, parse_report
 from ppojob_operator.status_server.refusals import Refusal

@@ -1,7 +1,6 @@
-"""At most one write in an interval, always the newest report, and none is lost. With real time and short intervals."""
+"""At most one write in an interval, always the newest report, and none is lost. In virtual time."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import repeat
@@ -9,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from ppojob_operator.status_server import ApiRefused, ApiUnavailable, JobIdentity, OperatorMetrics
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.status_server import JobIdentity, OperatorMetrics
 from ppojob_operator.status_server.writer import ProgressWriter
+from tests.unit.operator.virtual_time import now
 
-INTERVAL = 0.4
+pytestmark = pytest.mark.virtual_time
+
+INTERVAL = 10.0
+AT_ONCE = 1.0
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def metrics() -> OperatorMetrics:
 
 @pytest.fixture
 def writer(cluster: Any, metrics: OperatorMetrics) -> ProgressWriter:
-    return ProgressWriter(cluster, metrics, interval_seconds=INTERVAL)
+    return ProgressWriter(cluster, metrics, interval_seconds=INTERVAL, clock=now)
 
 
 @asynccontextmanager
@@ -35,20 +39,20 @@ async def running(writer: ProgressWriter) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 3.0) -> float:
+async def until(condition: Callable[[], bool], seconds: float = 10 * INTERVAL) -> float:
     """Wait for the condition and return how long it took."""
-    begin = time.monotonic()
+    begin = now()
     while not condition():
-        assert time.monotonic() < begin + seconds, "the condition did not come true"
+        assert now() < begin + seconds, "the condition did not come true"
         await asyncio.sleep(0.01)
-    return time.monotonic() - begin
+    return now() - begin
 
 
 async def test_the_first_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     async with running(writer):
         writer.keep(key, {"n": 1})
 
-        assert await until(lambda: cluster.writes == [(key, {"n": 1})]) < INTERVAL / 2
+        assert await until(lambda: cluster.writes == [(key, {"n": 1})]) < AT_ONCE
 
 
 async def test_a_younger_report_is_kept_and_written_after_the_interval_the_newest_only(
@@ -57,13 +61,13 @@ async def test_a_younger_report_is_kept_and_written_after_the_interval_the_newes
     async with running(writer):
         writer.keep(key, {"n": 1})
         await until(lambda: len(cluster.writes) == 1)
-        begin = time.monotonic()
+        begin = now()
         for number in range(2, 8):
             writer.keep(key, {"n": number})
             await asyncio.sleep(INTERVAL / 10)
         await until(lambda: len(cluster.writes) == 2)
 
-        assert time.monotonic() - begin >= INTERVAL - 0.1
+        assert now() - begin == pytest.approx(INTERVAL, abs=0.1)
         assert cluster.writes[1] == (key, {"n": 7})
         await asyncio.sleep(1.5 * INTERVAL)
         assert len(cluster.writes) == 2
@@ -73,12 +77,12 @@ async def test_a_stream_of_reports_makes_one_write_in_each_interval(
     writer: ProgressWriter, cluster: Any, key: JobIdentity
 ) -> None:
     async with running(writer):
-        begin = time.monotonic()
-        while (spent := time.monotonic() - begin) < 4 * INTERVAL:
+        begin = now()
+        while (spent := now() - begin) < 4.5 * INTERVAL:
             writer.keep(key, {"at": spent})
             await asyncio.sleep(0.01)
 
-    assert 4 <= len(cluster.writes) <= 5
+    assert len(cluster.writes) == 5
 
 
 async def test_jobs_do_not_wait_for_each_other(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
@@ -86,7 +90,7 @@ async def test_jobs_do_not_wait_for_each_other(writer: ProgressWriter, cluster: 
         for number in range(50):
             writer.keep(key._replace(name=f"job-{number}"), {"n": number})
 
-        assert await until(lambda: len(cluster.writes) == 50) < INTERVAL
+        assert await until(lambda: len(cluster.writes) == 50) < AT_ONCE
 
 
 async def test_the_last_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
@@ -95,7 +99,7 @@ async def test_the_last_report_is_written_at_once(writer: ProgressWriter, cluste
         await until(lambda: len(cluster.writes) == 1)
         writer.keep(key, {"n": 2}, is_last=True)
 
-        assert await writer.written(key, INTERVAL / 2)
+        assert await writer.written(key, AT_ONCE)
         assert cluster.writes[1] == (key, {"n": 2})
 
 
@@ -110,7 +114,7 @@ async def test_the_last_report_overtakes_a_write_that_is_on_its_way(
         writer.keep(key, {"n": 2}, is_last=True)
         gate.set()
 
-        assert await writer.written(key, INTERVAL / 2)
+        assert await writer.written(key, AT_ONCE)
         assert [status["n"] for _, status in cluster.writes] == [1, 2]
 
 
@@ -159,7 +163,7 @@ async def test_a_job_that_is_gone_is_forgotten(writer: ProgressWriter, cluster: 
     async with running(writer):
         writer.keep(key, {"n": 1})
         await until(lambda: len(cluster.writes) == 1)
-        await until(lambda: not writer._jobs, seconds=8)
+        await until(lambda: not writer._jobs)
 
     assert len(cluster.writes) == 1
 
@@ -194,16 +198,16 @@ async def test_the_end_waits_for_an_api_server_that_is_away_no_longer_than_it_ma
 ) -> None:
     cluster.before_write = asyncio.Event().wait
     writer.keep(key, {"n": 1})
-    begin = time.monotonic()
+    begin = now()
 
     assert await writer.flush(0.2) == 1
-    assert time.monotonic() - begin < 1
+    assert now() - begin == pytest.approx(0.2, abs=0.01)
     assert "rl-team/arithmetic" in caplog.text
 
 
 async def test_the_dispatcher_shows_that_it_lives(cluster: Any, metrics: OperatorMetrics, key: JobIdentity) -> None:
     beats = []
-    writer = ProgressWriter(cluster, metrics, interval_seconds=INTERVAL, beat=lambda: beats.append(1))
+    writer = ProgressWriter(cluster, metrics, interval_seconds=INTERVAL, clock=now, beat=lambda: beats.append(1))
     async with running(writer):
         writer.keep(key, {"n": 1})
         await until(lambda: len(beats) >= 2)

@@ -5,18 +5,17 @@ import json
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, REPORT_PATH
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.status_server import (
-    ApiRefused,
-    ApiUnavailable,
     CertificateError,
     Health,
     OperatorMetrics,
@@ -25,6 +24,7 @@ from ppojob_operator.status_server import (
 )
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
+LIMIT = 30.0
 
 
 def free_port() -> int:
@@ -43,8 +43,23 @@ def settings() -> StatusServerSettings:
         port=free_port(),
         probe_port=free_port(),
         extra_names=("localhost", "127.0.0.1"),
-        request_timeout_seconds=0.5,
     )
+
+
+class Gate(asyncio.Event):
+    """An event that knows how many wait for it."""
+
+    num_waiting = 0
+
+    async def wait(self) -> Literal[True]:
+        self.num_waiting += 1
+        return await super().wait()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 class Running:
@@ -74,7 +89,7 @@ class Running:
             return answer.status, await answer.text()
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             while not await self.is_ready():
                 await asyncio.sleep(0.01)
 
@@ -126,7 +141,7 @@ async def test_the_last_report_is_in_the_status_when_the_answer_comes(
 ) -> None:
     async with serving(cluster, settings) as running:
         await running.post(report, authorization)
-        await asyncio.sleep(0.2)
+        await until(lambda: len(cluster.writes) == 1)
         status, _ = await running.post({**report, "activity": "Finished", "step": 120}, authorization)
 
         assert status == 200
@@ -139,7 +154,7 @@ async def test_a_stop_writes_the_reports_that_are_kept(
     async with serving(cluster, settings) as running:
         for step in (1, 2, 3):
             await running.post({**report, "step": step}, authorization)
-            await asyncio.sleep(0.2)
+            await until(lambda: cluster.writes)
         before = [written["progress"]["step"] for _, written in cluster.writes]
 
     after = [written["progress"]["step"] for _, written in cluster.writes]
@@ -150,11 +165,11 @@ async def test_a_stop_writes_the_reports_that_are_kept(
 async def test_a_request_in_work_is_finished_at_a_stop(
     cluster: Any, settings: StatusServerSettings, report: dict[str, Any], authorization: str
 ) -> None:
-    gate = asyncio.Event()
+    gate = Gate()
     cluster.before_write = gate.wait
     async with serving(cluster, settings) as running:
         answer = asyncio.create_task(running.post({**report, "activity": "Finished"}, authorization))
-        await asyncio.sleep(0.2)
+        await until(lambda: gate.num_waiting)
         running.stop.set()
         await asyncio.sleep(0.1)
         gate.set()
@@ -181,12 +196,12 @@ async def test_a_huge_body_is_refused_before_it_is_read(
 async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
     cluster: Any, settings: StatusServerSettings
 ) -> None:
-    async with serving(cluster, settings) as running:
+    async with serving(cluster, replace(settings, request_timeout_seconds=0.5)) as running:
         reader, writer = await asyncio.open_connection(
             "localhost", running.port, ssl=running.tls, server_hostname="localhost"
         )
         writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             answer = await reader.readuntil(b"}")
         writer.close()
 
@@ -201,11 +216,12 @@ async def test_more_reports_than_the_operator_can_work_on_are_sent_away(
     cluster.before_write = gate.wait
     last = {**report, "activity": "Finished"}
     async with serving(cluster, replace(settings, max_requests=2)) as running:
-        busy = [asyncio.create_task(running.post(last, authorization)) for _ in range(2)]
-        await asyncio.sleep(0.2)
-        status, answer = await running.post(last, authorization)
+        posts = [asyncio.create_task(running.post(last, authorization)) for _ in range(3)]
+        async with asyncio.timeout(LIMIT):
+            [refused], busy = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+        status, answer = refused.result()
         gate.set()
-        await asyncio.gather(*busy)
+        assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
 
     assert (status, answer["reason"]) == (503, "Unavailable")
     assert "busy" in answer["message"]

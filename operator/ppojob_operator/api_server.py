@@ -1,0 +1,163 @@
+"""The API server over one connection: requests with a limit, answers in its own words, a status written with a guard.
+
+`cluster.py` asks through it for the loop and `cluster_progress.py` for the status server; `main.py` makes it. It knows
+no policy, keeps nothing and never logs.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from ppojob_api.v1alpha1 import constants
+
+if TYPE_CHECKING:
+    # Its models take seconds to load, and only their names are needed here.
+    from kubernetes.aio.client import ApiClient
+
+JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/namespaces/{{namespace}}/{constants.PLURAL}"
+_MAX_RACES = 5
+_MAX_WORDS = 2000
+_SCHEMA_VIOLATION = "field not declared in schema"
+
+RawObject = Mapping[str, Any]
+"""An object of the API server as decoded JSON."""
+
+
+class ApiError(Exception):
+    """The API server did not do what was asked; the message has its words."""
+
+
+class ApiUnavailable(ApiError):
+    """It did not answer or asked for patience: the same call may succeed later."""
+
+
+class ApiRefused(ApiError):
+    """It refused the call for good: something in the request, or in the operator's rights, has to change."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that is not a plea for patience."""
+
+    status: int
+    """The HTTP status."""
+    body: Any
+    """Decoded JSON; text where it is none."""
+
+    @property
+    def words(self) -> str:
+        """The API server's own words."""
+        message = self.body.get("message") if isinstance(self.body, Mapping) else None
+        return f"{self.status} {message or repr(self.body)}"[:_MAX_WORDS]
+
+    def expect(self, *statuses: int) -> dict[str, Any]:
+        """Return the body of an answer with one of the statuses.
+
+        Raises:
+            ApiRefused: it has another one.
+        """
+        if self.status not in statuses or not isinstance(self.body, dict):
+            raise ApiRefused(self.words)
+        return self.body
+
+
+class ApiServer:
+    """The API server. Paths are templates, so that a name from outside cannot lead to another path."""
+
+    def __init__(self, client: "ApiClient", *, timeout: float) -> None:
+        """`timeout` of one call is in seconds."""
+        self._client = client
+        self._timeout = timeout
+
+    async def read(self, collection: str, namespace: str, name: str) -> RawObject | None:
+        """Return an object, or None if there is none."""
+        answer = await self.call("GET", f"{collection}/{{name}}", namespace, name)
+        return None if answer.status == 404 else answer.expect(200)
+
+    async def apply_status(self, namespace: str, name: str, uid: str, *, status: RawObject, manager: str) -> bool:
+        """Apply a field manager's part of a PPOJob's status; False if that object is gone or another has its name.
+
+        A uid in the body guards nothing: on the status the API server takes any. So the object is looked at first, and
+        its resourceVersion makes the API server refuse (409) one that changed or was made anew in between.
+
+        Raises:
+            ApiUnavailable: the object changed each time in between.
+        """
+        for _ in range(_MAX_RACES):
+            current = await self.read(JOBS, namespace, name)
+            if current is None or current["metadata"]["uid"] != uid:
+                return False
+            metadata = {key: current["metadata"][key] for key in ("namespace", "name", "resourceVersion")}
+            answer = await self.call(
+                "PATCH",
+                f"{JOBS}/{{name}}/status",
+                namespace,
+                name,
+                body={
+                    "apiVersion": constants.API_VERSION,
+                    "kind": constants.KIND,
+                    "metadata": metadata,
+                    "status": status,
+                },
+                query={"fieldManager": manager, "force": "true"},
+            )
+            if answer.status not in (404, 409):
+                answer.expect(200)
+                return True
+        raise ApiUnavailable(f"PPOJob {namespace}/{name} changed {_MAX_RACES} times while its status was being written")
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        namespace: str = "",
+        name: str = "",
+        *,
+        body: RawObject | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Send one request and return its answer, whatever its status; a PATCH is a server-side apply.
+
+        Args:
+            path: in it, {namespace} and {name} stand for those given.
+
+        Raises:
+            ApiUnavailable: there was no answer, or one that asks to come again.
+            ApiRefused: the object has fields that the API server does not know.
+        """
+        content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
+        request = await self._client.param_serialize(
+            method,
+            path,
+            path_params={"namespace": namespace, "name": name},
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        where = f"{method} {path.format(namespace=namespace, name=name)}"
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.call_api(*request, _request_timeout=self._timeout)
+                data: bytes = await response.read()  # type: ignore[no-untyped-call]
+        except TimeoutError as error:
+            raise ApiUnavailable(f"{where}: no answer within {self._timeout:g} s") from error
+        except aiohttp.ClientError as error:
+            raise ApiUnavailable(f"{where}: {type(error).__name__} {error}") from error
+        answer = Answer(response.status, _decode(data))
+        if answer.status == 500 and _SCHEMA_VIOLATION in answer.words:
+            raise ApiRefused(answer.words)
+        if answer.status == 429 or answer.status >= 500:
+            raise ApiUnavailable(f"{where}: {answer.words}")
+        return answer
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data[:_MAX_WORDS].decode(errors="replace")

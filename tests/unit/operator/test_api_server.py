@@ -1,0 +1,149 @@
+"""The connection to the API server, against an HTTP server in this process that plays it and keeps what it was sent."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+
+from ppojob_operator.api_server import JOBS, ApiError, ApiRefused, ApiServer, ApiUnavailable
+
+STATUS = {"phase": "Running"}
+PATH = "/apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/x"
+
+
+class Player:
+    """Plays an API server with one PPOJob `ns/x`; `races` is how often it changes between a read and a write."""
+
+    def __init__(self) -> None:
+        self.uid = "u"
+        self.version = 7
+        self.races = 0
+        self.answer: tuple[int, str] | None = None
+        self.delay = 0.0
+        self.seen: list[str] = []
+        self.written: list[dict[str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.seen.append(f"{request.method} {request.raw_path}")
+        await asyncio.sleep(self.delay)
+        if self.answer is not None:
+            return web.Response(status=self.answer[0], text=self.answer[1])
+        metadata = {"namespace": "ns", "name": "x", "uid": self.uid, "resourceVersion": str(self.version)}
+        if request.method == "GET":
+            if self.races:
+                self.races, self.version = self.races - 1, self.version + 1
+            return web.json_response({"metadata": metadata})
+        sent = json.loads(await request.text())
+        if sent["metadata"]["resourceVersion"] != str(self.version):
+            return web.json_response({"message": "the object has been modified"}, status=409)
+        self.written.append({**sent, "manager": request.query["fieldManager"]})
+        return web.json_response({"metadata": metadata})
+
+
+@pytest.fixture
+def player() -> Player:
+    return Player()
+
+
+@pytest.fixture
+async def api(player: Player) -> AsyncIterator[ApiServer]:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", player.handle)
+    async with TestServer(application) as server:
+        configuration = Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with ApiClient(configuration) as client:
+            yield ApiServer(client, timeout=20.0)
+
+
+async def write(api: ApiServer) -> bool:
+    return await api.apply_status("ns", "x", "u", status=STATUS, manager="me")
+
+
+async def test_a_status_is_written_to_the_object_as_it_was_just_read(api: ApiServer, player: Player) -> None:
+    assert await write(api)
+
+    assert player.seen == [f"GET {PATH}", f"PATCH {PATH}/status?fieldManager=me&force=true"]
+    (written,) = player.written
+    assert written["metadata"] == {"namespace": "ns", "name": "x", "resourceVersion": "7"}
+    assert (written["status"], written["manager"]) == (STATUS, "me")
+
+
+async def test_an_object_that_changed_in_between_is_looked_at_again(api: ApiServer, player: Player) -> None:
+    player.races = 2
+
+    assert await write(api)
+
+    assert [call.partition(" ")[0] for call in player.seen] == ["GET", "PATCH"] * 3
+    assert len(player.written) == 1
+
+
+async def test_an_object_that_changes_every_time_is_given_up_for_now(api: ApiServer, player: Player) -> None:
+    player.races = 99
+
+    with pytest.raises(ApiUnavailable, match=r"PPOJob ns/x changed 5 times while its status was being written"):
+        await write(api)
+
+    assert player.written == []
+
+
+async def test_another_object_of_the_same_name_gets_nothing(api: ApiServer, player: Player) -> None:
+    player.uid = "of a newer one"
+
+    assert not await write(api)
+
+    assert player.seen == [f"GET {PATH}"]
+
+
+async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, player: Player) -> None:
+    player.answer = (404, "{}")
+
+    assert not await write(api)
+    assert await api.read(JOBS, "ns", "x") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        ((503, '{"message": "etcd is away"}'), ApiUnavailable, r"GET .*/ppojobs/x: 503 etcd is away"),
+        ((429, '{"message": "slowly"}'), ApiUnavailable, r"429 slowly"),
+        ((403, '{"message": "x is forbidden"}'), ApiRefused, r"^403 x is forbidden"),
+        ((500, '{"message": ".status.a: field not declared in schema"}'), ApiRefused, r"500 .*not declared in schema"),
+        ((200, "a proxy's page"), ApiRefused, r"200 \"a proxy's page\"$"),
+    ],
+    ids=["away", "slowly", "forbidden", "unknown field", "no JSON"],
+)
+async def test_an_answer_is_told_in_the_servers_words(
+    api: ApiServer, player: Player, answer: tuple[int, str], error: type[ApiError], words: str
+) -> None:
+    player.answer = answer
+
+    with pytest.raises(error, match=words):
+        await api.read(JOBS, "ns", "x")
+
+
+async def test_no_answer_in_time_names_the_call(player: Player, api: ApiServer) -> None:
+    player.delay = 60.0
+    api = ApiServer(api._client, timeout=0.05)
+
+    with pytest.raises(ApiUnavailable, match=r"GET .*/namespaces/ns/ppojobs/x: no answer within 0.05 s"):
+        await api.read(JOBS, "ns", "x")
+
+
+async def test_nobody_there_is_no_answer() -> None:
+    configuration = Configuration()
+    configuration.host = "http://127.0.0.1:1"
+    async with ApiClient(configuration) as client:
+        with pytest.raises(ApiUnavailable, match=r"GET .*: ClientConnectorError"):
+            await ApiServer(client, timeout=20.0).read(JOBS, "ns", "x")
+
+
+async def test_a_name_from_outside_leads_to_no_other_path(api: ApiServer, player: Player) -> None:
+    await api.read(JOBS, "ns", "../../secrets/key")
+
+    assert player.seen == ["GET /apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/..%2F..%2Fsecrets%2Fkey"]
