@@ -8,12 +8,14 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# Where tests/cluster puts helm, kubectl and kubeconform.
+# Where tests/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
 export PATH := $(CURDIR)/$(VENV)/bin:$(CLUSTER_BIN):$(PATH)
 # A machine without uv gets it from pip, in an environment of its own.
 UV := $(or $(shell command -v uv),.build/uv/bin/uv)
 PYTEST := $(PYTHON) -m pytest
+# A file's tests stay in one process, so that what they share is made once; more threads than processes would only wait.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=logical --maxprocesses=4 --dist=loadfile
 
 .PHONY: help
 help: ## List the targets.
@@ -73,23 +75,28 @@ generate-check: install ## Fail if a generated file is not what `make generate` 
 	$(PYTHON) -m ppojob_api.v1alpha1.generate --check
 
 .PHONY: tools
-tools: install ## Build helm and kubeconform, which some checks call.
-	@$(PYTHON) -m tests.cluster build helm kubeconform
+tools: install ## Build helm, which some checks call.
+	@$(PYTHON) -m tests.cluster build helm
 
 .PHONY: unit
-unit: tools ## Run the unit tests.
-	$(PYTEST) tests/unit
+unit: tools ## Run the unit tests, but for those marked slow (`make integration` has them).
+	$(PYTEST_PARALLEL) tests/unit -m "not slow"
 
 .PHONY: golden
-golden: tools ## Compare with the recorded results.
+golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them anew.
+	$(if $(UPDATE),$(PYTHON) tests/golden/golden_manifests.py --update)
 	$(PYTEST) tests/golden
+
+.PHONY: oracles
+oracles: install ## Compare the formulas with verl's and TRL's, each in an environment of its own.
+	$(PYTEST) tests/oracles
 
 .PHONY: architecture
 architecture: install ## Check the tree's own rules (sizes, layers, words).
 	$(PYTEST) tests/architecture
 
 .PHONY: check
-check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit.
+check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit: one to three minutes on two cores.
 
 # --- the one-node cluster ---
 
@@ -106,7 +113,8 @@ images: install ## Build the operator's and the trainer's image into the running
 	$(PYTHON) -m tests.cluster image operator trainer
 
 .PHONY: integration
-integration: install ## Run the tests of several parts together; needs the cluster.
+integration: install ## Run the tests of several parts together, and the slow unit tests; needs the cluster.
+	$(PYTEST) tests/unit -m slow
 	$(PYTEST) tests/integration
 
 .PHONY: e2e

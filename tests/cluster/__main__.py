@@ -7,6 +7,7 @@ import sys
 from typing import Annotated
 
 import typer
+
 from tests.cluster import cluster, kwok, suite
 from tests.cluster.demo.run import ImageNames
 from tests.cluster.demo.run import run as run_demo

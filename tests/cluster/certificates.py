@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from tests.cluster.addresses import API_PORT, API_SERVICE_IP, NODE_IP, NODE_NAME
 from tests.cluster.layout import Layout
 from tests.cluster.templates import render_as

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+
 from tests.cluster.addresses import CLUSTER_DOMAIN, COREDNS_HEALTH_PORT, NODE_IP
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes

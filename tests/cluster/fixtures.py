@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.cluster import kubernetes, storage
 from tests.cluster.cluster import is_healthy
 from tests.cluster.images import build as images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+
 from tests.cluster.addresses import KUBERAY_HEALTH_PORT, KUBERAY_METRICS_PORT
 from tests.cluster.binaries import assets
 from tests.cluster.kubernetes import kubectl

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import httpx
+
 from tests.cluster.addresses import REGISTRY, REGISTRY_PORT
 from tests.cluster.layout import Layout
 from tests.cluster.processes import Processes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
 from tests.cluster.errors import ClusterError
 
 

@@ -1,7 +1,7 @@
 """`make test`: every part of the tests in order, with the slow builds in the background, and a table at the end.
 
-    foreground   lint types contracts generate-check unit golden architecture ─┬─ integration ─ e2e ─ table
-    background   binaries, cluster, images  ───────────────────────────────────┘
+    foreground   lint types contracts generate-check unit golden oracles architecture ─┬─ integration ─ e2e ─ table
+    background   binaries, cluster, images  ───────────────────────────────────────────┘
 
 A part that fails does not stop the next one, so that one run shows everything; a failed background build ends the run
 at once, because nothing after it could pass. A cluster that ran before stays; one that this started is taken down.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
 from tests.cluster import strays
 from tests.cluster.cluster import is_healthy
 from tests.cluster.errors import tail
@@ -35,6 +36,7 @@ QUICK_PARTS = {
     "generate-check": 300,
     "unit": 1800,
     "golden": 900,
+    "oracles": 1800,
     "architecture": 600,
 }
 PASSED = "passed"

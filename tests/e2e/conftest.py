@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.cluster import operators, storage
 from tests.cluster.command import run
 from tests.cluster.demo import manifests

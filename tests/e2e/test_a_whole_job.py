@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+
 from tests.e2e.conftest import Site
 
 pytestmark = pytest.mark.timeout(1500)

@@ -6,6 +6,7 @@ Every job here is applied at the start, because most of their time is waiting; n
 from typing import Any
 
 import pytest
+
 from tests.e2e.conftest import Site
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.cluster.layout import Layout
 
 PROJECT = Path(__file__).resolve().parents[2]

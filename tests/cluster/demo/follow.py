@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
+
 from tests.cluster.demo import progress as reading
 from tests.cluster.demo.target import Target
 from tests.cluster.errors import ClusterError

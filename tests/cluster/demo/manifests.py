@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ppojob_operator.manifests.pod import STORAGE_GROUP
 from tests.cluster.demo.target import NAMESPACE
 from tests.cluster.errors import ClusterError
 
@@ -68,7 +69,12 @@ def _pod_spec(image: str, command: list[str], requests: dict[str, str], limits: 
     return {
         "restartPolicy": "Never",
         "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        # A fresh volume belongs to root; the trainer's pods are in the same group.
+        "securityContext": {
+            "runAsNonRoot": True,
+            "fsGroup": STORAGE_GROUP,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [
             {
                 "name": "main",

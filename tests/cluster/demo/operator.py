@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from tests.cluster.demo.pods import require_image, words
 from tests.cluster.demo.target import OPERATOR_NAMESPACE, Target
 from tests.cluster.errors import ClusterError
 from tests.cluster.layout import PROJECT
@@ -51,15 +51,13 @@ def _missing(target: Target) -> str:
     if newest is None:
         return f"a pod of deployment {OPERATOR_NAMESPACE}/{RELEASE}"
     _require_hope(target, newest)
-    return f"pod {newest['metadata']['name']} is {newest['status']['phase']}, not ready"
+    return words(newest)
 
 
 def _require_hope(target: Target, pod: dict[str, Any]) -> None:
+    require_image(pod, "OPERATOR_IMAGE")
     name = pod["metadata"]["name"]
     for container in pod["status"].get("containerStatuses", []):
-        waiting = container["state"].get("waiting", {})
-        if "Image" in waiting.get("reason", ""):
-            raise ClusterError(f"pod {name}: {json.dumps(waiting)}")
         if container["restartCount"] > ALLOWED_RESTARTS:
             log = target.kubectl("logs", name, "--previous", "--tail=25", _IN_NAMESPACE)
             raise ClusterError(f"pod {name} ends again and again; the end of its log:\n{log}")

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
+
 from tests.cluster import cluster, storage
-from tests.cluster.demo import manifests, operator, progress
+from tests.cluster.demo import foreign, manifests, operator, progress
 from tests.cluster.demo import storage as job_storage
 from tests.cluster.demo.follow import Followed, follow
 from tests.cluster.demo.target import NAMESPACE, OPERATOR_NAMESPACE, Target
@@ -38,6 +39,10 @@ SHOWN_METRICS = (
     "pool/actor/busy_fraction",
     "pool/critic/busy_fraction",
 )
+_HOW_TO_REMOVE = (
+    f"to remove what the demo made: kubectl delete namespace {NAMESPACE}; "
+    f"helm uninstall {operator.RELEASE} --namespace={OPERATOR_NAMESPACE}; kubectl delete namespace {OPERATOR_NAMESPACE}"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: flo
     Raises:
         StageFailed: a stage failed; it has been reported.
     """
+    if not target.is_ours:
+        with stages.stage("your cluster") as stage:
+            stage.note = foreign.check(target)
     names = images or _make_cluster(layout, stages)
     with stages.stage("the operator (helm upgrade --install)") as stage:
         operator.install(target, names.operator)
@@ -62,7 +70,7 @@ def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: flo
         target.apply(manifests.namespace())
         if target.is_ours:
             storage.ensure_claim(layout, namespace=NAMESPACE, name=manifests.CLAIM)
-        else:
+        elif not target.has("persistentvolumeclaim", manifests.CLAIM):
             target.apply(manifests.claim())
         job_storage.open_storage(target, names.trainer)
     with stages.stage("the model") as stage:
@@ -70,6 +78,8 @@ def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: flo
         if stage.note != "stands already":
             job_storage.prepare_model(target, names.trainer)
     _train(target, names.trainer, limit, stages)
+    if not target.is_ours:
+        stages.console.print(_HOW_TO_REMOVE, markup=False)
 
 
 def _make_cluster(layout: Layout, stages: Stages) -> ImageNames:

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tests.cluster.demo import manifests
+from tests.cluster.demo.pods import require_image, words
 from tests.cluster.demo.target import NAMESPACE, Target
 from tests.cluster.errors import ClusterError
 from tests.cluster.waiting import wait_until
 
 START_LIMIT_SECONDS = 900.0
+CLAIM_LIMIT_SECONDS = 180.0
 MODEL_LIMIT_SECONDS = 600.0
 # The trainer writes them when it has something to write; only the metrics must be there.
 RESULT_FILES = ("metrics.jsonl", "plot.png")
 
 
 def open_storage(target: Target, image: str) -> None:
-    """Start the pod that reads the storage, and wait for it (on a cluster of the user's the image is pulled now)."""
+    """Start the pod that reads the storage, and wait for it (on a cluster of the user's the image is pulled now).
+
+    Raises:
+        ClusterError: the image cannot be pulled, the claim gets no volume, or it takes too long; says why.
+    """
     close_storage(target)
     target.apply(manifests.storage_pod(image))
+    start = time.monotonic()
 
     def missing() -> str:
-        status = target.get("pod", manifests.STORAGE_POD)["status"]
-        if status["phase"] == "Running":
+        pod = target.get("pod", manifests.STORAGE_POD)
+        if pod["status"]["phase"] == "Running":
             return ""
-        waiting = [state["state"].get("waiting", {}) for state in status.get("containerStatuses", [])]
-        conditions = [item.get("message", "") for item in status.get("conditions", []) if item["status"] == "False"]
-        said = [f"{item.get('reason', '')} {item.get('message', '')}" for item in waiting] + conditions
-        return f"pod {manifests.STORAGE_POD} is {status['phase']}: {'; '.join(filter(None, said))}"
+        require_image(pod, "IMAGE")
+        unbound = _unbound(target)
+        if unbound and time.monotonic() - start > CLAIM_LIMIT_SECONDS:
+            raise ClusterError(
+                f"{unbound}. Make a claim {manifests.CLAIM} in the namespace {NAMESPACE} that gets a volume "
+                "(another StorageClass, or ReadWriteOnce where all pods run on one node), then run this again"
+            )
+        return f"{words(pod)}; {unbound}" if unbound else words(pod)
 
     wait_until("the pod that reads the storage", missing, limit=START_LIMIT_SECONDS, interval=1)
+
+
+def _unbound(target: Target) -> str:
+    """What keeps the claim from its volume; "" if it has one."""
+    claim = target.get("persistentvolumeclaim", manifests.CLAIM)
+    if claim["status"].get("phase") == "Bound":
+        return ""
+    selector = f"--field-selector=involvedObject.uid={claim['metadata']['uid']}"
+    said = [f"{event['reason']}: {event.get('message', '')}" for event in target.get("events", selector)["items"]]
+    why = said[-1] if said else "nobody has said why"
+    return f"the claim {NAMESPACE}/{manifests.CLAIM} is {claim['status'].get('phase', 'Pending')} ({why})"
 
 
 def close_storage(target: Target) -> None:
@@ -57,7 +80,10 @@ def prepare_model(target: Target, image: str) -> None:
         if "Failed" in conditions:
             log = target.kubectl("logs", f"job/{manifests.MODEL_JOB}", "--tail=25")
             raise ClusterError(f"the job {manifests.MODEL_JOB} failed: {conditions['Failed']}\n{log}")
-        return "" if "Complete" in conditions else f"the end of job {NAMESPACE}/{manifests.MODEL_JOB}"
+        if "Complete" in conditions:
+            return ""
+        pods = target.get("pods", f"--selector=job-name={manifests.MODEL_JOB}")["items"]
+        return "; ".join([f"the end of job {NAMESPACE}/{manifests.MODEL_JOB}", *map(words, pods)])
 
     wait_until("the model", missing, limit=MODEL_LIMIT_SECONDS, interval=1)
 

@@ -43,7 +43,15 @@ class Target:
 
     def get(self, *arguments: str) -> Any:
         """`kubectl get` as parsed JSON."""
-        return json.loads(self.kubectl("get", *arguments, "--output=json"))
+        return self.json("get", *arguments)
+
+    def json(self, *arguments: str) -> Any:
+        """The output of kubectl as parsed JSON."""
+        return json.loads(self.kubectl(*arguments, "--output=json"))
+
+    def has(self, kind: str, name: str) -> bool:
+        """True if the namespace has that object."""
+        return bool(self.kubectl("get", kind, name, "--ignore-not-found", "--output=name").strip())
 
     def apply(self, *objects: dict[str, Any]) -> None:
         """Server-side apply of the objects."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tests.cluster.errors import ClusterError
 from tests.cluster.images.recipes import OPERATOR, RECIPES, TRAINER, Recipe
 from tests.cluster.layout import PROJECT

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.cluster import leftovers
 from tests.cluster.errors import ClusterError
 from tests.cluster.layout import Layout

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.cluster import suite
 from tests.cluster.layout import Layout
 from tests.cluster.processes import start_ticks
@@ -57,7 +58,7 @@ def test_a_failed_background_build_ends_the_run_at_once(
     replace_target(project, "unit", "@sleep 60")
     start = time.monotonic()
     assert suite.run(layout, project) == 1
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert "the disk is full" in capsys.readouterr().out
     assert "e2e" not in ran(project)
     assert ran(project)[-1] == "cluster-down"
@@ -68,7 +69,7 @@ def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, monkeypat
     replace_target(project, "lint", "@sleep 60")
     start = time.monotonic()
     assert suite.run(layout, project) == 1
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
 
 
 def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
