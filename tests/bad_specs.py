@@ -65,12 +65,22 @@ def with_changes(changes: Mapping[tuple[Step, ...], Any]) -> dict[str, Any]:
         if value is GONE:
             del node[last]
         else:
-            node[last] = value
+            node[last] = copy.deepcopy(value)
     return manifest
 
 
 def _spec(*place: Step) -> tuple[Step, ...]:
     return ("spec", *place)
+
+
+_REWARD_MODEL = {_spec("model", "reward"): {"path": "/data/rm"}}
+_BOTH = {**_REWARD_MODEL, _spec("reward", "type"): "Both"}
+_WORKER = {"name": "shaper", "path": "/data/shaper.py", "className": "Shaper", "pool": "critic",
+           "hooks": [{"after": "Score", "method": "shape"}]}  # fmt: skip
+
+
+def _worker(**changes: Any) -> dict[tuple[Step, ...], Any]:
+    return {_spec("workers"): [{name: value for name, value in {**_WORKER, **changes}.items() if value is not GONE}]}
 
 
 _ONE_POOL = {_spec("pools", 1): GONE, _spec("placement", "critic"): "actor"}
@@ -111,8 +121,15 @@ BAD_SPECS = (
     # Sizes.
     BadSpec("actor's mini batch does not divide", {_spec("actor", "miniBatchSize"): 6},
             "spec.actor.miniBatchSize", "does not divide data.trainBatchSize (16): use 4", shows="6"),
-    BadSpec("critic's mini batch does not divide", {_spec("critic", "miniBatchSize"): 32},
-            "spec.critic.miniBatchSize", "does not divide data.trainBatchSize (16): use 16", shows="32"),
+    BadSpec("critic's mini batch above the batch", {_spec("critic", "miniBatchSize"): 32},
+            "spec.critic.miniBatchSize", "is above data.trainBatchSize (16): use 16", shows="32"),
+    BadSpec("actor's mini batch above the batch", {_spec("actor", "miniBatchSize"): GONE},
+            "spec.actor.miniBatchSize", "is above data.trainBatchSize (16): use 16", shows="256"),
+    BadSpec("grpo with one response", {_spec("algorithm"): {"advantageEstimator": "grpo"}},
+            "spec.rollout.samplesPerPrompt", "use 2 or more", shows="1"),
+    BadSpec("rloo with one response",
+            {_spec("algorithm"): {"advantageEstimator": "rloo"}, _spec("rollout"): {"samplesPerPrompt": 1}},
+            "spec.rollout.samplesPerPrompt", "use 2 or more", shows="1"),
     BadSpec("empty batch", {_spec("data", "trainBatchSize"): 0},
             "spec.data.trainBatchSize", "greater than or equal to 1", shows="0"),
     BadSpec("negative response length", {_spec("data", "maxResponseLength"): -5},
@@ -151,6 +168,47 @@ BAD_SPECS = (
             "spec.reward", "required"),
     BadSpec("reward that does not exist", {_spec("reward", "type"): "Oracle"},
             "spec.reward.type", "'Function'", shows="'Oracle'"),
+    BadSpec("reward model without a path", {_spec("reward"): {"type": "Model"}, _spec("model", "reward"): {}},
+            "spec.model.reward.path", "required"),
+    BadSpec("type Model without a reward model", {_spec("reward"): {"type": "Model"}},
+            "spec.model.reward", "needs the block model.reward"),
+    BadSpec("type Both without a reward model", {_spec("reward", "type"): "Both"},
+            "spec.model.reward", "needs the block model.reward"),
+    BadSpec("reward model that nobody asks", _REWARD_MODEL,
+            "spec.model.reward.path", "reads no model", shows="/data/rm"),
+    BadSpec("type Function without a function", {_spec("reward"): {"type": "Function"}},
+            "spec.reward.function", "needs the block function"),
+    BadSpec("type Both without a function", {**_REWARD_MODEL, _spec("reward"): {"type": "Both"}},
+            "spec.reward.function", "needs the block function"),
+    BadSpec("type Model with a function", {**_REWARD_MODEL, _spec("reward", "type"): "Model"},
+            "spec.reward.function", "reads no function"),
+    BadSpec("weights that make every score 0", {**_BOTH, _spec("reward", "weights"): {"function": 0, "model": 0}},
+            "spec.reward.weights", "every score would be 0"),
+    BadSpec("weights without a sum", {_spec("reward", "weights"): {"function": 2}},
+            "spec.reward.weights", "only type Both reads weights", shows="2"),
+    BadSpec("negative label", {**_BOTH, _spec("model", "reward", "label"): -1},
+            "spec.model.reward.label", "greater than or equal to 0", shows="-1"),
+    BadSpec("input that does not exist", {**_BOTH, _spec("model", "reward", "input"): "Tokens"},
+            "spec.model.reward.input", "'Chat'", shows="'Tokens'"),
+    # Users' own workers.
+    BadSpec("worker in a missing pool", _worker(pool="cpu"),
+            "spec.workers[0].pool", "there is no pool of this name", shows="'cpu'"),
+    BadSpec("worker with the name of a role", _worker(name="critic"),
+            "spec.workers[0].name", "built-in worker group", shows="'critic'"),
+    BadSpec("worker twice", {_spec("workers"): [_WORKER, _WORKER]},
+            "spec.workers[1].name", "taken by another worker", shows="'shaper'"),
+    BadSpec("worker of no file", _worker(path=GONE),
+            "spec.workers[0]", "either module or path"),
+    BadSpec("worker of module and file", _worker(module="shapers"),
+            "spec.workers[0]", "either module or path", shows="shapers"),
+    BadSpec("worker without a class", _worker(className=GONE),
+            "spec.workers[0].className", "required"),
+    BadSpec("worker that nobody calls", _worker(hooks=[]),
+            "spec.workers[0].hooks", "at least 1 item"),
+    BadSpec("hook at no point", _worker(hooks=[{"after": "Reward", "method": "shape"}]),
+            "spec.workers[0].hooks[0].after", "'Score'", shows="'Reward'"),
+    BadSpec("hook that is no name", _worker(hooks=[{"after": "Score", "method": "shape()"}]),
+            "spec.workers[0].hooks[0].method", "pattern", shows="'shape()'"),
     # Unknown fields and enums.
     BadSpec("unknown field", {_spec("actor", "learningRates"): 1.0e-6},
             "spec.actor.learningRates", "there is no such field"),
@@ -177,6 +235,88 @@ BAD_SPECS = (
             "kind", "must be PPOJob", shows="'RayJob'"),
     BadSpec("another version", {("apiVersion",): "ppojob.dev/v2"},
             "apiVersion", "must be ppojob.dev/v1alpha1", shows="'ppojob.dev/v2'"),
+    # Telemetry.
+    BadSpec("port of Ray's own", {_spec("telemetry"): {"prometheusPort": 8265}},
+            "spec.telemetry.prometheusPort", "Ray's own", shows="8265"),
+    BadSpec("tracker that does not exist", {_spec("telemetry"): {"trackers": ["Aim"]}},
+            "spec.telemetry.trackers[0]", "'WandB' or 'MLflow'", shows="'Aim'"),
+    BadSpec("profile of no step", {_spec("telemetry"): {"profile": {"steps": []}}},
+            "spec.telemetry.profile.steps", "at least 1 item"),
+    BadSpec("profile of vLLM", {_spec("telemetry"): {"profile": {"steps": [2], "roles": ["rollout"]}}},
+            "spec.telemetry.profile.roles[0]", "'actor'", shows="'rollout'"),
+    BadSpec("too many samples", {_spec("telemetry"): {"samplesPerStep": 65}},
+            "spec.telemetry.samplesPerStep", "less than or equal to 64", shows="65"),
+    # Tensor and sequence parallelism. The actor's pool has 2 GPUs, the critic's one.
+    BadSpec("tensor parallel size that does not divide the pool", {_spec("actor", "tensorParallelSize"): 3},
+            "spec.actor.tensorParallelSize", "does not divide the 2 GPUs of pool actor", shows="3"),
+    BadSpec("critic's slices for more GPUs than it has", {_spec("critic", "sequenceParallelSize"): 2},
+            "spec.critic.sequenceParallelSize", "does not divide the 1 GPUs of pool critic", shows="2"),
+    BadSpec("reference divided over a pool too small",
+            {_spec("actor", "sequenceParallelSize"): 2, _spec("algorithm"): {"kl": {"inReward": True}}},
+            "spec.actor.sequenceParallelSize", "set placement.ref to actor", shows="2", server_refuses=False),
+    BadSpec("both kinds of peers",
+            {_spec("actor", "tensorParallelSize"): 2, _spec("actor", "sequenceParallelSize"): 2,
+             _spec("pools", 0, "gpusPerNode"): 4},
+            "spec.actor.sequenceParallelSize", "set one of them to 1", shows="2"),
+    BadSpec("adapters on divided layers",
+            {_spec("actor", "tensorParallelSize"): 2, _spec("model", "actor", "lora"): {"rank": 8}},
+            "spec.actor.tensorParallelSize", "does not go with model.actor.lora", shows="2"),
+    BadSpec("replica on more GPUs than a node has",
+            {_spec("rollout"): {"tensorParallelSize": 4}, _spec("pools", 0, "nodes"): 2},
+            "spec.rollout.tensorParallelSize", "does not divide the 2 GPUs of a node of pool actor", shows="4"),
+    BadSpec("replica divided over CPUs", {_spec("device"): "cpu", _spec("rollout"): {"tensorParallelSize": 2}},
+            "spec.rollout.tensorParallelSize", "leave it at 1", shows="2"),
+    BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
+            "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
+    # Adapters and offloading.
+    BadSpec("reference of adapters in another pool",
+            {_spec("model", "actor", "lora"): {"rank": 8}, _spec("placement", "ref"): "critic"},
+            "spec.placement.ref", "give model.ref.path", shows="'critic'"),
+    BadSpec("offload of a reference that is the actor",
+            {_spec("model", "actor", "lora"): {}, _spec("model", "ref"): {"offload": {"parameters": True}}},
+            "spec.model.ref.offload.parameters", "set model.actor.offload", shows="True"),
+    BadSpec("adapters of rank 0", {_spec("model", "critic"): {"lora": {"rank": 0}}},
+            "spec.model.critic.lora.rank", "greater than or equal to 1", shows="0"),
+    BadSpec("offload of the CPU",
+            {_spec("device"): "cpu", _spec("model", "critic"): {"offload": {"optimizer": True}}},
+            "spec.model.critic.offload.optimizer", "in the host's memory already", shows="True"),
+    BadSpec("activation offload without checkpointing",
+            {_spec("model", "critic"): {"activationOffload": True, "gradientCheckpointing": False}},
+            "spec.model.critic.activationOffload", "gradientCheckpointing", shows="True"),
+    BadSpec("offload of a reference's optimizer", {_spec("model", "ref"): {"offload": {"optimizer": True}}},
+            "spec.model.ref.offload.optimizer", "there is no such field"),
+    # Scalars of another type.
+    BadSpec("text for an integer", {_spec("data", "trainBatchSize"): "16"},
+            "spec.data.trainBatchSize", "valid integer", shows="'16'"),
+    BadSpec("truth for an integer", {_spec("pools", 0, "nodes"): True},
+            "spec.pools[0].nodes", "valid integer", shows="True"),
+    BadSpec("number for a boolean", {_spec("data", "shuffle"): 1},
+            "spec.data.shuffle", "valid boolean", shows="1"),
+    BadSpec("text for a boolean", {_spec("data", "shuffle"): "yes"},
+            "spec.data.shuffle", "valid boolean", shows="'yes'"),
+    BadSpec("text for a number", {_spec("actor", "learningRate"): "0.1"},
+            "spec.actor.learningRate", "valid number", shows="'0.1'"),
+    BadSpec("fraction for an integer", {_spec("trainer"): {"totalSteps": 1.5}},
+            "spec.trainer.totalSteps", "valid integer", shows="1.5"),
+    BadSpec("number for a text", {_spec("model", "actor", "path"): 7},
+            "spec.model.actor.path", "valid string", shows="7"),
+    BadSpec("text for an integer in a list", {_spec("telemetry"): {"profile": {"steps": ["2"]}}},
+            "spec.telemetry.profile.steps[0]", "valid integer", shows="'2'"),
+    # Beyond what can be meant.
+    BadSpec("learning rate above 1", {_spec("actor", "learningRate"): 5.0},
+            "spec.actor.learningRate", "less than or equal to 1", shows="5.0"),
+    BadSpec("steps that no integer holds", {_spec("trainer"): {"totalSteps": 2**31}},
+            "spec.trainer.totalSteps", "less than or equal to 2147483647", shows="2147483648"),
+    BadSpec("limit of more than a year", {_spec("trainer"): {"phaseTimeoutSeconds": 10**9}},
+            "spec.trainer.phaseTimeoutSeconds", "less than or equal to 31536000", shows="1000000000"),
+    # Columns and templates.
+    BadSpec("column without a name", {_spec("data", "train"): {
+                "type": "JSONL", "files": {"paths": ["/data/a.jsonl"], "groundTruthColumn": ""}}},
+            "spec.data.train.files.groundTruthColumn", "at least 1 character"),
+    BadSpec("empty chat template", {_spec("data", "chatTemplate"): ""},
+            "spec.data.chatTemplate", "at least 1 character"),
+    BadSpec("number for a save in the background", {_spec("checkpoint"): {"async": 1}},
+            "spec.checkpoint.async", "valid boolean", shows="1"),
     # The rest.
     BadSpec("no image", {_spec("image"): ""},
             "spec.image", "at least 1 character"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.golden.golden_manifests import EXAMPLES, GOLDEN, golden_files, render
 
 
@@ -12,7 +13,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.parent.name)
 def test_an_example_makes_the_manifests_that_were_reviewed(example: Path) -> None:
-    assert render(example) == golden_files(example), "python tests/golden/golden_manifests.py --update, then review"
+    assert render(example) == golden_files(example), "make golden UPDATE=1, then review"
 
 
 def test_no_golden_folder_is_left_over() -> None:

@@ -37,11 +37,11 @@ class KLController(ApiModel):
 
     type: KLControllerType = KLControllerType.FIXED
     """Fixed, or Adaptive (Ziegler et al. 2019, section 2.2)."""
-    coefficient: float = Field(default=0.001, ge=0)
+    coefficient: float = Field(default=0.001, ge=0, le=1000)
     """The coefficient; for Adaptive its start."""
-    target: float = Field(default=0.1, gt=0)
+    target: float = Field(default=0.1, gt=0, le=1000)
     """Adaptive: the KL to hold, in nats."""
-    horizon: int = Field(default=10_000, ge=1)
+    horizon: int = Field(default=10_000, ge=1, le=2**31 - 1)
     """Adaptive: over how many samples the coefficient adapts."""
 
 
@@ -56,7 +56,7 @@ class KL(ApiModel):
     """Estimator of the KL in the reward."""
     loss_estimator: KLEstimator = KLEstimator.K3
     """Estimator of the KL in the loss."""
-    loss_coefficient: float = Field(default=0.001, ge=0)
+    loss_coefficient: float = Field(default=0.001, ge=0, le=1000)
     """Coefficient of the KL in the loss."""
     controller: KLController = KLController()
     """Coefficient of the KL in the reward."""

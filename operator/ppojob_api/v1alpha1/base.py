@@ -1,12 +1,18 @@
 """The base class of every model on the wire: camelCase names, frozen, nothing unknown.
 
 Every module of this package builds on it. It refuses unknown fields, because a silently ignored
-hyperparameter is worse than a failure.
+hyperparameter is worse than a failure, and a scalar of another type, as the API server does.
 """
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+# Types of pydantic's core schema that the API server does not convert: "16" is no integer, 1 is no boolean.
+_STRICT = {"bool", "int", "float"}
+# Parts of a core schema that take no part in validation.
+_NOT_VALIDATED = {"default", "metadata", "serialization"}
 
 # Initialisms that Kubernetes' API conventions write in capitals when they do not begin the name.
 _INITIALISMS = {"Gpu": "GPU", "Url": "URL", "Cpu": "CPU", "Ttl": "TTL"}
@@ -18,8 +24,26 @@ def wire_name(field_name: str) -> str:
     return first + "".join(_INITIALISMS.get(word, word) for word in map(str.capitalize, rest))
 
 
+def _make_strict(node: object) -> None:
+    if isinstance(node, list | tuple):
+        for item in node:
+            _make_strict(item)
+    elif isinstance(node, dict):
+        kind = node.get("type")
+        # A dictionary of fields may have a field `type`, which is no kind of schema but a schema itself.
+        is_schema = isinstance(kind, str)
+        if is_schema and kind in _STRICT:
+            node.setdefault("strict", True)
+        for key, value in node.items():
+            if not (is_schema and key in _NOT_VALIDATED):
+                _make_strict(value)
+
+
 class ApiModel(BaseModel):
-    """A frozen model that refuses unknown fields and speaks camelCase on the wire."""
+    """A frozen model that refuses unknown fields and converts no scalars, and speaks camelCase on the wire.
+
+    An integer may stand where a float is wanted, and nothing else may stand for another type.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -32,6 +56,13 @@ class ApiModel(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Make every boolean and number strict, in lists too. Enums stay as they are: strict ones refuse their text."""
+        schema = handler(source)
+        _make_strict(schema)
+        return schema
 
     def to_wire(self) -> dict[str, Any]:
         """Return the JSON form: camelCase names, absent optionals left out."""

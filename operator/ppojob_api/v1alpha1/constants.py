@@ -28,6 +28,13 @@ POOL_RESOURCE_PREFIX = "pool_"
 """Ray resource of a pool: one unit for each GPU, so that a placement group lands in its pool."""
 
 
+RAY_HEAD_PORTS = {"gcs-server": 6379, "client": 10001, "dashboard": 8265, "metrics": 8080, "serve": 8000}
+"""Ports of Ray's head, under KubeRay's names for them; `metrics` are those of Ray itself."""
+
+METRICS_PORT_NAME = "ppojob-metrics"
+"""Name of the head's port where the trainer serves `/metrics`."""
+
+
 class Condition:
     """Types of `status.conditions`."""
 
@@ -74,15 +81,19 @@ class Reason:
     TRAINER_FAILED = "TrainerFailed"
     JOB_FILE_MISSING = "JobFileMissing"
     MODEL_NOT_FOUND = "ModelNotFound"
+    MODEL_MISMATCH = "ModelMismatch"
     DATA_UNREADABLE = "DataUnreadable"
     REWARD_IMPORT_FAILED = "RewardImportFailed"
     REWARD_FAILED = "RewardFailed"
+    WORKER_IMPORT_FAILED = "WorkerImportFailed"
+    HOOK_FAILED = "HookFailed"
     POOL_NOT_PLACED = "PoolNotPlaced"
     PHASE_TIMEOUT = "PhaseTimeout"
     WORKER_LOST = "WorkerLost"
     OUT_OF_MEMORY = "OutOfMemory"
     NON_FINITE = "NonFinite"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
+    CHECKPOINT_UNWRITABLE = "CheckpointUnwritable"
     FENCED_OUT = "FencedOut"
     INTERRUPTED = "Interrupted"
 
@@ -122,9 +133,9 @@ STATUS_METRICS = (
     "critic/score/mean", "critic/score/max", "critic/score/min", "critic/rewards/mean",
     "critic/advantages/mean", "critic/returns/mean", "critic/values/mean",
     "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr",
-    "critic/vf_explained_var",
+    "critic/vf_explained_var", "critic/non_finite_steps",
     "actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/kl_coef", "actor/pg_clipfrac", "actor/pg_clipfrac_lower",
-    "actor/ppo_kl", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty",
+    "actor/ppo_kl", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty", "actor/non_finite_steps",
     "response_length/mean", "response_length/max", "response_length/clip_ratio", "prompt_length/mean",
     "timing_s/step", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values",
     "timing_s/adv", "timing_s/update_actor", "timing_s/update_critic", "timing_s/update_weights",

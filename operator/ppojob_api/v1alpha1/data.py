@@ -1,11 +1,14 @@
 """`spec.data`: the prompts to train and to validate on."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText, Text
+
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=65_536)]
 
 
 class SourceType(StrEnum):
@@ -32,23 +35,35 @@ class ReasoningGymSource(ApiModel):
     """Name of the task, such as chain_sum or products."""
     size: int = Field(default=4096, ge=1, le=10_000_000)
     """How many problems to make."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the generator: the same seed makes the same problems."""
     config: RawObject = Field(default_factory=dict)
     """Parameters of the task's own configuration, such as min_terms."""
 
 
-class FilesSource(ApiModel):
-    """Files with verl's columns: prompt, data_source, reward_model.ground_truth, extra_info."""
+class Columns(ApiModel):
+    """Which columns of a row are read. The defaults are verl's columns: prompt, data_source,
+    reward_model.ground_truth, extra_info."""
+
+    prompt_column: ShortText = Field(default="prompt", min_length=1)
+    """Column with the prompt: a string or a list of chat messages."""
+    ground_truth_column: ShortText | None = Field(default=None, min_length=1)
+    """Column with what the reward function gets as ground truth, such as answer in GSM8K. Absent: ground_truth in the
+    column reward_model, where there is one."""
+    data_source: ShortText | None = Field(default=None, min_length=1)
+    """Name of the data, which the reward function gets and validation reports by. Absent: the column data_source,
+    else the name of the file or data set."""
+
+
+class FilesSource(Columns):
+    """Parquet or JSON Lines files."""
 
     paths: list[Path] = Field(min_length=1, max_length=256)
     """The files, as the container sees them."""
-    prompt_column: ShortText = "prompt"
-    """Column with the prompt: a string or a list of chat messages."""
 
 
-class HuggingFaceSource(ApiModel):
-    """A data set that `datasets.load_dataset` can read, with verl's columns."""
+class HuggingFaceSource(Columns):
+    """A data set that `datasets.load_dataset` can read."""
 
     path: Path
     """Name on the hub or a folder."""
@@ -56,8 +71,6 @@ class HuggingFaceSource(ApiModel):
     """Configuration of the data set; empty: its default."""
     split: ShortText = "train"
     """Split to read."""
-    prompt_column: ShortText = "prompt"
-    """Column with the prompt: a string or a list of chat messages."""
 
 
 _SOURCE_BLOCKS = {
@@ -118,5 +131,9 @@ class DataSpec(ApiModel):
     """Longest response, in tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.FAIL
     """What happens to a prompt longer than maxPromptLength."""
+    chat_template: ChatTemplate | None = None
+    """Chat template (Jinja) for the prompts. Absent: the one of the actor's tokenizer."""
+    chat_template_kwargs: RawObject = Field(default_factory=dict)
+    """Further variables of the chat template, such as enable_thinking: false for Qwen3."""
     shuffle: bool = True
     """Shuffle the training prompts each epoch, by trainer.seed."""

@@ -94,11 +94,12 @@ def _placement(spec: PPOJobSpec) -> Placement:
     given = spec.placement
     critic = (given.critic or given.actor) if spec.algorithm.needs_critic else None
     second = critic or given.actor
+    reference = given.actor if spec.model.reference_is_actor else second
     return given.model_copy(
         update={
             "rollout": given.rollout or given.actor,
             "critic": critic,
-            "ref": (given.ref or second) if spec.algorithm.needs_reference else None,
+            "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
         }
     )

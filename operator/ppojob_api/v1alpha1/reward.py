@@ -12,6 +12,8 @@ class RewardType(StrEnum):
     """Who scores a response."""
 
     FUNCTION = "Function"
+    MODEL = "Model"
+    BOTH = "Both"
 
 
 class OnError(StrEnum):
@@ -22,7 +24,8 @@ class OnError(StrEnum):
 
 
 class RewardFunction(ApiModel):
-    """A Python function `compute_score(data_source, solution_str, ground_truth, extra_info)`, as verl calls it."""
+    """A Python function `compute_score(data_source, solution_str, ground_truth, extra_info)`, as verl calls it; a
+    coroutine function too, whose calls for a batch then wait at the same time."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -46,7 +49,7 @@ class RewardFunction(ApiModel):
     """Further keyword arguments of the function."""
     on_error: OnError = OnError.FAIL
     """Fail: an exception fails the job with the prompt's index. Score: the response gets errorScore."""
-    error_score: float = 0.0
+    error_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a response whose reward function raised, with onError Score."""
     num_workers: int = Field(default=1, ge=1, le=256)
     """CPU processes that score at the same time."""
@@ -54,10 +57,58 @@ class RewardFunction(ApiModel):
     """Longest time for scoring one batch in one process, in seconds."""
 
 
+# `function` is a reserved word of CEL, where a field of this name is `__function__`.
+
+
+class RewardWeights(ApiModel):
+    """With type Both: the score is function x its score + model x its score."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="self.__function__ != 0.0 || self.model != 0.0",
+                message="both weights are 0, so every score would be 0: give at least one another value",
+            )
+        )
+    )
+
+    function: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """Weight of the function's score."""
+    model: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """Weight of the model's score."""
+
+
 class RewardSpec(ApiModel):
     """How a response is scored."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="self.type == 'Model' ? !has(self.__function__) : has(self.__function__)",
+                message="types Function and Both need the block function, type Model reads none",
+                field_path=".function",
+            ),
+            Rule(
+                rule="self.type == 'Both' || !has(self.weights)",
+                message="only type Both reads weights: take them out, or set type: Both",
+                field_path=".weights",
+            ),
+        )
+    )
+
     type: RewardType = RewardType.FUNCTION
-    """Who scores: Function."""
-    function: RewardFunction
-    """The reward function."""
+    """Who scores: Function, Model (model.reward), or Both (their weighted sum)."""
+    function: RewardFunction | None = None
+    """The reward function, with type Function or Both."""
+    weights: RewardWeights | None = None
+    """Weights of the sum, with type Both. Absent: 1 each."""
+
+    @property
+    def uses_function(self) -> bool:
+        """Whether a function scores."""
+        return self.type is not RewardType.MODEL
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a model scores."""
+        return self.type is not RewardType.FUNCTION

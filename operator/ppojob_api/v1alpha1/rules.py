@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
+from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
+from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.reward import RewardType
+from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 if TYPE_CHECKING:
     from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -17,14 +23,15 @@ Problem = tuple[str, object, str]
 
 _ROLES = [role.value for role in Role]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
+_RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
 MUTABLE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
 """What may change while a job runs; the trainer learns of it in the reply to its next report of progress."""
 
 IMMUTABLE = (
     "image", "imagePullSecrets", "env", "envFrom", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
-    "device", "pools", "head", "placement", "schedule", "storage",
-    "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
+    "workers", "device", "pools", "head", "placement", "schedule", "storage", "telemetry",
+    "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
 """What may not change once the job is accepted: everything else."""
@@ -38,14 +45,7 @@ SPEC_RULES = [
         )
         for role in _ROLES
     ),
-    *(
-        Rule(
-            rule=f"self.data.trainBatchSize % self.{role}.miniBatchSize == 0",
-            message=f"{role}.miniBatchSize must divide data.trainBatchSize",
-            field_path=f".{role}.miniBatchSize",
-        )
-        for role in ("actor", "critic")
-    ),
+    *BATCH_RULES,
     Rule(
         rule=(
             "!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || "
@@ -54,6 +54,23 @@ SPEC_RULES = [
         message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
     ),
+    Rule(
+        rule="(self.reward.type == 'Function') != has(self.model.reward)",
+        message="reward.type Model and Both need model.reward, type Function reads none",
+        field_path=".model.reward",
+    ),
+    Rule(
+        rule="!has(self.workers) || self.workers.all(w, self.pools.exists(p, p.name == w.pool))",
+        message="the pool of each worker must be the name of one of spec.pools",
+        field_path=".workers",
+    ),
+    Rule(
+        rule=f"!(self.telemetry.prometheusPort in {_RAY_PORTS})",
+        message="this port of the head pod is Ray's own; choose another, or 0 for none",
+        field_path=".telemetry.prometheusPort",
+    ),
+    *MODEL_RULES,
+    *PARALLEL_RULES,
 ]
 
 METADATA_RULES = [
@@ -106,14 +123,6 @@ def _placement_names_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
             )
 
 
-def _mini_batches_divide_the_batch(spec: "PPOJobSpec") -> Iterator[Problem]:
-    batch = spec.data.train_batch_size
-    for role, size in (("actor", spec.actor.mini_batch_size), ("critic", spec.critic.mini_batch_size)):
-        if batch % size:
-            fitting = max(n for n in range(1, min(size, batch) + 1) if batch % n == 0)
-            yield f"{role}.miniBatchSize", size, f"does not divide data.trainBatchSize ({batch}): use {fitting}, say"
-
-
 def _modes_fit_the_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
     is_split = spec.placement.critic not in (None, spec.placement.actor)
     if spec.schedule.mode in _SPLIT_MODES and not is_split:
@@ -127,19 +136,73 @@ def _sources_have_their_blocks(spec: "PPOJobSpec") -> Iterator[Problem]:
             yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
 
 
+def _prometheus_has_a_port_of_its_own(spec: "PPOJobSpec") -> Iterator[Problem]:
+    port = spec.telemetry.prometheus_port
+    if port in _RAY_PORTS:
+        yield "telemetry.prometheusPort", port, "this port of the head pod is Ray's own: choose another, or 0 for none"
+
+
+def _reward_has_what_its_type_reads(spec: "PPOJobSpec") -> Iterator[Problem]:
+    reward, kind = spec.reward, spec.reward.type.value
+    if reward.uses_function and reward.function is None:
+        yield "reward.function", None, f"type {kind} needs the block function: add it"
+    if not reward.uses_function and reward.function is not None:
+        yield "reward.function", None, f"type {kind} reads no function: take it out, or set type: Both"
+    if reward.uses_model and spec.model.reward is None:
+        yield "model.reward", None, f"reward.type {kind} needs the block model.reward with a path: add it"
+    if not reward.uses_model and spec.model.reward is not None:
+        remedy = f"reward.type {kind} reads no model: take it out, or set reward.type to Model or Both"
+        yield "model.reward.path", spec.model.reward.path, remedy
+
+
+def _reward_weights_weigh(spec: "PPOJobSpec") -> Iterator[Problem]:
+    weights = spec.reward.weights
+    if weights is None:
+        return
+    shown = {"function": weights.function, "model": weights.model}
+    if spec.reward.type is not RewardType.BOTH:
+        yield "reward.weights", shown, "only type Both reads weights: take them out, or set type: Both"
+    elif weights.function == 0 and weights.model == 0:
+        yield "reward.weights", shown, "every score would be 0: give at least one another value"
+
+
 def _reward_is_module_or_file(spec: "PPOJobSpec") -> Iterator[Problem]:
     function = spec.reward.function
-    if (function.module is None) == (function.path is None):
+    if function is not None and (function.module is None) == (function.path is None):
         value = {"module": function.module, "path": function.path}
         yield "reward.function", value, "give either module or path, not both and not neither"
+
+
+def _workers_have_names_pools_and_classes(spec: "PPOJobSpec") -> Iterator[Problem]:
+    pools = [pool.name for pool in spec.pools]
+    seen: set[str] = set()
+    for index, worker in enumerate(spec.workers):
+        where = f"workers[{index}]"
+        if worker.name in RESERVED_NAMES:
+            yield f"{where}.name", worker.name, "this is the name of a built-in worker group: choose another"
+        if worker.name in seen:
+            yield f"{where}.name", worker.name, "this name is taken by another worker: give each its own"
+        seen.add(worker.name)
+        if worker.pool not in pools:
+            remedy = f"there is no pool of this name: use one of {', '.join(pools)}, or add the pool"
+            yield f"{where}.pool", worker.pool, remedy
+        if (worker.module is None) == (worker.path is None):
+            value = {"module": worker.module, "path": worker.path}
+            yield where, value, "give either module or path, not both and not neither"
 
 
 _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
     _env_names_are_unique,
     _placement_names_pools,
-    _mini_batches_divide_the_batch,
+    *BATCH_CHECKS,
     _modes_fit_the_pools,
     _sources_have_their_blocks,
+    _reward_has_what_its_type_reads,
+    _reward_weights_weigh,
     _reward_is_module_or_file,
+    _workers_have_names_pools_and_classes,
+    _prometheus_has_a_port_of_its_own,
+    *MODEL_CHECKS,
+    *PARALLEL_CHECKS,
 )

@@ -48,15 +48,15 @@ class Storage(ApiModel):
 class RunPolicy(ApiModel):
     """Failures and deadlines."""
 
-    backoff_limit: int = Field(default=3, ge=0)
+    backoff_limit: int = Field(default=3, ge=0, le=10_000)
     """Retries after failures of the user's program."""
-    infrastructure_backoff_limit: int = Field(default=10, ge=0)
+    infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
     """Retries after failures of the cluster, such as a lost node."""
-    startup_deadline_seconds: int = Field(default=1800, ge=1)
+    startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time from admission to all pools being ready, in seconds."""
-    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
     """Longest active time over all attempts, in seconds. Absent: none."""
-    stall_timeout_seconds: int = Field(default=1800, ge=10)
+    stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
     """Longest time without progress, in seconds; then the attempt is stopped and counts as failed."""
-    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)
     """Delete the object this long after its end, in seconds. Absent: never. The storage is not touched."""

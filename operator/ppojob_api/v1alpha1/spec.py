@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.quantities import RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
 from ppojob_api.v1alpha1.rules import SPEC_RULES
 from ppojob_api.v1alpha1.runtime import Device, EnvVars, RunPolicy, Storage
+from ppojob_api.v1alpha1.telemetry import TelemetrySpec
 from ppojob_api.v1alpha1.training import (
     ActorSpec,
     CheckpointSpec,
@@ -25,6 +26,7 @@ from ppojob_api.v1alpha1.training import (
     ScheduleSpec,
     TrainerSpec,
 )
+from ppojob_api.v1alpha1.workers import Workers
 
 
 class PPOJobSpec(ApiModel):
@@ -46,6 +48,8 @@ class PPOJobSpec(ApiModel):
     """Prompts to train and to validate on."""
     reward: RewardSpec
     """What a response is worth."""
+    workers: Workers = Field(default_factory=list)
+    """Worker groups of the user's own."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Estimator of advantages and KL terms."""
     actor: ActorSpec = ActorSpec()
@@ -70,6 +74,8 @@ class PPOJobSpec(ApiModel):
     """Checkpoints and the exported model."""
     trainer: TrainerSpec = TrainerSpec()
     """Length and seed of the run."""
+    telemetry: TelemetrySpec = TelemetrySpec()
+    """Metrics to other services, samples, profiles."""
     run_policy: RunPolicy = RunPolicy()
     """Failures and deadlines."""
 

@@ -30,60 +30,71 @@ class Trained(ApiModel):
 
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
     """Course of the learning rate after the warm-up."""
-    learning_rate_warmup_steps: int = Field(default=0, ge=0)
+    learning_rate_warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
     """Steps over which the learning rate rises from 0."""
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, le=1)
     """Weight decay of AdamW."""
-    mini_batch_size: int = Field(default=256, ge=1)
+    mini_batch_size: int = Field(default=256, ge=1, le=1_048_576)
     """Prompts of one optimizer step; divides data.trainBatchSize."""
-    grad_clip: float = Field(default=1.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0, le=1_000_000)
     """Largest norm of the gradient; 0 does not clip."""
-    max_non_finite_steps: int = Field(default=3, ge=1)
+    max_non_finite_steps: int = Field(default=3, ge=1, le=1_000_000)
     """Optimizer steps with a non-finite gradient that are skipped before the job fails."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs that each hold a part of every layer (Megatron); divides heads and intermediate size. For models that do not
+    fit otherwise."""
+    sequence_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs that each compute a slice of every sequence (Ulysses); divides the heads. For long sequences: together they
+    take this many times maxTokensPerGPU."""
+
+    @property
+    def num_peers(self) -> int:
+        """GPUs that work on the same sequences."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
 
 
 class ActorSpec(Trained):
     """Updating the policy."""
 
-    learning_rate: float = Field(default=1.0e-6, ge=0)
+    learning_rate: float = Field(default=1.0e-6, ge=0, le=1)
     """Learning rate of AdamW."""
-    max_tokens_per_gpu: int = Field(default=16_384, ge=1)
+    max_tokens_per_gpu: int = Field(default=16_384, ge=1, le=16_777_216)
     """Tokens of one forward and backward pass on one GPU."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped at 1 - this."""
-    clip_ratio_high: float = Field(default=0.2, ge=0)
+    clip_ratio_high: float = Field(default=0.2, ge=0, le=1000)
     """The ratio is clipped at 1 + this."""
-    clip_ratio_dual: float = Field(default=3.0, gt=1)
+    clip_ratio_dual: float = Field(default=3.0, gt=1, le=1000)
     """Dual clip: bound of the ratio where the advantage is negative (Ye et al. 2019)."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
     """How the losses of tokens become one number."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
 
 
 class CriticSpec(Trained):
     """Updating the value model."""
 
-    learning_rate: float = Field(default=1.0e-5, ge=0)
+    learning_rate: float = Field(default=1.0e-5, ge=0, le=1)
     """Learning rate of AdamW."""
-    max_tokens_per_gpu: int = Field(default=32_768, ge=1)
+    max_tokens_per_gpu: int = Field(default=32_768, ge=1, le=16_777_216)
     """Tokens of one forward and backward pass on one GPU."""
-    clip_range_value: float = Field(default=0.5, gt=0)
+    clip_range_value: float = Field(default=0.5, gt=0, le=1_000_000)
     """Values are clipped to within this of the old values."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
     """How the losses of tokens become one number."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
     """Steps at the start that update the critic alone."""
 
 
 class ValidationSampling(ApiModel):
     """Sampling for validation."""
 
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=100)
     """0 takes the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability."""
-    samples_per_prompt: int = Field(default=1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
 
 
@@ -92,11 +103,11 @@ class RolloutSpec(ApiModel):
 
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """Temperature of sampling; log-probs are taken at it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=10_000_000)
     """Sample from this many likeliest tokens; -1 from all."""
     stop: Annotated[list[ShortText], Field(max_length=16)] = Field(default_factory=list)
     """Strings that end a response."""
@@ -104,9 +115,9 @@ class RolloutSpec(ApiModel):
     """Go on after the end-of-sequence token, for measurements."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory for vLLM's weights and cache."""
-    max_num_seqs: int = Field(default=1024, ge=1)
+    max_num_seqs: int = Field(default=1024, ge=1, le=1_048_576)
     """Sequences that one replica works on at the same time."""
-    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    max_num_batched_tokens: int = Field(default=8192, ge=1, le=16_777_216)
     """Tokens of one of vLLM's steps."""
     enable_chunked_prefill: bool = True
     """Prefill long prompts in parts (not on CPU, where it would break per-request seeds)."""
@@ -114,6 +125,14 @@ class RolloutSpec(ApiModel):
     """Keep the cache of common prefixes within a step."""
     enforce_eager: bool = False
     """Do without CUDA graphs."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs of one node that a replica is divided over. The pool has as many replicas as its GPUs allow."""
+    log_probs: bool = True
+    """Have the engine report its log-probs, which the trainer compares with its own. false: responses come sooner, as
+    much as a quarter with many short steps of a small model."""
+    sleep: bool = True
+    """Give the GPU's memory back after each generation where a trained role shares the GPU. false keeps it, which is
+    faster where gpuMemoryUtilization leaves the others enough."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
     """Memory for the key-value cache of each replica on device cpu, in GiB."""
     validation: ValidationSampling = ValidationSampling()
@@ -154,10 +173,13 @@ class ResumePolicy(StrEnum):
 class CheckpointSpec(ApiModel):
     """Checkpoints in the job's storage."""
 
-    every_steps: int = Field(default=50, ge=0)
+    every_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps between checkpoints; 0 writes none but the last."""
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
+    asynchronous: bool = Field(default=False, alias="async")
+    """Go on training while a checkpoint is written: the models are copied to the host's memory first. At most one is
+    being written, the end of the run waits for it, and one that fails fails the job."""
     resume: ResumePolicy = ResumePolicy.AUTO
     """Auto: go on from the last checkpoint of the same object."""
     resume_from: Path | None = None
@@ -169,13 +191,13 @@ class CheckpointSpec(ApiModel):
 class TrainerSpec(ApiModel):
     """The run as a whole."""
 
-    total_steps: int = Field(default=100, ge=1)
+    total_steps: int = Field(default=100, ge=1, le=2**31 - 1)
     """Steps of the run."""
-    validate_every_steps: int = Field(default=10, ge=0)
+    validate_every_steps: int = Field(default=10, ge=0, le=2**31 - 1)
     """Steps between validations; 0 validates never."""
     validate_before_training: bool = True
     """Validate once before the first step (with validateEverySteps above 0)."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the run: order of the data, samples, new value head."""
-    phase_timeout_seconds: int = Field(default=1800, ge=1)
+    phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time for one phase of a step, in seconds; then the job fails with the phase's name."""

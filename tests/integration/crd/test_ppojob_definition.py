@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 
 from ppojob_api.v1alpha1.rules import IMMUTABLE, MUTABLE
 from ppojob_api.v1alpha1.validation import parse_spec
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 
 EXAMPLES = sorted(Path(__file__).resolve().parents[3].glob("examples/*/ppojob.yaml"))
 
@@ -28,6 +28,11 @@ OTHER_WORDS = {
     "pool name twice": 'spec.pools[1]: Duplicate value: {"name":"actor"}',
     "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
     "no name": "resource name may not be empty",
+    "reward model that nobody asks": "spec.model.reward: ",
+    "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
+    "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
+    "tensor parallel size that does not divide the pool": "actor.tensorParallelSize times sequenceParallelSize must",
+    "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
     "another version": 'no matches for kind "PPOJob" in version "ppojob.dev/v2"',
 }
 
@@ -43,12 +48,23 @@ CHANGES: dict[str, Any] = {
     "actor": {"learningRate": 1.0e-3},
     "critic": {"learningRate": 1.0e-3},
     "rollout": {"temperature": 0.5},
+    "workers": [
+        {
+            "name": "extra",
+            "module": "extra",
+            "className": "Extra",
+            "pool": "actor",
+            "hooks": [{"after": "Step", "method": "measure"}],
+        }
+    ],
     "device": "cpu",
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 1}],
     "head": {"podTemplate": {"spec": {"priorityClassName": "other"}}},
     "placement": {"critic": "actor"},
     "schedule": {"mode": "Serial"},
     "storage": {"persistentVolumeClaim": "another"},
+    "telemetry": {"samplesPerStep": 1},
+    "checkpoint.async": True,
     "checkpoint.resume": "Never",
     "checkpoint.resumeFrom": "/data/checkpoint",
     "checkpoint.export": "Never",
@@ -131,7 +147,13 @@ def test_other_clients_are_warned_of_an_unknown_field_that_is_then_dropped(kubec
 def test_the_defaults_that_the_api_server_fills_in_are_those_of_the_model(kubectl: Any) -> None:
     stored = kubectl.create(job("defaults"))["spec"]
 
-    assert stored["checkpoint"] == {"everySteps": 50, "export": "Final", "keep": 2, "resume": "Auto"}
+    assert stored["checkpoint"] == {
+        "async": False,
+        "everySteps": 50,
+        "export": "Final",
+        "keep": 2,
+        "resume": "Auto",
+    }
     assert stored["pools"][0]["resourcesPerGPU"] == {"cpu": "8", "memory": "64Gi", "shm": "16Gi"}
     assert stored["rollout"]["validation"]["temperature"] == 0
     assert "gpuResourceName" not in stored["pools"][0]

@@ -1,9 +1,8 @@
 """job.json: the same job gives the same text and hash, and the text gives the job."""
 
-from tests.bad_specs import GOOD, with_changes
-
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bad_specs import GOOD, with_changes
 
 
 def _job(seed: int = 1) -> JobFile:

@@ -3,17 +3,20 @@
 from typing import Any
 
 import pytest
-from tests.bad_specs import GONE, with_changes
 
 from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.resolve import job_root, resolve, roles
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bad_specs import GONE, with_changes
 
 KL = {("spec", "algorithm"): {"kl": {"inReward": True}}}
-GRPO = {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
-GRPO_WITH_KL = {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
+LORA = {("spec", "model", "actor", "lora"): {"rank": 4}}
+LORA_AND_A_COPY = LORA | {("spec", "model", "ref"): {"path": "/data/model"}}
+SAMPLES = {("spec", "rollout"): {"samplesPerPrompt": 2}}
+GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
+GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
 NO_CRITIC_POOL = {("spec", "placement", "critic"): GONE}
 
 
@@ -26,6 +29,8 @@ def _resolved(changes: dict[tuple[str | int, ...], Any]) -> PPOJobSpec:
     [
         ({}, "actor=actor rollout=actor critic=critic reward=critic"),
         (KL, "actor=actor rollout=actor ref=critic critic=critic reward=critic"),
+        (KL | LORA, "actor=actor rollout=actor ref=actor critic=critic reward=critic"),
+        (KL | LORA_AND_A_COPY, "actor=actor rollout=actor ref=critic critic=critic reward=critic"),
         (KL | NO_CRITIC_POOL, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
         (GRPO, "actor=actor rollout=actor reward=actor"),
         (GRPO_WITH_KL, "actor=actor rollout=actor ref=actor reward=actor"),
@@ -36,7 +41,18 @@ def _resolved(changes: dict[tuple[str | int, ...], Any]) -> PPOJobSpec:
         ({("spec", "placement", "rollout"): "critic"}, "actor=actor rollout=critic critic=critic reward=critic"),
         ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
     ],
-    ids=["gae", "kl", "one pool", "grpo", "grpo with kl", "ref given", "rollout given", "ref of no use"],
+    ids=[
+        "gae",
+        "kl",
+        "adapters",
+        "adapters and a copy",
+        "one pool",
+        "grpo",
+        "grpo with kl",
+        "ref given",
+        "rollout given",
+        "ref of no use",
+    ],
 )
 def test_every_role_in_use_has_a_pool(changes: dict[tuple[str | int, ...], Any], expected: str) -> None:
     placed = {role: pool.name for role, pool in roles(_resolved(changes))}

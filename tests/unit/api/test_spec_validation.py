@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
 
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
 
 EXAMPLES = sorted(Path("examples").glob("*/ppojob.yaml"))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
-from tests.bad_specs import GOOD
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import Rule
@@ -14,6 +13,7 @@ from ppojob_api.v1alpha1.schema import custom_resource_definition, structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bad_specs import GOOD
 
 SCHEMAS = {"spec": structural(PPOJobSpec), "status": structural(PPOJobStatus)}
 FORBIDDEN = ("$ref", "$defs", "anyOf", "oneOf", "allOf", "title", "const", "additionalItems")
@@ -52,6 +52,14 @@ def test_every_field_is_explained() -> None:
     fields = [(path, node) for path, node in NODES if not path.endswith(("[]", "{}"))]
 
     assert [path for path, node in fields if "." in path and not node.get("description")] == []
+
+
+def test_every_number_of_the_spec_has_both_bounds() -> None:
+    nodes = _nodes(SCHEMAS["spec"], "spec")
+    numbers = [(path, node) for path, node in nodes if node.get("type") in ("integer", "number")]
+
+    assert len(numbers) > 60
+    assert [path for path, node in numbers if not {"minimum", "maximum"} <= node.keys()] == []
 
 
 def test_every_string_is_bounded() -> None:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from tests.bad_specs import GOOD
 
 from ppojob_api.v1alpha1.base import wire_name
 from ppojob_api.v1alpha1.schema import structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bad_specs import GOOD
 
 
 @pytest.mark.parametrize(

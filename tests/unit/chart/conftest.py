@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"

@@ -1,0 +1,76 @@
+"""`spec.workers`: worker groups of the user's own, and where the controller calls them."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
+from ppojob_api.v1alpha1.quantities import DNSLabel, Path, RawObject, ShortText
+
+RESERVED_NAMES = ("actor", "rollout", "ref", "critic", "reward", "data")
+"""Names of the built-in groups, which logs and timings use."""
+
+
+class HookPoint(StrEnum):
+    """Where a step calls a user's method."""
+
+    GENERATE = "Generate"
+    SCORE = "Score"
+    STEP = "Step"
+
+
+class Hook(ApiModel):
+    """A call of a worker's method, in every step."""
+
+    after: HookPoint
+    """Generate: with the responses. Score: with the scores too; columns that it returns take the place of those of
+    the same name, token_level_scores for one. Step: with everything that the updates read; it returns metrics only."""
+    method: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253)]
+    """Name of a method of the class with `@register`; its dispatch mode says which process gets which rows."""
+
+
+class WorkerSpec(ApiModel):
+    """A worker group of the user's own: processes in a pool, each with an object of the class."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="has(self.module) != has(self.path)",
+                message="give either module or path, not both and not neither",
+            ),
+            Rule(
+                rule=f"!(self.name in {list(RESERVED_NAMES)!r})",
+                message="this is the name of a built-in worker group: choose another",
+                field_path=".name",
+            ),
+        )
+    )
+
+    name: DNSLabel
+    """Name of the group, in logs, timings and errors."""
+    module: ShortText | None = None
+    """Dotted name of an installed module."""
+    path: Path | None = None
+    """A Python file, as the containers of head and pool see it."""
+    class_name: ShortText
+    """Name of the class there. It is called with its `Seat` and the kwargs."""
+    kwargs: RawObject = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    pool: DNSLabel
+    """Pool whose pods run the processes."""
+    num_workers: int = Field(default=1, ge=1, le=256)
+    """Number of processes."""
+    uses_gpu: bool = False
+    """Whether each process sees the GPU of its place in the pool, which it then shares with the pool's roles."""
+    hooks: Annotated[list[Hook], Field(min_length=1, max_length=8)]
+    """Where the controller calls it, in this order."""
+
+
+Workers = Annotated[
+    list[WorkerSpec],
+    Field(
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    ),
+]
