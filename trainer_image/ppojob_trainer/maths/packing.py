@@ -75,17 +75,6 @@ def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
     )
 
 
-def block_diagonal_causal_mask(cu_seqlens: Tensor) -> Tensor:
-    """Boolean mask [T, T], True where query t may see key u: same sequence and u <= t.
-
-    For SDPA where there is no varlen attention (CPU). It takes T^2 bytes: 16 k tokens are 256 MiB.
-    """
-    total = int(cu_seqlens[-1])
-    place = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place.to(cu_seqlens.dtype), right=True)
-    return (sequence.unsqueeze(1) == sequence.unsqueeze(0)) & (place.unsqueeze(1) >= place.unsqueeze(0))
-
-
 def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     """How many micro-batches these sequences need so that each keeps to `max_tokens`.
 

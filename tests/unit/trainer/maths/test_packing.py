@@ -8,7 +8,7 @@ import torch
 
 from ppojob_trainer.maths.log_probs import linear_log_probs, plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, policy_loss
-from ppojob_trainer.maths.packing import block_diagonal_causal_mask, micro_batches, num_micro_batches, pack
+from ppojob_trainer.maths.packing import micro_batches, num_micro_batches, pack
 from ppojob_trainer.protocol import response_part, rollout_batch
 
 TENSORS = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], pad_token_id=0)
@@ -37,12 +37,6 @@ def test_a_row_of_padding_alone() -> None:
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 3]
     assert packed.input_ids.tolist() == [1, 2, 4]
     assert packed.labels.tolist() == [2, 0, 0]
-    assert block_diagonal_causal_mask(packed.cu_seqlens).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-
-
-def test_block_diagonal_mask_by_hand() -> None:
-    mask = block_diagonal_causal_mask(torch.tensor([0, 2, 5], dtype=torch.int32)).int().tolist()
-    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
 
 
 class TinyModel(torch.nn.Module):
@@ -82,7 +76,8 @@ def padded_log_probs(model: TinyModel, batch: dict[str, torch.Tensor]) -> torch.
 
 def packed_log_probs(model: TinyModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     packed = pack(batch["input_ids"], batch["attention_mask"])
-    mask = block_diagonal_causal_mask(packed.cu_seqlens)
+    lengths = packed.cu_seqlens.diff().tolist()
+    mask = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
     hidden = model.hidden(packed.input_ids, packed.position_ids, mask)
     log_probs, _ = linear_log_probs(hidden, model.head.weight, packed.labels, chunk_size=7)
     return response_part(packed.unpack(log_probs), batch["responses"].shape[1]) * batch["response_mask"]

@@ -1,0 +1,93 @@
+"""peft reads our adapters, computes with them what we compute, and merges them to the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.fsdp.lora import initial_adapters
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.protocol import Keys, response_part
+from tests.oracles.environments import Oracle
+from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+BATCH = make_batch(8)
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[DataParallel]:
+    group = init_process_group(Device.CPU, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+    yield group
+    group.destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("peft")
+
+
+@pytest.fixture(scope="module")
+def engine(parallel: DataParallel, folder: Path) -> PolicyEngine:
+    """With adapters that two updates have moved."""
+    actor = ActorModel(path=str(save_tiny_model(folder / "tiny")), lora=LoRA(rank=4, alpha=12.0))
+    training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
+    policy = PolicyEngine(parallel, actor, training, KL(), total_steps=9, seed=5, dtype=torch.float32)
+    policy.update(BATCH)
+    policy.update(BATCH)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def answers(engine: PolicyEngine, folder: Path) -> dict[str, Tensor]:
+    engine.export(folder / "export")
+    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
+    inputs = {str(key): BATCH.tensor(key).numpy() for key in keys}
+    paths = {"model": np.array(engine.path), "adapter": np.array(str(folder / "export" / "adapter"))}
+    found = Oracle("peft").answers({**inputs, **paths}, folder)
+    return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def test_it_computes_the_same_log_probs(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+    responses = BATCH.tensor(Keys.RESPONSES)
+    log_p = torch.log_softmax(response_part(answers["logits"], responses.shape[1]) / 0.7, dim=-1)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * BATCH.tensor(Keys.RESPONSE_MASK)
+    computed = engine.compute_log_prob(BATCH).tensor(Keys.OLD_LOG_PROBS)
+    torch.testing.assert_close(computed, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_it_merges_to_the_weights_that_the_rollout_gets(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+    weights = ShardedWeights(engine.module.language_model, torch.float32)
+    ours = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
+    merged = {name.removeprefix("merged/"): value for name, value in answers.items() if name.startswith("merged/")}
+    torch.testing.assert_close(ours, merged, atol=1e-6, rtol=1e-5)
+
+
+def test_new_adapters_are_drawn_alike(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+    fresh = {name.removeprefix("fresh/"): value for name, value in answers.items() if name.startswith("fresh/")}
+    ours = {
+        f"base_model.model.{name.removeprefix('language_model.')}.weight": value
+        for name, value in initial_adapters(engine.module, seed=1).items()
+    }
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in fresh.items()}
+    for name, value in ours.items():
+        if "lora_B" in name:
+            assert value.eq(0).all()
+            assert fresh[name].eq(0).all()
+        else:
+            # Uniform in the same interval: the largest of 192 or 256 numbers is close to its end.
+            assert value.abs().max() == pytest.approx(float(fresh[name].abs().max()), rel=0.1)
+            assert float(value.std()) == pytest.approx(float(fresh[name].std()), rel=0.25)

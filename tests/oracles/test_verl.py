@@ -1,0 +1,136 @@
+"""Same inputs, same numbers as verl's published functions, and where its conventions differ, how they map onto ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppojob_trainer.maths.kl import KL_ESTIMATORS, kl_estimate, penalize_rewards
+from ppojob_trainer.maths.losses import AGGREGATIONS, Clipping, Denominators, entropy_bonus
+from ppojob_trainer.maths.masked import masked_mean, masked_var, masked_whiten
+from tests.oracles import ours
+from tests.oracles.ours import Case, assert_equal
+from tests.oracles.random_cases import CASES, DISCOUNTS, SETTINGS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+CLIPPING = Clipping(SETTINGS["clip_low"], SETTINGS["clip_high"], SETTINGS["clip_dual"])
+Answers = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def all_answers(answers_of: Callable[[str], Answers]) -> Answers:
+    return answers_of("verl")
+
+
+@pytest.fixture(params=CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def case(cases: dict[str, Case], name: str) -> Case:
+    return cases[name]
+
+
+@pytest.fixture
+def verl(all_answers: Answers, name: str) -> Answers:
+    return {key.removeprefix(f"{name}/"): value for key, value in all_answers.items() if key.startswith(f"{name}/")}
+
+
+@pytest.mark.parametrize("number", range(len(DISCOUNTS)))
+@pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
+def test_discounted_advantages_and_their_whitening(case: Case, verl: Answers, estimator: str, number: int) -> None:
+    advantages, returns = ours.advantages(case, estimator, *DISCOUNTS[number])
+
+    assert_equal(advantages, verl[f"{estimator}/{number}/advantages"], case["mask"])
+    assert_equal(returns, verl[f"{estimator}/{number}/returns"], case["mask"])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_advantages_within_a_group(case: Case, verl: Answers, estimator: str) -> None:
+    assert_equal(ours.advantages(case, estimator)[0], verl[estimator])
+
+
+@pytest.mark.parametrize("estimator", list(KL_ESTIMATORS))
+def test_kl_estimators_and_their_gradients(case: Case, verl: Answers, estimator: str) -> None:
+    log_prob = case["log_prob"].clone().requires_grad_()
+    estimate = kl_estimate(log_prob, case["ref_log_prob"], estimator)
+
+    assert_equal(estimate, verl[f"kl/{estimator}"])
+    assert_equal(torch.autograd.grad(estimate.sum(), log_prob)[0], verl[f"kl/{estimator}/gradient"])
+
+
+def test_kl_in_the_reward(case: Case, verl: Answers) -> None:
+    kl = kl_estimate(case["old_log_prob"], case["ref_log_prob"], "k1")
+    rewards, _ = penalize_rewards(case["rewards"], kl, case["mask"], SETTINGS["kl_coefficient"])
+
+    assert_equal(rewards, verl["rewards"], case["mask"])
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_policy_loss(case: Case, verl: Answers, mode: str) -> None:
+    loss, metrics, gradient = ours.policy(case, CLIPPING, mode)
+
+    assert_equal(loss, verl[f"{mode}/pg_loss"])
+    assert_equal(gradient, verl[f"{mode}/pg_loss/gradient"])
+    for metric in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
+        assert_equal(metrics[metric], verl[f"{mode}/{metric}"])
+    assert verl[f"{mode}/pg_clipfrac"] > 0.2, "the inputs must reach the clipping"
+    assert verl[f"{mode}/pg_clipfrac_lower"] > 0, "and the dual clip"
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_a_rank_of_verl_holds_its_share_times_the_number_of_ranks(case: Case, verl: Answers, mode: str) -> None:
+    """verl's loss of a rank is made to be averaged by FSDP, ours is a share to be added."""
+    for rank, rows in enumerate((slice(0, 5), slice(5, None))):
+        share, _, _ = ours.policy(case, CLIPPING, mode, rows)
+
+        assert_equal(share * 2, verl[f"{mode}/pg_loss/rank-{rank}"])
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_value_loss(case: Case, verl: Answers, mode: str) -> None:
+    loss, metrics, gradient = ours.value(case, mode)
+
+    assert_equal(loss, verl[f"{mode}/vf_loss"])
+    assert_equal(gradient, verl[f"{mode}/vf_loss/gradient"])
+    assert_equal(metrics["vf_clipfrac"], verl[f"{mode}/vf_clipfrac"])
+    assert verl[f"{mode}/vf_clipfrac"] > 0.05
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_mean_entropy(case: Case, verl: Answers, mode: str) -> None:
+    entropies, _ = ours.words(case, 1)
+    _, metrics = entropy_bonus(entropies, case["mask"], Denominators.of(case["mask"]), 0.01, mode)
+
+    assert_equal(metrics["entropy"], verl[f"{mode}/entropy"])
+
+
+@pytest.mark.parametrize(("which", "key"), [(0, "log_probs"), (1, "entropies")])
+def test_log_probs_and_entropies_from_logits(case: Case, verl: Answers, which: int, key: str) -> None:
+    found, gradient = ours.words(case, which)
+
+    assert_equal(found, verl[key])
+    # Theirs is the gradient by the logits, one layer further.
+    assert_equal(gradient, verl[f"{key}/gradient"] @ case["output_layer"])
+
+
+def test_two_ways_of_verl_to_the_log_probs_agree(case: Case, verl: Answers) -> None:
+    assert_equal(ours.words(case, 0)[0], verl["log_probs/naive"])
+
+
+def test_masked_statistics(case: Case, verl: Answers) -> None:
+    values, mask = case["returns"], case["mask"]
+
+    assert_equal(masked_mean(values, mask), verl["mean"])
+    assert_equal(masked_var(values, mask), verl["variance"])
+    assert_equal(masked_whiten(values, mask), verl["whitened"], mask)
+    assert_equal(masked_whiten(values, mask, shift_mean=False), verl["whitened/unshifted"], mask)
+
+
+def test_the_adaptive_kl_coefficient(all_answers: Answers) -> None:
+    assert_equal(ours.kl_coefficients(), all_answers["kl_coefficients"])

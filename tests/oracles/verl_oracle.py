@@ -1,0 +1,129 @@
+"""verl's published functions on the inputs of a file. Arguments: INPUTS ANSWERS (npz). Imports nothing of ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+
+import numpy as np
+import torch
+from verl.trainer.ppo import core_algos
+from verl.utils import torch_functional
+from verl.workers.config import ActorConfig
+
+Arrays = dict[str, np.ndarray]
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def advantages(case: dict[str, Any], discounts: np.ndarray) -> dict[str, Any]:
+    rewards, mask, groups = case["rewards"], case["mask"], case["groups"].numpy()
+    answers = {}
+    for number, (gamma, lam) in enumerate(discounts.tolist()):
+        found = core_algos.compute_gae_advantage_return(rewards, case["values"], mask, gamma, lam)
+        answers[f"gae/{number}/advantages"], answers[f"gae/{number}/returns"] = found
+        config = SimpleNamespace(gamma=gamma)
+        found = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+        answers[f"reinforce++/{number}/advantages"], answers[f"reinforce++/{number}/returns"] = found
+    answers["grpo"], _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, groups)
+    answers["rloo"], _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, groups)
+    return answers
+
+
+def kl(case: dict[str, Any], settings: dict[str, float]) -> dict[str, Any]:
+    answers = {}
+    for estimator in ("k1", "k2", "k3", "abs"):
+        log_prob = case["log_prob"].clone().requires_grad_()
+        estimate = core_algos.kl_penalty(log_prob, case["ref_log_prob"], estimator)
+        answers[f"kl/{estimator}"] = estimate
+        answers[f"kl/{estimator}/gradient"] = torch.autograd.grad(estimate.sum(), log_prob)[0]
+    answers["rewards"] = core_algos.compute_rewards(
+        case["rewards"], case["old_log_prob"], case["ref_log_prob"], settings["kl_coefficient"]
+    )
+    return answers
+
+
+def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=settings["clip_low"],
+        clip_ratio_high=settings["clip_high"],
+        clip_ratio_c=settings["clip_dual"],
+    )
+    mask, log_prob = case["mask"], case["log_prob"].clone().requires_grad_()
+    policy = core_algos.compute_policy_loss_vanilla
+    loss, metrics = policy(case["old_log_prob"], log_prob, case["advantages"], mask, mode, config)
+    answers = {"pg_loss": loss, "pg_loss/gradient": torch.autograd.grad(loss, log_prob)[0]}
+    answers |= {name.removeprefix("actor/"): value for name, value in metrics.items()}
+    # As on two ranks with rows 0-4 and 5-11, whose gradients FSDP averages.
+    seen = {"batch_num_tokens": mask.sum().item(), "global_batch_size": mask.any(dim=1).sum().item(), "dp_size": 2}
+    for key, value in seen.items():
+        config.global_batch_info[key] = value
+    for rank, rows in enumerate((slice(0, 5), slice(5, None))):
+        part = [case[key][rows] for key in ("old_log_prob", "log_prob", "advantages", "mask")]
+        answers[f"pg_loss/rank-{rank}"], _ = policy(*part, mode, config)
+    values = case["new_values"].clone().requires_grad_()
+    loss, fraction = core_algos.compute_value_loss(
+        values, case["returns"], case["values"], mask, settings["clip_value"], mode
+    )
+    answers |= {"vf_loss": loss, "vf_loss/gradient": torch.autograd.grad(loss, values)[0], "vf_clipfrac": fraction}
+    answers["entropy"] = core_algos.compute_entropy_loss(case["logits"], mask, mode)
+    return {f"{mode}/{name}": value for name, value in answers.items()}
+
+
+def words(case: dict[str, Any]) -> dict[str, Any]:
+    logits, labels = case["logits"].clone().requires_grad_(), case["labels"]
+    log_probs = torch_functional.logprobs_from_logits_v2(logits, labels)
+    entropy = torch_functional.entropy_from_logits(logits)
+    return {
+        "log_probs": log_probs,
+        "log_probs/naive": torch_functional.logprobs_from_logits_naive(logits, labels),
+        "log_probs/gradient": torch.autograd.grad(log_probs.sum(), logits, retain_graph=True)[0],
+        "entropies": entropy,
+        "entropies/gradient": torch.autograd.grad(entropy.sum(), logits)[0],
+    }
+
+
+def masked(case: dict[str, Any]) -> dict[str, Any]:
+    values, mask = case["returns"], case["mask"]
+    return {
+        "mean": torch_functional.masked_mean(values, mask),
+        "variance": torch_functional.masked_var(values, mask),
+        "whitened": torch_functional.masked_whiten(values, mask),
+        "whitened/unshifted": torch_functional.masked_whiten(values, mask, shift_mean=False),
+    }
+
+
+def kl_coefficients(settings: dict[str, float], history: np.ndarray) -> list[float]:
+    controller = core_algos.AdaptiveKLController(
+        settings["kl_coefficient"], settings["kl_target"], settings["kl_horizon"]
+    )
+    found = []
+    for current, number in history.tolist():
+        controller.update(current, number)
+        found.append(controller.value)
+    return found
+
+
+def main(given: str, answered: str) -> None:
+    with np.load(given) as file:
+        arrays: Arrays = dict(file)
+    settings = {key.split("/")[1]: float(value) for key, value in arrays.items() if key.startswith("settings/")}
+    answers: dict[str, Any] = {"kl_coefficients": kl_coefficients(settings, arrays["kl_history"])}
+    for name in dict.fromkeys(key.split("/")[0] for key in arrays if key.endswith("/mask")):
+        case = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{name}/")}
+        found = advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case)
+        for mode in MODES:
+            found |= losses(case, settings, mode)
+        answers |= {f"{name}/{key}": value for key, value in found.items()}
+    plain = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in answers.items()}
+    np.savez(answered, **{key: np.asarray(value) for key, value in plain.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
