@@ -17,8 +17,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ppojob_trainer.engines.sequence import SequencePeers
 from ppojob_trainer.maths.packing import micro_batches, pack
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
+
+_BOUND_STEP: Final = 256
 
 
 class EngineMeta:
@@ -30,15 +33,31 @@ class EngineMeta:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of packed tokens lie: cu_seqlens int32 [b + 1] on the device, lengths on the host."""
+    """Where the sequences of packed tokens lie: cu_seqlens int32 [b + 1] on the device, lengths on the host.
+
+    peers: the ranks that the tokens are divided over, if they are; the segments are those of all tokens. bound: tokens
+    of the longest sequence, rounded up; computed from the lengths. Kernels want no more than a bound, and a compiled
+    layer is compiled anew for each number that it meets, so it must not look at the lengths.
+    """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
+    peers: SequencePeers | None = None
+    # No field(init=False): FSDP copies its module's arguments by `dataclasses.replace`, which refuses such fields.
+    bound: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound", -(-self.longest // _BOUND_STEP) * _BOUND_STEP)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths, default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class PackedTokens:
     """What a model's forward pass reads.
 
     input_ids, position_ids: int64 [1, T]. rows: int64 [N], the places in T whose output speaks about a token of the
-    policy. labels: int64 [N], those tokens.
+    policy. labels: int64 [N], those tokens. Where the tokens are divided over ranks, T and N are of this rank's slice.
     """
 
     input_ids: Tensor
@@ -71,10 +90,11 @@ class MicroBatch:
     shape: tuple[int, int]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put values [N] to their places in [b, R], 0 elsewhere. Differentiable."""
+        """Put values [N], and those of the peers' slices, to their places in [b, R], 0 elsewhere. Differentiable."""
         num_sequences, width = self.shape
-        flat = values.new_zeros(num_sequences * width)
-        return flat.index_copy(0, self.places, values).view(num_sequences, width)
+        flat = values.new_zeros(num_sequences * width).index_copy(0, self.places, values)
+        peers = self.tokens.segments.peers
+        return (flat if peers is None else peers.sum(flat)).view(num_sequences, width)
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
@@ -106,19 +126,28 @@ class Cut:
 
 
 def build_micro_batches(
-    batch: DataProto, cut: Cut, fields: Sequence[str], device: torch.device
+    batch: DataProto,
+    cut: Cut,
+    fields: Sequence[str],
+    device: torch.device,
+    peers: SequencePeers | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches, nearly equal in tokens, each on `device`."""
+    """Yield the micro-batches, nearly equal in tokens, each on `device`; of its tokens only this rank's slice."""
     for part in micro_batches(sequence_lengths(batch), cut.max_tokens, cut.number):
-        yield _build(batch, torch.tensor(part), fields, device)
+        yield _build(batch, torch.tensor(part), fields, device, peers)
 
 
-def _build(batch: DataProto, indices: Tensor, fields: Sequence[str], device: torch.device) -> MicroBatch:
+def _build(
+    batch: DataProto, indices: Tensor, fields: Sequence[str], device: torch.device, peers: SequencePeers | None
+) -> MicroBatch:
     def taken(key: str) -> Tensor:
         return batch.tensor(key).index_select(0, indices)
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
+        if device.type == "cpu":
+            return tensor
+        # From memory that is not pinned the copy would wait for all that the device still has to do.
+        return tensor.pin_memory().to(device, non_blocking=True)
 
     response_mask = taken(Keys.RESPONSE_MASK).bool()
     packed = pack(taken(Keys.INPUT_IDS), taken(Keys.ATTENTION_MASK))
@@ -126,17 +155,24 @@ def _build(batch: DataProto, indices: Tensor, fields: Sequence[str], device: tor
     predicts_BS = torch.zeros(packed.shape, dtype=torch.bool)
     response_part(predicts_BS, response_mask.shape[1]).copy_(response_mask)
     rows = packed.pack(predicts_BS).nonzero().flatten()
+    places, labels = response_mask.flatten().nonzero().flatten(), packed.labels[rows]
+    input_ids, position_ids = packed.input_ids, packed.position_ids
+    if peers is not None:
+        first, width = peers.rank * peers.width(len(input_ids)), peers.width(len(input_ids))
+        is_mine = (rows >= first) & (rows < first + width)
+        rows, labels, places = rows[is_mine] - first, labels[is_mine], places[is_mine]
+        input_ids, position_ids = peers.cut(input_ids), peers.cut(position_ids)
     tokens = PackedTokens(
-        input_ids=moved(packed.input_ids.unsqueeze(0)),
-        position_ids=moved(packed.position_ids.unsqueeze(0)),
-        segments=Segments(moved(packed.cu_seqlens), tuple(packed.cu_seqlens.diff().tolist())),
+        input_ids=moved(input_ids.unsqueeze(0)),
+        position_ids=moved(position_ids.unsqueeze(0)),
+        segments=Segments(moved(packed.cu_seqlens), tuple(packed.cu_seqlens.diff().tolist()), peers),
         rows=moved(rows),
-        labels=moved(packed.labels[rows]),
+        labels=moved(labels),
     )
     return MicroBatch(
         indices=indices,
         tokens=tokens,
-        places=moved(response_mask.flatten().nonzero().flatten()),
+        places=moved(places),
         fields={key: moved(taken(key)) for key in fields},
         shape=(response_mask.shape[0], response_mask.shape[1]),
     )

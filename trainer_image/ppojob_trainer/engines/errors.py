@@ -38,6 +38,18 @@ class CheckpointUnreadableError(EngineError):
     reason = Reason.CHECKPOINT_UNREADABLE
 
 
+class CheckpointUnwritableError(EngineError):
+    """A checkpoint could not be written; the message names its folder and the storage's own words."""
+
+    reason = Reason.CHECKPOINT_UNWRITABLE
+
+
+class ModelMismatchError(EngineError):
+    """The models do not fit the job or each other; the message has the numbers."""
+
+    reason = Reason.MODEL_MISMATCH
+
+
 class RendezvousError(EngineError):
     """The processes of a group did not find each other in time; the message says who waited where."""
 

@@ -75,27 +75,28 @@ class WeightLink:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Which FSDP rank sends to which rollout replicas, and how."""
+    """Which FSDP rank sends to which of vLLM's workers, and how. They are counted over all replicas."""
 
     sender_rank: int
     backend: Backend
-    replicas: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
-def link_plan(device: Device, *, num_ranks: int, num_replicas: int, is_shared: bool) -> list[LinkPlan]:
+def link_plan(device: Device, *, num_ranks: int, num_receivers: int, is_shared: bool) -> list[LinkPlan]:
     """Decide who sends to whom.
 
     Args:
-        is_shared: replica i computes on the GPU of FSDP rank i. NCCL refuses two processes on one GPU, and there every
+        num_receivers: vLLM's workers of all replicas; each gets whole tensors and keeps its part of them.
+        is_shared: worker i computes on the GPU of FSDP rank i. NCCL refuses two processes on one GPU, and there every
             rank has each gathered tensor at hand: it passes on its memory (CUDA IPC), and nothing crosses GPUs twice.
     """
     if device is Device.CPU:
-        return [LinkPlan(0, "gloo", tuple(range(num_replicas)))]
+        return [LinkPlan(0, "gloo", tuple(range(num_receivers)))]
     if not is_shared:
-        return [LinkPlan(0, "nccl", tuple(range(num_replicas)))]
-    if num_replicas > num_ranks:
-        raise ValueError(f"{num_replicas} rollout replicas cannot share the GPUs of {num_ranks} actor ranks")
-    return [LinkPlan(rank, "cuda_ipc", (rank,)) for rank in range(num_replicas)]
+        return [LinkPlan(0, "nccl", tuple(range(num_receivers)))]
+    if num_receivers > num_ranks:
+        raise ValueError(f"{num_receivers} rollout workers cannot share the GPUs of {num_ranks} actor ranks")
+    return [LinkPlan(rank, "cuda_ipc", (rank,)) for rank in range(num_receivers)]
 
 
 class WeightSync(Protocol):
@@ -154,7 +155,7 @@ class WeightSender:
         )
         self._store.set("buckets", buckets_to_text(self._buckets))
         return WeightLink(
-            self._plan.backend, self._address, self._store.port, len(self._plan.replicas), self._timeout_seconds
+            self._plan.backend, self._address, self._store.port, len(self._plan.receivers), self._timeout_seconds
         )
 
     def prepare(self) -> None:
@@ -166,12 +167,12 @@ class WeightSender:
         if self._plan is None:
             return
         assert self._store is not None, "listen() comes before prepare()"
-        size = 1 + len(self._plan.replicas)
+        size = 1 + len(self._plan.receivers)
         try:
             self._channel = open_channel(self._plan.backend, self._store, 0, size, self._device, self._timeout_seconds)
         except (dist.DistError, RuntimeError) as error:
             raise RendezvousError(
-                f"the rollout replicas {list(self._plan.replicas)} did not all connect for weights at "
+                f"the rollout workers {list(self._plan.receivers)} did not all connect for weights at "
                 f"{self._address}:{self._store.port} within {self._timeout_seconds:g} s: {error}"
             ) from error
 

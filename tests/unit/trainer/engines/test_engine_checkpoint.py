@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
-from ppojob_trainer.engines.errors import CheckpointUnreadableError
+from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
 def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
@@ -42,6 +44,45 @@ def test_an_update_after_loading_equals_the_one_after_saving(
     assert resumed.update(batch) == metrics
     log_probs = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (saved, resumed)]
     assert torch.equal(*log_probs)
+
+
+def test_a_save_in_the_background_holds_the_models_of_its_start(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    engine, saves = make_policy(parallel, model_path), BackgroundSaves()
+    engine.update(batch)
+    assert saves.is_done(), "nothing was begun"
+    engine.save(tmp_path / "now")
+    engine.save(tmp_path / "meanwhile", saves)
+    metrics = engine.update(batch)
+    wait_for(saves)
+    for name in ("now", "meanwhile"):
+        resumed = make_policy(parallel, model_path)
+        resumed.load(tmp_path / name)
+        assert resumed.update(batch) == metrics, name
+
+
+def test_a_save_that_fails_in_the_background_is_told_once_by_name(
+    parallel: DataParallel, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine, saves = make_policy(parallel, model_path), BackgroundSaves()
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", refuse)
+    engine.save(tmp_path / "step", saves)
+    with pytest.raises(CheckpointUnwritableError, match=r"step cannot be written: .*No space left on device"):
+        wait_for(saves)
+    assert saves.is_done()
+    with pytest.raises(CheckpointUnwritableError, match=r"other cannot be written: .*No space left on device"):
+        engine.save(tmp_path / "other")
+
+
+def wait_for(saves: BackgroundSaves) -> None:
+    deadline = time.monotonic() + 60
+    while not saves.is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_folder_that_exists_is_not_written_into(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:

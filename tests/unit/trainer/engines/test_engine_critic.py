@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 from transformers import AutoModel
 
 from ppojob_api.v1alpha1.model import TrainedModel
@@ -15,6 +14,7 @@ from ppojob_api.v1alpha1.training import CriticSpec
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.protocol import DataProto, Keys, response_part
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
 def make_critic(parallel: DataParallel, model_path: Path, seed: int = 1, **training: object) -> CriticEngine:

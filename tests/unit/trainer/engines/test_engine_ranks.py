@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.trainer.engines import two_ranks
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
+from tests.unit.trainer.engines import two_ranks
+
+pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[4]
 LIMIT_SECONDS = 240
@@ -79,6 +81,13 @@ def test_one_rank_and_two_make_the_same_update(of_two: list[dict[str, Any]], of_
     )
     assert difference.mean() < 1e-6
     assert of_two[0]["second"] == pytest.approx(of_one["second"], rel=1e-3, abs=1e-4)
+
+
+def test_adapters_and_offloading_are_the_same_on_two_ranks(
+    of_two: list[dict[str, Any]], of_one: dict[str, Any]
+) -> None:
+    assert of_two[0]["of_adapters"] == of_two[1]["of_adapters"]
+    assert of_two[0]["of_adapters"] == pytest.approx(of_one["of_adapters"], rel=1e-3, abs=1e-4)
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(

@@ -122,7 +122,7 @@ def test_a_reader_that_stops_early_has_no_receipt(pool: ThreadPoolExecutor) -> N
 def test_a_replica_that_does_not_come_is_named() -> None:
     sender = WeightSender(Tensors(), LinkPlan(0, "gloo", (0, 1)), HOST, 1, CPU)
     sender.listen()
-    with pytest.raises(RendezvousError, match=r"replicas \[0, 1\] did not all connect for weights .* within 1 s"):
+    with pytest.raises(RendezvousError, match=r"workers \[0, 1\] did not all connect for weights .* within 1 s"):
         sender.prepare()
 
 
@@ -197,4 +197,9 @@ def test_the_weights_of_a_sharded_model_arrive(
     ],
 )
 def test_who_sends_to_whom(device: Device, is_shared: bool, expected: list[LinkPlan]) -> None:
-    assert link_plan(device, num_ranks=2, num_replicas=2, is_shared=is_shared) == expected
+    assert link_plan(device, num_ranks=2, num_receivers=2, is_shared=is_shared) == expected
+
+
+def test_more_workers_than_shared_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 rollout workers cannot share the GPUs of 2 actor ranks"):
+        link_plan(Device.CUDA, num_ranks=2, num_receivers=3, is_shared=True)

@@ -19,6 +19,15 @@ CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
     [
         (CPU, {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 300}),
         (CUDA, {"enforce_eager": False, "enable_chunked_prefill": True, "enable_sleep_mode": True}),
+        (CUDA, {"tensor_parallel_size": 1, "distributed_executor_backend": "uni"}),
+        (
+            dataclasses.replace(CUDA, tensor_parallel_size=2),
+            {
+                "tensor_parallel_size": 2,
+                "distributed_executor_backend": "mp",
+                "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+            },
+        ),
         (dataclasses.replace(CUDA, sleeps=False, gpu_memory_utilization=0.9), {"gpu_memory_utilization": 0.9}),
     ],
 )

@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.unit.trainer.engines.tiny_llama import make_batch
 
 from ppojob_api.v1alpha1.algorithm import KL
-from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
+from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines.tiny_llama import make_batch
 
 WORLD_SIZE = 2
 
 
-def make_policy(parallel: DataParallel, model: Path) -> PolicyEngine:
+def make_policy(parallel: DataParallel, model: Path, **settings: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
-    return PolicyEngine(parallel, ActorModel(path=str(model)), training, KL(), total_steps=9, dtype=torch.float32)
+    actor = ActorModel(path=str(model), **settings)
+    return PolicyEngine(parallel, actor, training, KL(), total_steps=9, dtype=torch.float32)
 
 
 def make_critic(parallel: DataParallel, model: Path) -> CriticEngine:
@@ -50,7 +51,19 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
     policy.export(folder / "export")
     weights = [tensor.float().clone() for tensor in policy.weights().gather()]
     second = policy.update(batch)
-    return {"log_probs": log_probs, "values": values, "metrics": metrics, "weights": weights, "second": second}
+    adapted = make_policy(
+        parallel, model, lora=LoRA(rank=4), offload=Offload(parameters=True, optimizer=True), activation_offload=True
+    )
+    of_adapters = {**adapted.update(batch), "second": adapted.update(batch)["actor/pg_loss"]}
+    adapted.export(folder / "adapted")
+    return {
+        "of_adapters": of_adapters,
+        "log_probs": log_probs,
+        "values": values,
+        "metrics": metrics,
+        "weights": weights,
+        "second": second,
+    }
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """Attention over packed sequences, registered with transformers: no token sees another sequence, none is padding.
 
 On CUDA one call of `torch.nn.attention.varlen` for all sequences; on the CPU, which has no such kernel, causal SDPA for
-each sequence in turn, which does no work on what a block-diagonal mask would hide. Called by transformers' decoder
-layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
+each sequence in turn, which does no work on what a block-diagonal mask would hide. Where the tokens are divided over
+ranks (`engines.sequence`), slices of them are exchanged for heads before it, and back after it. Called by
+transformers' decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs
+unrepeatable.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def packed_attention(
     """Causal attention within each sequence.
 
     Args:
-        query: [1, H, T, D]; key, value: [1, K, T, D], where the K key heads divide the H query heads.
+        query: [1, H, T, D]; key, value: [1, K, T, D], where the K key heads divide the H query heads. With peers T
+            is this rank's slice.
         attention_mask: None; what may be seen follows from the segments.
         options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token sees this many, itself
             included; None all), as the decoder layers hand them on.
@@ -49,7 +52,11 @@ def packed_attention(
     if window is not None and window >= segments.longest:
         window = None
     attend = _varlen if query.is_cuda else _one_by_one
-    return attend(query, key, value, segments, options.get("scaling"), window), None
+    if segments.peers is None:
+        return attend(query, key, value, segments, options.get("scaling"), window), None
+    query, key, value = segments.peers.to_heads(query, key, value, segments.num_tokens)
+    output = attend(query, key, value, segments, options.get("scaling"), window)
+    return segments.peers.to_slices(output), None
 
 
 def _varlen(
@@ -65,8 +72,8 @@ def _varlen(
         value_TKD,
         segments.cu_seqlens,
         segments.cu_seqlens,
-        segments.longest,
-        segments.longest,
+        segments.bound,
+        segments.bound,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **options,

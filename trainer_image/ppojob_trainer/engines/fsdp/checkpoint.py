@@ -1,8 +1,9 @@
 """Checkpoints of one model in training, and the HuggingFace folder that is the product of a run.
 
 Called by the engines; where the folders lie, and which of them counts, is for the caller. A checkpoint can be read by
-any number of ranks (`torch.distributed.checkpoint`). It refuses a folder that exists: what an older save left there
-would be read as part of the new one.
+any number of ranks (`torch.distributed.checkpoint`). Frozen weights are not in it: with adapters it holds these alone,
+and the model comes from its own path again. It refuses a folder that exists: what an older save left there would be
+read as part of the new one.
 """
 
 from __future__ import annotations
@@ -26,26 +27,46 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import PreTrainedModel
 
+from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves, first_line, unwritable
+from ppojob_trainer.engines.fsdp.lora import ADAPTER_FOLDER, merge_all, write_adapters
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
+# Frozen weights are not loaded, so torch must not ask for all; what the checkpoint lacks is found in reading it.
+_TRAINED: Final = StateDictOptions(strict=False)
 # Weights are written anew; everything else of the model's folder belongs to the tokenizer or to remote code.
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "config.json")
 
 
-def save(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
+def save(
+    folder: Path,
+    module: nn.Module,
+    optimizer: Optimizer,
+    parallel: DataParallel,
+    background: BackgroundSaves | None = None,
+) -> None:
     """Write model, optimizer, schedule and this rank's random numbers into the new folder. Collective.
+
+    Args:
+        background: with it, this returns when all is copied to the host, and the rest is written meanwhile.
 
     Raises:
         FileExistsError: the folder has something in it.
+        CheckpointUnwritableError: the storage refused it.
     """
     _refuse_existing(folder, parallel)
-    model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
-    state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
+    state = _state(module, optimizer)
     state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
-    dcp_save(state, checkpoint_id=folder)
+    if background is not None:
+        background.start(state, folder)
+        return
+    try:
+        dcp_save(state, checkpoint_id=folder)
+    except (CheckpointException, OSError) as error:
+        raise unwritable(folder, error) from error
 
 
 def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
@@ -62,24 +83,32 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
         )
     try:
         known = FileSystemReader(folder).read_metadata().state_dict_metadata
-        model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
         random = {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         random = {key: value for key, value in random.items() if key in known}
-        state: dict[str, Any] = {MODEL: model_state, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
-        state |= random
+        state = _state(module, optimizer) | random
         dcp_load(state, checkpoint_id=folder)
-        set_state_dict(module, optimizer.adamw, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER])
+        set_state_dict(
+            module,
+            optimizer.adamw,
+            model_state_dict=state[MODEL],
+            optim_state_dict=state[OPTIMIZER],
+            options=_TRAINED,
+        )
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise CheckpointUnreadableError(
-            f"checkpoint {folder} cannot be read into this model: {_first_line(error)}. Keep model and algorithm as "
+            f"checkpoint {folder} cannot be read into this model: {first_line(error)}. Keep model and algorithm as "
             "they were, or begin a new run under another name"
         ) from error
     optimizer.load_state_dict(state[PROGRESS])
     _set_random_states({key.rsplit("/", 1)[1]: state[key] for key in random}, parallel)
 
 
-def export(folder: Path, language_model: PreTrainedModel, source: Path, parallel: DataParallel) -> None:
+def export(
+    folder: Path, language_model: PreTrainedModel, source: Path, parallel: DataParallel, lora: LoRA | None = None
+) -> None:
     """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; rank 0 writes.
+
+    Adapters are merged into the weights, and lie in the subfolder `adapter` once more, in peft's format and float32.
 
     Raises:
         FileExistsError: the folder has something in it.
@@ -90,10 +119,22 @@ def export(folder: Path, language_model: PreTrainedModel, source: Path, parallel
     if parallel.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _copy_companions(source, folder)
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in full.items()}
+        if lora is not None:
+            write_adapters(folder / ADAPTER_FOLDER, full, lora, base=str(source))
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in merge_all(language_model, full).items()}
         language_model.save_pretrained(folder, state_dict=weights)
         _write_config(language_model, folder)
     parallel.barrier()
+
+
+def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint holds but for random numbers, sharded."""
+    model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
+    # Both names of tied weights: torch's own option to leave out what is frozen forgets the second.
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
+    trained = {name: value for name, value in model_state.items() if name not in frozen}
+    return {MODEL: trained, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
 
 
 def _write_config(language_model: PreTrainedModel, folder: Path) -> None:
@@ -133,8 +174,3 @@ def _set_random_states(states: dict[str, Tensor], parallel: DataParallel) -> Non
 
 def _random_key(rank: int, name: str) -> str:
     return f"random/{rank}/{name}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

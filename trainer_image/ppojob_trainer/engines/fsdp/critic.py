@@ -15,9 +15,11 @@ from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.training import CriticSpec
 from ppojob_trainer.engines.batch import MicroBatch
 from ppojob_trainer.engines.fsdp import checkpoint
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.flops import mfu
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, ValueModule, load_critic
+from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.policy import step_metrics
 from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult
@@ -45,16 +47,17 @@ class CriticEngine:
         Args:
             model: where its path is absent, the actor's weights are taken.
             total_steps: updates of the run, for the learning-rate schedule.
-            seed: of a new value head, where the checkpoint has none.
+            seed: of a new value head, where the checkpoint has none, and of new adapters.
             dtype: of the computation but for the value head, which is float32.
 
         Raises:
             ModelNotFoundError, ModelUnsupportedError: see `model.load_critic`.
         """
-        options = LoadOptions(model.trust_remote_code, model.gradient_checkpointing, model.compile, dtype)
+        options = LoadOptions.of(model, dtype)
         self.parallel, self.training = parallel, training
         self.module: ValueModule = load_critic(model.path or actor_path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
+        self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
 
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -62,7 +65,8 @@ class CriticEngine:
 
         Reads input_ids, attention_mask and response_mask.
         """
-        return self._passes.compute(batch, (Keys.VALUES,), self._values)
+        with self._residence.on_device():
+            return self._passes.compute(batch, (Keys.VALUES,), self._values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Run the value loss's minibatches over this rank's shard; return the metrics, equal on all ranks.
@@ -74,12 +78,14 @@ class CriticEngine:
             ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
         """
         fields = (Keys.RESPONSE_MASK, Keys.VALUES, Keys.RETURNS)
-        result = self._passes.update(batch, fields, self.optimizer, self._loss)
+        with self._residence.on_device(moments=True):
+            result = self._passes.update(batch, fields, self.optimizer, self._loss)
         return self._metrics(result, self._explained_variance(batch))
 
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer, schedule and random numbers into the new folder. Collective."""
-        checkpoint.save(folder, self.module, self.optimizer, self.parallel)
+    def save(self, folder: Path, background: BackgroundSaves | None = None) -> None:
+        """Write model, optimizer, schedule and random numbers into the new folder, see `checkpoint.save`."""
+        with self._residence.on_device(moments=True):
+            checkpoint.save(folder, self.module, self.optimizer, self.parallel, background)
 
     def load(self, folder: Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.
@@ -87,7 +93,8 @@ class CriticEngine:
         Raises:
             CheckpointUnreadableError: the folder is missing, incomplete or of another model.
         """
-        checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+        with self._residence.on_device(moments=True):
+            checkpoint.load(folder, self.module, self.optimizer, self.parallel)
 
     def destroy(self) -> None:
         """Leave the process group."""

@@ -4,7 +4,8 @@
 
 N: the decoder layers' parameters. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
 L: layers, W: width of all heads together; attention takes 12 * L * W operations for each pair of tokens, half of which
-the causal mask hides. Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
+the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: they have no gradient of their own.
+Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
 counts embeddings, and the output layer for all tokens, so its figure is the higher one for small models. Called by the
 engines after an update; unknown accelerators and the CPU get no figure.
 """
@@ -49,10 +50,18 @@ def model_flops(backbone: nn.Module, result: UpdateResult, num_outputs: int) -> 
     config: Any = backbone.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
-    matrices = sum(parameter.numel() for parameter in backbone.get_submodule("layers").parameters())
-    attention = float(config.num_hidden_layers * width)
-    output = float(num_outputs * config.hidden_size)
-    return 6.0 * (matrices * result.num_tokens + output * result.num_policy_tokens + attention * result.num_token_pairs)
+    matrices = sum(
+        _operations(parameter) * parameter.numel() for parameter in backbone.get_submodule("layers").parameters()
+    )
+    attention = 6.0 * int(config.num_hidden_layers) * int(width)
+    # The output layer is trained, or frozen, with the embeddings.
+    output = _operations(next(backbone.parameters())) * num_outputs * int(config.hidden_size)
+    return matrices * result.num_tokens + output * result.num_policy_tokens + attention * result.num_token_pairs
+
+
+def _operations(parameter: nn.Parameter) -> float:
+    """Operations for each number of a matrix and each token: forward, gradient of the input, and of the matrix."""
+    return 6.0 if parameter.requires_grad else 4.0
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,10 +1,17 @@
 """The processes that train one model together: rendezvous, device mesh, small sums on the host, and the end.
 
+Ranks lie as (data-parallel rank, peer), peers side by side. Peers have the same sequences: as tensor-parallel peers
+each holds a part of every layer, as sequence-parallel ones (Ulysses) each computes a slice of the tokens.
+
+    4 ranks, tensor 2      FSDP shards over {0, 2} and {1, 3}      each layer is divided over {0, 1} and {2, 3}
+    4 ranks, sequence 2    FSDP shards over {0, 1, 2, 3}           tokens are divided over {0, 1} and {2, 3}
+
 Called by the FSDP engines' owner, once in a process, before an engine is made. It waits for nothing without a limit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,40 +22,75 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.sequence import SequencePeers
 
 MESH_AXIS = "data"
+PEER_AXIS = "peer"
+
+
+@dataclass(frozen=True)
+class PeerSizes:
+    """Ranks that compute the same sequences together; at most one of the two is above 1."""
+
+    tensor: int = 1
+    sequence: int = 1
+
+    @property
+    def peers(self) -> int:
+        """Ranks of one data-parallel rank."""
+        return self.tensor * self.sequence
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """This process's place among those that train a model together."""
+    """This process's place among those that train a model together.
+
+    mesh: the ranks over which FSDP shards parameters and averages gradients. sums: one rank of each data-parallel
+    rank, this one among them; None: all ranks. tensor_mesh, sequence: the peers, where there are any.
+    """
 
     device: torch.device
     mesh: DeviceMesh
     rank: int
     world_size: int
+    sums: dist.ProcessGroup | None = None
+    tensor_mesh: DeviceMesh | None = None
+    sequence: SequencePeers | None = None
+
+    @property
+    def num_averaged(self) -> int:
+        """Over how many ranks FSDP averages a gradient."""
+        return self.mesh.size()
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks over which the tokens of a micro-batch are divided."""
+        return 1 if self.sequence is None else self.sequence.size
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of a small tensor on the CPU. Collective; never touches the accelerator."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        """Return the sum over data-parallel ranks of a small tensor on the CPU; peers have equal ones. Collective.
+
+        It never touches the accelerator.
+        """
+        return self._reduce(values, dist.ReduceOp.SUM, self.sums)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the largest over ranks of a small tensor on the CPU. Collective."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        """Return the largest over data-parallel ranks of a small tensor on the CPU. Collective."""
+        return self._reduce(values, dist.ReduceOp.MAX, self.sums)
 
     def barrier(self) -> None:
         """Wait for all ranks, at most the process group's timeout."""
-        self.sum(torch.zeros(1))
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)
 
     def destroy(self) -> None:
         """Leave the process group. All ranks call it; nothing of this object may be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
         reduced = values.detach().cpu().clone()
         if self.world_size > 1:
-            dist.all_reduce(reduced, op=operation)
+            dist.all_reduce(reduced, op=operation, group=group)
         return reduced
 
 
@@ -59,16 +101,21 @@ def init_process_group(
     master_address: str,
     master_port: int,
     timeout_seconds: float,
+    sizes: PeerSizes | None = None,
 ) -> DataParallel:
     """Join the other ranks: gloo on the CPU; on CUDA NCCL, and gloo for tensors on the host.
 
     Args:
         master_address, master_port: where rank 0 listens, see `network.free_port`.
         timeout_seconds: for the rendezvous and for every collective afterwards.
+        sizes: default no peers, every rank a data-parallel one.
 
     Raises:
+        ValueError: the sizes do not divide the ranks, or both are above 1.
         RendezvousError: not all ranks came in time.
     """
+    sizes = sizes or PeerSizes()
+    _check(sizes, world_size)
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if device is Device.CUDA else "gloo"
     local = torch.device("cuda", 0) if device is Device.CUDA else torch.device("cpu")
@@ -82,15 +129,47 @@ def init_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=local if device is Device.CUDA else None,
+            # With it NCCL connects at once, but groups of peers would be split off it, which have no gloo then.
+            device_id=local if device is Device.CUDA and sizes.peers == 1 else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {world_size} did not meet the others at {master_address}:{master_port} "
             f"within {timeout_seconds:g} s: {error}"
         ) from error
-    mesh = init_device_mesh(local.type, (world_size,), mesh_dim_names=(MESH_AXIS,))
-    return DataParallel(local, mesh, rank, world_size)
+    whole = init_device_mesh(local.type, (world_size,), mesh_dim_names=(MESH_AXIS,))
+    if sizes.peers == 1:
+        return DataParallel(local, whole, rank, world_size)
+    return _with_peers(local, whole, rank, sizes, timeout)
+
+
+def _with_peers(
+    device: torch.device, whole: DeviceMesh, rank: int, sizes: PeerSizes, timeout: timedelta
+) -> DataParallel:
+    world_size = whole.size()
+    ranks = torch.arange(world_size).view(-1, sizes.peers)
+    # Made by hand, because the groups that torch makes for a mesh wait as long as torch thinks right.
+    sums = _group_of(rank, ranks.t().tolist(), timeout)
+    peers = _group_of(rank, ranks.tolist(), timeout)
+    if sizes.tensor > 1:
+        mesh = DeviceMesh.from_group([sums, peers], device.type, ranks, mesh_dim_names=(MESH_AXIS, PEER_AXIS))
+        return DataParallel(device, mesh[MESH_AXIS], rank, world_size, sums, tensor_mesh=mesh[PEER_AXIS])
+    sequence = SequencePeers(peers, rank % sizes.peers, sizes.peers)
+    return DataParallel(device, whole, rank, world_size, sums, sequence=sequence)
+
+
+def _group_of(rank: int, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Make all groups, as every rank must, and return this rank's."""
+    made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+    mine: dist.ProcessGroup = next(group for ranks, group in made.items() if rank in ranks)
+    return mine
+
+
+def _check(sizes: PeerSizes, world_size: int) -> None:
+    if sizes.tensor > 1 and sizes.sequence > 1:
+        raise ValueError(f"tensor {sizes.tensor} and sequence {sizes.sequence} together are not computed: use one")
+    if world_size % sizes.peers:
+        raise ValueError(f"{sizes.peers} peers do not divide {world_size} ranks")
 
 
 def _host(address: str) -> str:

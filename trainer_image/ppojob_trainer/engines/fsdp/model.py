@@ -21,22 +21,19 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
+from ppojob_api.v1alpha1.model import LoRA, TrainedModel
 from ppojob_trainer.engines.batch import PackedTokens
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.fsdp.attention import IMPLEMENTATION
+from ppojob_trainer.engines.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.fsdp.lora import add_adapters, initial_adapters
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.offload import activations_on_host
+from ppojob_trainer.engines.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
-# Settings that change logits after the output layer, and the value that changes nothing.
-_LOGIT_SETTINGS: Final[dict[str, tuple[object, ...]]] = {
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-}
-
 
 # A bar for every rank would fill the logs.
 disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -44,20 +41,40 @@ disable_progress_bar()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `dtype` is that of the computation; parameters and gradient sums are float32."""
+    """How a model is loaded. `dtype` is that of the computation; gradient sums and what is trained are float32.
+
+    is_frozen: nothing is trained; lora: only adapters are. Frozen weights stay in the computation's dtype if the
+    checkpoint has them so.
+    """
 
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
     compile: bool = False
     dtype: torch.dtype = torch.bfloat16
+    is_frozen: bool = False
+    lora: LoRA | None = None
+    activation_offload: bool = False
+
+    @classmethod
+    def of(cls, model: TrainedModel, dtype: torch.dtype) -> LoadOptions:
+        """Return the options of a model that is trained."""
+        return cls(
+            trust_remote_code=model.trust_remote_code,
+            gradient_checkpointing=model.gradient_checkpointing,
+            compile=model.compile,
+            dtype=dtype,
+            lora=model.lora,
+            activation_offload=model.activation_offload,
+        )
 
 
 class PolicyModule(nn.Module):
     """A causal language model that returns the log-probs of given tokens."""
 
-    def __init__(self, language_model: PreTrainedModel) -> None:
+    def __init__(self, language_model: PreTrainedModel, *, activation_offload: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
+        self.activation_offload = activation_offload
 
     @property
     def backbone(self) -> nn.Module:
@@ -78,16 +95,20 @@ class PolicyModule(nn.Module):
 
     def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
-        hidden = _hidden(self.backbone, tokens)
-        return linear_log_probs(hidden, self.output_layer.weight, tokens.labels, temperature)
+        with activations_on_host(is_asked=self.activation_offload):
+            hidden = _hidden(self.backbone, tokens)
+        return linear_log_probs(hidden, local(self.output_layer.weight), tokens.labels, temperature)
 
 
 class ValueModule(nn.Module):
     """A decoder with a value head, which computes in float32: values are compared by small differences."""
 
-    def __init__(self, language_model: PreTrainedModel, value_head: nn.Linear) -> None:
+    def __init__(
+        self, language_model: PreTrainedModel, value_head: nn.Linear, *, activation_offload: bool = False
+    ) -> None:
         super().__init__()
         self.language_model = language_model
+        self.activation_offload = activation_offload
         self.value_head = value_head
 
     @property
@@ -97,40 +118,48 @@ class ValueModule(nn.Module):
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the N values, float32 [N]."""
-        values: Tensor = self.value_head(_hidden(self.backbone, tokens).float())
+        with activations_on_host(is_asked=self.activation_offload):
+            hidden = _hidden(self.backbone, tokens)
+        values: Tensor = self.value_head(hidden.float())
         # FSDP hooks what a module returns, and warns of a view there.
         return values.squeeze(-1).clone()
 
 
-def load_policy(path: str, options: LoadOptions, parallel: DataParallel) -> PolicyModule:
-    """Load a causal language model and shard it.
+def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int = 0) -> PolicyModule:
+    """Load a causal language model and shard it; `seed` is that of new adapters.
 
     Raises:
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
     config = read_config(path, options)
-    _refuse_unsupported(config)
+    refuse_unsupported(config)
     source = _read(AutoModelForCausalLM, path, config, options).state_dict() if parallel.rank == 0 else {}
-    module = PolicyModule(_skeleton(AutoModelForCausalLM, config, options))
+    module = PolicyModule(
+        _skeleton(AutoModelForCausalLM, config, options), activation_offload=options.activation_offload
+    )
     if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
             f"{config.model_type} in {path} has a bias in its output layer, which is not computed"
         )
+    divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
-    _fill(module, {f"language_model.{name}": tensor for name, tensor in source.items()})
+    state = {f"language_model.{name}": tensor for name, tensor in source.items()}
+    _fill(module, state | _adapters(module, parallel, seed))
     return module
 
 
 def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int) -> ValueModule:
     """Load a decoder with the value head that its checkpoint holds, else with a new one drawn from `seed`.
 
+    New adapters are drawn from `seed` too; the value head is trained beside them.
+
     Raises:
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
     config = read_config(path, options)
-    _refuse_unsupported(config)
+    refuse_unsupported(config)
     source: dict[str, Tensor] = {}
     if parallel.rank == 0:
         backbone = _read(AutoModel, path, config, options)
@@ -138,10 +167,11 @@ def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed
         source |= _value_head_state(path, int(config.hidden_size), seed)
     with no_init_weights():
         head = nn.Linear(config.hidden_size, 1)
-    module = ValueModule(_skeleton(AutoModel, config, options), head)
+    module = ValueModule(_skeleton(AutoModel, config, options), head, activation_offload=options.activation_offload)
+    divide(module, module.language_model, module.backbone, parallel)
     fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     _shard(module, module.backbone, options, parallel)
-    _fill(module, source)
+    _fill(module, source | _adapters(module, parallel, seed))
     return module
 
 
@@ -175,15 +205,6 @@ def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
     return hidden.index_select(0, tokens.rows)
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    for name, neutral in _LOGIT_SETTINGS.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ModelUnsupportedError(
-                f"{config.model_type} has {name}={value}, which is not computed: use a model without it"
-            )
-
-
 def _read(auto: Any, path: str, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
     try:
         model: PreTrainedModel = auto.from_pretrained(
@@ -199,16 +220,19 @@ def _read(auto: Any, path: str, config: PretrainedConfig, options: LoadOptions) 
 
 
 def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Build the architecture in float32 with memory that nobody has touched, so that it costs no pages."""
+    """Build the architecture with memory that nobody has touched, so that it costs no pages."""
     config.use_cache = False
+    is_kept = (options.is_frozen or options.lora is not None) and config.dtype == options.dtype
     with no_init_weights():
         model: PreTrainedModel = auto.from_config(
             config,
-            dtype=torch.float32,
+            dtype=options.dtype if is_kept else torch.float32,
             attn_implementation=IMPLEMENTATION,
             trust_remote_code=options.trust_remote_code,
         )
     model.tie_weights()
+    if options.is_frozen or options.lora is not None:
+        model.requires_grad_(False)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -218,11 +242,14 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
+    if options.lora is not None:
+        add_adapters(layers, options.lora)
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in layers:
         if options.compile:
             layer.compile()
-        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision)
+        # A rank that holds everything itself gathers nothing by gathering again.
+        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=parallel.num_averaged > 1)
     fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     module.to(parallel.device)
 
@@ -231,6 +258,11 @@ def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
     """Hand rank 0's tensors out as shards. Collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(module, cast("dict[str, Any]", source), options=options)
+
+
+def _adapters(module: nn.Module, parallel: DataParallel, seed: int) -> dict[str, Tensor]:
+    """Return new adapters' values on rank 0, which hands them out."""
+    return initial_adapters(module, seed) if parallel.rank == 0 else {}
 
 
 def _value_head_state(path: str, hidden_size: int, seed: int) -> dict[str, Tensor]:

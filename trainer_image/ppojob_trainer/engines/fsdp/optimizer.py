@@ -32,9 +32,11 @@ class Optimizer:
     """See the module's docstring."""
 
     def __init__(self, module: nn.Module, training: ActorSpec | CriticSpec, total_steps: int) -> None:
-        """Make the optimizer of a sharded module; `total_steps` is the number of updates of the run."""
+        """Make the optimizer of what a sharded module trains; `total_steps` is the number of updates of the run."""
         self.training = training
-        self.parameters: list[nn.Parameter] = list(module.parameters())
+        self.parameters: list[nn.Parameter] = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
         )

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import KL
-from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.batch import MicroBatch
 from ppojob_trainer.engines.fsdp import checkpoint
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.flops import mfu
+from ppojob_trainer.engines.fsdp.lora import adapters_off
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
+from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult, temperature_of
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
@@ -39,6 +42,7 @@ class PolicyEngine:
         kl: KL,
         *,
         total_steps: int,
+        seed: int = 0,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model, and make its optimizer. Collective.
@@ -46,16 +50,17 @@ class PolicyEngine:
         Args:
             parallel: from `mesh.init_process_group`.
             total_steps: updates of the run, for the learning-rate schedule.
+            seed: of new adapters.
             dtype: of the computation; float32 is for tests that compare small numbers.
 
         Raises:
             ModelNotFoundError, ModelUnsupportedError: see `model.load_policy`.
         """
-        options = LoadOptions(model.trust_remote_code, model.gradient_checkpointing, model.compile, dtype)
         self.parallel, self.training, self.kl = parallel, training, kl
-        self.path = model.path
-        self.module: PolicyModule = load_policy(model.path, options, parallel)
+        self.path, self.lora = model.path, model.lora
+        self.module: PolicyModule = load_policy(model.path, LoadOptions.of(model, dtype), parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
+        self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -63,7 +68,14 @@ class PolicyEngine:
 
         Reads input_ids, attention_mask and response_mask, and `Meta.TEMPERATURE`.
         """
-        return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
+        with self._residence.on_device():
+            return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `ref_log_prob` as of a `ReferenceEngine`: of the model without its adapters."""
+        assert self.lora is not None, "only a policy with adapters holds its own reference"
+        with self._residence.on_device(), adapters_off(self.module):
+            return _ref_log_prob(self._passes, self.module, batch)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Run PPO's minibatches over this rank's shard; return the metrics, equal on all ranks.
@@ -83,12 +95,14 @@ class PolicyEngine:
         def loss_of(micro: MicroBatch, denominators: Denominators) -> Loss:
             return self._loss(micro, denominators, temperature)
 
-        result = self._passes.update(batch, fields, self.optimizer, loss_of)
+        with self._residence.on_device(moments=True):
+            result = self._passes.update(batch, fields, self.optimizer, loss_of)
         return self._metrics(result)
 
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer, schedule and random numbers into the new folder. Collective."""
-        checkpoint.save(folder, self.module, self.optimizer, self.parallel)
+    def save(self, folder: Path, background: BackgroundSaves | None = None) -> None:
+        """Write model, optimizer, schedule and random numbers into the new folder, see `checkpoint.save`."""
+        with self._residence.on_device(moments=True):
+            checkpoint.save(folder, self.module, self.optimizer, self.parallel, background)
 
     def load(self, folder: Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.
@@ -96,15 +110,17 @@ class PolicyEngine:
         Raises:
             CheckpointUnreadableError: the folder is missing, incomplete or of another model.
         """
-        checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+        with self._residence.on_device(moments=True):
+            checkpoint.load(folder, self.module, self.optimizer, self.parallel)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a HuggingFace folder (safetensors, config, tokenizer). Collective; rank 0 writes."""
-        checkpoint.export(folder, self.module.language_model, Path(self.path), self.parallel)
+        with self._residence.on_device():
+            checkpoint.export(folder, self.module.language_model, Path(self.path), self.parallel, self.lora)
 
     def weights(self) -> ShardedWeights:
         """Return the parameters as the rollout engine wants them, for a `WeightSender`."""
-        return ShardedWeights(self.module.language_model)
+        return ShardedWeights(self.module.language_model, on_device=self._residence.on_device)
 
     def destroy(self) -> None:
         """Leave the process group."""
@@ -146,19 +162,21 @@ class ReferenceEngine:
         path: str,
         *,
         trust_remote_code: bool = False,
+        offload: FrozenOffload | None = None,
         max_tokens_per_gpu: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model. Collective; raises what `model.load_policy` raises."""
         self.parallel = parallel
-        self.module = load_policy(path, LoadOptions(trust_remote_code, dtype=dtype), parallel)
-        self.module.requires_grad_(False)
+        options = LoadOptions(trust_remote_code=trust_remote_code, dtype=dtype, is_frozen=True)
+        self.module = load_policy(path, options, parallel)
+        self._residence = Residence(self.module, offload or FrozenOffload(), parallel.device)
         self._passes = Passes(parallel, self.module, max_tokens_per_gpu)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return `ref_log_prob`, float32 [B, R], 0 where response_mask is 0; reads what `compute_log_prob` reads."""
-        both = self._passes.compute(batch, (Keys.REF_LOG_PROB, Keys.ENTROPYS), _log_probs_of(self.module, batch))
-        return both.select([Keys.REF_LOG_PROB])
+        with self._residence.on_device():
+            return _ref_log_prob(self._passes, self.module, batch)
 
     def destroy(self) -> None:
         """Leave the process group."""
@@ -177,6 +195,11 @@ class _LogProbs:
 
 def _log_probs_of(module: PolicyModule, batch: DataProto) -> _LogProbs:
     return _LogProbs(module, temperature_of(batch))
+
+
+def _ref_log_prob(passes: Passes, module: PolicyModule, batch: DataProto) -> DataProto:
+    both = passes.compute(batch, (Keys.REF_LOG_PROB, Keys.ENTROPYS), _log_probs_of(module, batch))
+    return both.select([Keys.REF_LOG_PROB])
 
 
 def step_metrics(role: str, result: UpdateResult) -> dict[str, float]:

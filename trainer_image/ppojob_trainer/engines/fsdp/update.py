@@ -62,7 +62,8 @@ class Passes:
     def __init__(self, parallel: DataParallel, module: nn.Module, max_tokens: int) -> None:
         self.parallel = parallel
         self.module = module
-        self.max_tokens = max_tokens
+        # Of a micro-batch, of which a rank computes a slice where the tokens are divided over ranks.
+        self.max_tokens = max_tokens * parallel.sequence_size
 
     @torch.no_grad()
     def compute(
@@ -74,12 +75,12 @@ class Passes:
         shape = batch.tensor(Keys.RESPONSE_MASK).shape
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
-        for micro in build_micro_batches(batch, cut, (), self.parallel.device):
+        for micro in build_micro_batches(batch, cut, (), self.parallel.device, self.parallel.sequence):
             found.append((micro.indices, forward(micro)))
         for indices, values in found:
             for name, value in zip(names, values, strict=True):
                 outputs[name][indices] = value.float().cpu()
-        # A pass without backward leaves the root's parameters gathered, and they would not see the next change.
+        # A pass without backward leaves parameters gathered, and they would not see the next change.
         _reshard(self.module)
         return DataProto.from_dict(outputs)
 
@@ -100,7 +101,7 @@ class Passes:
         sums: dict[str, Tensor] = {}
         for _ in range(epochs):
             for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
-                for micro in build_micro_batches(part, cut, fields, self.parallel.device):
+                for micro in build_micro_batches(part, cut, fields, self.parallel.device, self.parallel.sequence):
                     self._backward(micro, denominator, loss_of, sums)
                 step = optimizer.step()
                 result.grad_norms.append(step.grad_norm)
@@ -115,7 +116,7 @@ class Passes:
     ) -> None:
         loss, shares = loss_of(micro, denominators)
         # FSDP averages gradients over ranks, and the shares of all ranks must add up.
-        torch.autograd.backward(loss * self.parallel.world_size)
+        torch.autograd.backward(loss * self.parallel.num_averaged)
         for name, share in shares.items():
             sums[name] = sums[name] + share if name in sums else share
 
@@ -158,5 +159,6 @@ def _entry(batch: DataProto, key: str) -> float:
 def _reshard(module: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(module, FSDPModule):
-        module.reshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

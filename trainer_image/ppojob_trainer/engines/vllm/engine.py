@@ -29,10 +29,13 @@ SLEEP_LEVEL_DISCARD: Final = 2
 
 @dataclass(frozen=True)
 class Generation:
-    """One response: its tokens, their log-probs under the distribution they were drawn from (nats), why it ended."""
+    """One response: its tokens, their log-probs under the distribution they were drawn from (nats), why it ended.
+
+    log_probs is None where the sampling did not ask for them.
+    """
 
     token_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] | None
     finish_reason: str
 
 
@@ -104,13 +107,13 @@ class RolloutEngine:
             self._num_running -= len(tasks)
             await _cancel(tasks)
 
-    async def connect_weights(self, link: WeightLink, first_rank: int) -> None:
-        """Meet the trainer's sender, whose `prepare` runs at the same time.
+    async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> None:
+        """Meet the trainer's senders, whose `prepare` runs at the same time.
 
         Args:
-            first_rank: from 1, the place of this replica among those of the link.
+            places: for each of vLLM's workers its link, and from 1 its place among the receivers of that link.
         """
-        await self._workers("ppojob_connect_weights", link.to_wire(), first_rank)
+        await self._workers("ppojob_connect_weights", [[link.to_wire(), number] for link, number in places])
 
     async def update_weights(self, version: int) -> Receipt:
         """Load the weights that the trainer's `push(version)` sends at the same time.
@@ -124,6 +127,8 @@ class RolloutEngine:
         await self.reset_prefix_cache()
         self.weights_version, self._has_weights = version, True
         first = receipts[0]
+        if any(receipt != first for receipt in receipts):
+            raise RolloutError(f"the {len(receipts)} workers of a replica loaded different weights: {receipts}")
         return Receipt(first["version"], first["num_tensors"], first["num_bytes"], tuple(first["checksums"]))
 
     async def reset_prefix_cache(self) -> None:
@@ -167,7 +172,9 @@ class RolloutEngine:
             raise RolloutError(f"vLLM ended prompt {index} without an answer")
         completion = final.outputs[0]
         return index, Generation(
-            list(completion.token_ids), _log_probs(completion.logprobs), str(completion.finish_reason)
+            list(completion.token_ids),
+            _log_probs(completion.logprobs) if sampling.log_probs else None,
+            str(completion.finish_reason),
         )
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -209,8 +216,8 @@ def _parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         # A greedy request draws nothing; a generator for it would only cost time.
         seed=None if sampling.temperature == 0 else seed,
-        logprobs=0,
-        flat_logprobs=True,
+        logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=sampling.log_probs,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -19,7 +19,10 @@ WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightRe
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn. temperature 0 takes the likeliest token; top_k -1 takes all."""
+    """How responses are drawn. temperature 0 takes the likeliest token; top_k -1 takes all.
+
+    log_probs: whether the log-prob of each token comes with it.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -27,6 +30,7 @@ class SamplingOptions:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    log_probs: bool = True
 
     @classmethod
     def training(cls, spec: PPOJobSpec) -> SamplingOptions:
@@ -39,6 +43,7 @@ class SamplingOptions:
             top_k=rollout.top_k,
             stop=tuple(rollout.stop),
             ignore_eos=rollout.ignore_eos,
+            log_probs=rollout.log_probs,
         )
 
     @classmethod
@@ -49,12 +54,16 @@ class SamplingOptions:
             temperature=spec.rollout.validation.temperature,
             top_p=spec.rollout.validation.top_p,
             stop=tuple(spec.rollout.stop),
+            log_probs=False,
         )
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Settings of one replica. Lengths count tokens; `sleeps`: it gives memory back, because the GPU is shared."""
+    """Settings of one replica. Lengths count tokens; `sleeps`: it gives memory back, because the GPU is shared.
+
+    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts.
+    """
 
     path: str
     device: Device
@@ -68,6 +77,7 @@ class RolloutOptions:
     cpu_cache_gib: int = 1
     trust_remote_code: bool = False
     sleeps: bool = False
+    tensor_parallel_size: int = 1
     seed: int = 0
     timeout_seconds: float = 1800.0
 
@@ -87,7 +97,8 @@ class RolloutOptions:
             enforce_eager=rollout.enforce_eager,
             cpu_cache_gib=rollout.cpu_cache_gib,
             trust_remote_code=spec.model.actor.trust_remote_code,
-            sleeps=is_shared,
+            sleeps=is_shared and rollout.sleep,
+            tensor_parallel_size=rollout.tensor_parallel_size,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
         )
@@ -108,8 +119,15 @@ def environment(options: RolloutOptions, num_threads: int | None = None) -> dict
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_cache_gib),
         }
-    # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
-    return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return common | {
+        # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # The first runner draws the samples of seeded requests one by one, which costs more than the model's step at
+        # some hundred sequences; the second draws them in one kernel. It is the default of later versions.
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        # Sums over a replica's GPUs without NVLink's multicast, which many machines lack; NCCL's is off as well.
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    }
 
 
 def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
@@ -139,7 +157,11 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
         arguments |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enable_sleep_mode": options.sleeps,
+            "tensor_parallel_size": options.tensor_parallel_size,
             # Inside a placement group of more than one worker vLLM would take its Ray executor.
-            "distributed_executor_backend": "uni",
+            "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }
+    if options.tensor_parallel_size > 1:
+        # The fused kernel is FlashInfer's, which is built at the first use and wants NVLink's multicast.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return arguments

@@ -24,9 +24,10 @@ class WeightReceiverExtension:
     rank: int
     model_runner: Any
 
-    def ppojob_connect_weights(self, link: dict[str, Any], first_rank: int) -> None:
-        """Meet the sender, as receiver `first_rank` plus this worker's rank in its replica."""
-        self.ppojob_receiver = WeightReceiver(WeightLink(**link), first_rank + self.rank, self.device)
+    def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> None:
+        """Meet the sender, as `places` says of this worker: the link, and which receiver it is."""
+        link, number = places[self.rank]
+        self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""

@@ -1,0 +1,119 @@
+"""One of two processes with a GPU each: trains a random model in several layouts and writes what it saw as JSON.
+
+`python -m tests.gpu.parallel_ranks RANK MODEL OUT PORT...`, a port for each layout. CUDA_VISIBLE_DEVICES names the GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+
+VOCABULARY, HIDDEN = 151_936, 896
+NUM_SEQUENCES, PROMPT, RESPONSE = 8, 256, 3840
+MAX_TOKENS_PER_GPU = 16_384
+LAYOUTS = {
+    "one GPU": (1, PeerSizes(), {}),
+    "data 2": (2, PeerSizes(), {}),
+    "sequence 2": (2, PeerSizes(sequence=2), {}),
+    "sequence 2, compiled": (2, PeerSizes(sequence=2), {"compile": True}),
+    "tensor 2": (2, PeerSizes(tensor=2), {}),
+    "tensor 2, compiled": (2, PeerSizes(tensor=2), {"compile": True}),
+}
+
+
+def write_model(folder: Path) -> Path:
+    """Write a model of Qwen2-0.5B's shape with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_batch() -> DataProto:
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+    prompts = [tokens(PROMPT) for _ in range(NUM_SEQUENCES)]
+    responses = [tokens(RESPONSE - 100 * row) for row in range(NUM_SEQUENCES)]
+    tensors = rollout_batch(prompts, responses, 0)
+    mask = tensors[Keys.RESPONSE_MASK]
+    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+
+
+def run(parallel: DataParallel, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
+    training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=MAX_TOKENS_PER_GPU)
+    actor = ActorModel(path=str(model), **options)
+    engine = PolicyEngine(parallel, actor, training, KL(), total_steps=10)
+    batch = batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    grad_norm = engine.update(batch)["actor/grad_norm"]
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    metrics = engine.update(batch)
+    torch.cuda.synchronize()
+    weights = sum(float(tensor.double().sum()) for tensor in engine.weights().gather())
+    return {
+        "seconds": time.perf_counter() - started,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "grad_norm": grad_norm,
+        "pg_loss": metrics["actor/pg_loss"],
+        "mfu": metrics["perf/mfu/actor"],
+        "weights": weights,
+        "log_probs": batch.tensor(Keys.OLD_LOG_PROBS)[:1, :512].flatten().tolist(),
+    }
+
+
+def shard_of(batch: DataProto, number: int, num_shards: int) -> DataProto:
+    return batch.split(len(batch) // num_shards)[number]
+
+
+def main() -> None:
+    rank, model, out, ports = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    found: dict[str, Any] = {}
+    for (name, (world_size, sizes, options)), port in zip(LAYOUTS.items(), ports, strict=True):
+        if rank >= world_size:
+            continue
+        parallel = init_process_group(Device.CUDA, rank, world_size, "127.0.0.1", int(port), 120, sizes)
+        shard = shard_of(make_batch(), rank // sizes.peers, world_size // sizes.peers)
+        try:
+            found[name] = run(parallel, model, shard, options)
+        except Exception:  # noqa: BLE001 - the other layouts are to be seen all the same; the test fails on this one
+            found[name] = {"error": traceback.format_exc()}
+        parallel.destroy()
+        gc.collect()
+        torch.cuda.empty_cache()
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

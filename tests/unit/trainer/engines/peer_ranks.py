@@ -1,0 +1,70 @@
+"""One rank of a layout with peers: runs the engines on its shard and writes what it saw."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines.tiny_llama import make_batch
+from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
+
+MINIBATCHES = 2
+Work = Callable[[DataParallel, Path, DataProto, Path], dict[str, Any]]
+
+
+def whole_batch() -> DataProto:
+    return make_batch(8, num_mini_batches=MINIBATCHES)
+
+
+def rows_of(number: int, num_shards: int) -> list[int]:
+    """The rows of one data-parallel rank: its part of each minibatch of four."""
+    part = 4 // num_shards
+    return [4 * minibatch + part * number + row for minibatch in range(MINIBATCHES) for row in range(part)]
+
+
+def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+    """Everything that is compared between one rank and many."""
+    policy, critic = make_policy(parallel, model), make_critic(parallel, model)
+    log_probs = policy.compute_log_prob(batch).tensor("old_log_probs")
+    values = critic.compute_values(batch).tensor("values")
+    names = [spec.name for spec in policy.weights().specs()]
+    before = dict(zip(names, [tensor.clone() for tensor in policy.weights().gather()], strict=True))
+    metrics = {**policy.update(batch), **critic.update(batch)}
+    policy.save(folder / "checkpoint")
+    policy.export(folder / "export")
+    weights = dict(zip(names, [tensor.float().clone() for tensor in policy.weights().gather()], strict=True))
+    return {
+        "log_probs": log_probs,
+        "values": values,
+        "metrics": metrics,
+        "before": before,
+        "weights": weights,
+        "second": policy.update(batch),
+    }
+
+
+def resume(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+    """Go on from the checkpoint of another layout, which is the folder's `saved`."""
+    policy = make_policy(parallel, model)
+    policy.load(folder / "saved")
+    return {"second": policy.update(batch)}
+
+
+def run_rank(rank: int, world_size: int, port: int, sizes: PeerSizes, model: Path, out: Path, work: Work = run) -> None:
+    """What one process does; it leaves `rank-<rank>.pt`, or the reason why not in `rank-<rank>.txt`."""
+    torch.set_num_threads(1)
+    try:
+        parallel = init_process_group(Device.CPU, rank, world_size, "127.0.0.1", port, 120, sizes)
+        shard = whole_batch()[rows_of(rank // sizes.peers, world_size // sizes.peers)]
+        torch.save(work(parallel, model, shard, out), out / f"rank-{rank}.pt")
+        parallel.destroy()
+    except BaseException:
+        (out / f"rank-{rank}.txt").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,166 @@
+"""Each family computes as HuggingFace computes it; what would be computed otherwise is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.protocol import DataProto, Keys, response_part
+from tests.unit.trainer.engines.tiny_llama import VOCABULARY
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_CAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+# The batches' sequences have up to 16 tokens, so a window of 4 hides most of the longer ones.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama 3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 windows above layer 1": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral window": ("mistral", {"sliding_window": 4}),
+    "gemma": ("gemma", {}),
+    "gemma2 without caps": ("gemma2", {**NO_CAPS, "sliding_window": 4, "query_pre_attn_scalar": 12}),
+    "gemma3": ("gemma3_text", {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12}),
+}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "-"), scope="module")
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, settings = FAMILIES[request.param]
+    torch.manual_seed(7)
+    folder = tmp_path_factory.mktemp("families") / family
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SHAPE, **settings}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            # Begin at 0 or 1, where a mistake would not be seen.
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.2)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
+    training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
+    return PolicyEngine(parallel, ActorModel(path=str(path)), training, KL(), total_steps=9, dtype=torch.float32)
+
+
+def plain(auto: Any, path: Path, batch: DataProto) -> Any:
+    """Padded, by the family's own attention in the open."""
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
+    with torch.no_grad():
+        return model(**{key: batch.tensor(key) for key in keys}, use_cache=False)
+
+
+def test_log_probs_equal_those_of_the_familys_own_logits(parallel: DataParallel, path: Path, batch: DataProto) -> None:
+    responses, mask = batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK)
+    logits = plain(AutoModelForCausalLM, path, batch).logits
+    log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
+    engine = make_policy(parallel, path)
+    computed = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
+    before = {name: value.detach().full_tensor().clone() for name, value in engine.module.named_parameters()}
+    engine.update(batch)
+    unchanged = [
+        name for name, value in engine.module.named_parameters() if torch.equal(value.full_tensor(), before[name])
+    ]
+    assert not unchanged
+
+
+def test_values_are_of_the_same_backbone(parallel: DataParallel, path: Path, batch: DataProto) -> None:
+    weight = torch.randn(1, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(5))
+    head = path / "value_head.safetensors"
+    save_file({"score.weight": weight}, head)
+    critic = CriticEngine(
+        parallel,
+        TrainedModel(),
+        str(path),
+        CriticSpec(max_tokens_per_gpu=40),
+        total_steps=9,
+        seed=1,
+        dtype=torch.float32,
+    )
+    head.unlink()
+    values = critic.compute_values(batch).tensor(Keys.VALUES)
+    hidden = plain(AutoModel, path, batch).last_hidden_state
+    expected = response_part(hidden @ weight.T, values.shape[1]).squeeze(-1) * batch.tensor(Keys.RESPONSE_MASK)
+    torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_the_export_is_read_back_by_transformers(
+    parallel: DataParallel, path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    make_policy(parallel, path).export(tmp_path / "export")
+    rounded = tmp_path / "rounded"
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(rounded)
+    exported, expected = (
+        plain(AutoModelForCausalLM, folder, batch).logits for folder in (tmp_path / "export", rounded)
+    )
+    torch.testing.assert_close(exported, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma2", {}, r"gemma2 has final_logit_softcapping=30\.0, which is not computed"),
+        ("gemma2", {"final_logit_softcapping": None}, r"attn_logit_softcapping=50\.0"),
+        ("cohere", {}, r"cohere has logit_scale=0\.0625"),
+        ("granite", {"logits_scaling": 8.0}, r"granite has logits_scaling=8\.0"),
+        ("llama", {"attention_dropout": 0.1}, r"llama has attention_dropout=0\.1"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
+        ("llama4_text", {}, "layers of type chunked_attention"),
+        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("gpt_oss", {}, "gpt_oss has attention sinks"),
+        ("mamba", {}, "mamba has layers of type linear_attention"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match=message):
+        refuse_unsupported(AutoConfig.for_model(family, **settings))

@@ -1,0 +1,134 @@
+"""Offloading empties the device between the phases and changes no number."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload, Offload, TrainedModel
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.protocol import DataProto, Keys
+
+BOTH = Offload(parameters=True, optimizer=True)
+
+
+def make_policy(parallel: DataParallel, path: Path, **model: Any) -> PolicyEngine:
+    training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
+    actor = ActorModel(path=str(path), **model)
+    return PolicyEngine(parallel, actor, training, KL(), total_steps=9, dtype=torch.float32)
+
+
+def num_bytes(tensors: Any) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in local)
+
+
+def moments(engine: PolicyEngine | CriticEngine) -> list[torch.Tensor]:
+    return [state[key] for state in engine.optimizer.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def weights(engine: PolicyEngine) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in engine.weights().gather()]
+
+
+@pytest.mark.parametrize(
+    "offload", [BOTH, Offload(parameters=True), Offload(optimizer=True)], ids=["both", "parameters", "optimizer"]
+)
+def test_what_is_offloaded_is_away_between_the_phases_and_the_same_in_them(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, offload: Offload
+) -> None:
+    plain, away = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=offload)
+
+    def is_away(tensors: Any) -> bool:
+        return num_bytes(tensors) == 0
+
+    for step in range(3):
+        assert is_away(away.module.parameters()) == offload.parameters
+        found = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, away)]
+        assert torch.equal(*found)
+        assert away.update(batch) == plain.update(batch)
+        assert is_away(moments(away)) == offload.optimizer
+        for left, right in zip(weights(away), weights(plain), strict=True):
+            assert torch.equal(left, right)
+        away.save(tmp_path / f"step-{step}")
+    assert is_away(away.module.parameters()) == offload.parameters
+    away.export(tmp_path / "export")
+    resumed = make_policy(parallel, model_path)
+    resumed.load(tmp_path / "step-2")
+    assert resumed.update(batch) == away.update(batch)
+
+
+def test_an_offloaded_run_goes_on_from_a_checkpoint(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    saved, resumed = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=BOTH)
+    resumed.update(batch)
+    saved.update(batch)
+    saved.save(tmp_path / "step")
+    resumed.load(tmp_path / "step")
+    assert num_bytes(moments(resumed)) == num_bytes(resumed.module.parameters()) == 0
+    assert resumed.update(batch) == saved.update(batch)
+
+
+def test_a_save_in_the_background_holds_what_is_put_away_meanwhile(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    saved, resumed = (make_policy(parallel, model_path, offload=BOTH) for _ in range(2))
+    saved.update(batch)
+    background = BackgroundSaves()
+    saved.save(tmp_path / "step", background)
+    metrics = saved.update(batch)
+    deadline = time.monotonic() + 60
+    while not background.is_done():
+        assert time.monotonic() < deadline, "the save did not end"
+        time.sleep(0.01)
+    resumed.load(tmp_path / "step")
+    assert resumed.update(batch) == metrics
+
+
+def test_a_critic_and_a_reference(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+    training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
+    critics = [
+        CriticEngine(parallel, TrainedModel(offload=offload), str(model_path), training, total_steps=9, seed=1)
+        for offload in (Offload(), BOTH)
+    ]
+    found = [(critic.compute_values(batch).tensor(Keys.VALUES), critic.update(batch)) for critic in critics]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert num_bytes(critics[1].module.parameters()) == num_bytes(moments(critics[1])) == 0
+    references = [
+        ReferenceEngine(parallel, str(model_path), offload=FrozenOffload(parameters=is_away), max_tokens_per_gpu=40)
+        for is_away in (False, True)
+    ]
+    assert num_bytes(references[1].module.parameters()) == 0
+    assert torch.equal(*(engine.compute_ref_log_prob(batch).tensor(Keys.REF_LOG_PROB) for engine in references))
+
+
+def test_activations_on_the_host_change_nothing(
+    parallel: DataParallel, model_path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, away = (make_policy(parallel, model_path, activation_offload=is_asked) for is_asked in (False, True))
+    assert away.update(batch) == plain.update(batch)
+    shapes: list[tuple[int, ...]] = []
+    empty = torch.empty
+
+    def recording(*arguments: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            shapes.append(tuple(arguments[0]))
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", recording)
+    assert away.update(batch) == plain.update(batch)
+    # The input of each of the two layers, and none of what lies within them.
+    assert sum(len(shape) == 3 and shape[-1] == 48 for shape in shapes) >= 2
+    assert not any(shape and shape[-1] == 64 for shape in shapes)

@@ -1,0 +1,185 @@
+"""Peers change nothing: the same log-probs, values, updates, weights, checkpoints and exports as one rank alone."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes
+from ppojob_trainer.engines.network import free_port
+from tests.unit.trainer.engines import peer_ranks
+from tests.unit.trainer.engines.tiny_llama import VOCABULARY
+from tests.unit.trainer.engines.two_ranks import make_policy
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 240
+
+# World size, peers, and the model: tied embeddings; biases and untied ones; norms of single heads.
+LAYOUTS = {
+    "data 2 x sequence 2": (4, PeerSizes(sequence=2), "llama"),
+    "sequence 4 with 2 key heads": (4, PeerSizes(sequence=4), "llama"),
+    "data 2 x tensor 2": (4, PeerSizes(tensor=2), "llama"),
+    "tensor 2 of qwen2": (2, PeerSizes(tensor=2), "qwen2"),
+    "tensor 2 of qwen3": (2, PeerSizes(tensor=2), "qwen3"),
+}
+UNTIED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks of a layout wrote, and what one rank alone computes."""
+
+    folder: Path
+    num_shards: int
+    num_peers: int
+    model: Path
+    ranks: list[dict[str, Any]]
+    of_one: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    torch.manual_seed(7)
+    Qwen2ForCausalLM(Qwen2Config(**UNTIED)).save_pretrained(folder / "qwen2")
+    Qwen3ForCausalLM(Qwen3Config(**UNTIED)).save_pretrained(folder / "qwen3")
+    return {"llama": model_path, "qwen2": folder / "qwen2", "qwen3": folder / "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    parallel: DataParallel, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    def compute(family: str) -> dict[str, Any]:
+        return peer_ranks.run(parallel, models[family], peer_ranks.whole_batch(), tmp_path_factory.mktemp("one"))
+
+    return functools.cache(compute)
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def seen(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    models: dict[str, Path],
+    alone: Callable[[str], dict[str, Any]],
+) -> Seen:
+    world_size, sizes, family = LAYOUTS[request.param]
+    folder = tmp_path_factory.mktemp("peers")
+    run_ranks(world_size, sizes, models[family], folder)
+    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(world_size)]
+    return Seen(folder, world_size // sizes.peers, sizes.peers, models[family], ranks, alone(family))
+
+
+def run_ranks(
+    world_size: int, sizes: PeerSizes, model_path: Path, folder: Path, work: peer_ranks.Work = peer_ranks.run
+) -> None:
+    # Forked from one process that has torch and transformers loaded: a rank starts in no time.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([peer_ranks.__name__, "transformers.models.llama.modeling_llama"])
+    port = free_port("127.0.0.1")
+    ranks = [
+        context.Process(target=peer_ranks.run_rank, args=(rank, world_size, port, sizes, model_path, folder, work))
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + LIMIT_SECONDS
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(10)
+    reasons = [file.read_text() for file in folder.glob("rank-*.txt")]
+    assert [process.exitcode for process in ranks] == [0] * world_size, "\n".join(reasons)
+
+
+def test_peers_agree_on_all_that_they_compute(seen: Seen) -> None:
+    for rank, mine in enumerate(seen.ranks):
+        first = seen.ranks[rank - rank % seen.num_peers]
+        torch.testing.assert_close(mine["log_probs"], first["log_probs"], atol=0, rtol=0)
+        torch.testing.assert_close(mine["values"], first["values"], atol=0, rtol=0)
+        assert mine["metrics"] == pytest.approx(seen.ranks[0]["metrics"], rel=1e-6)
+        torch.testing.assert_close(mine["weights"], seen.ranks[0]["weights"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("key", ["log_probs", "values"])
+def test_the_shards_together_are_what_one_rank_computes(seen: Seen, key: str) -> None:
+    whole = torch.zeros_like(seen.of_one[key])
+    for number in range(seen.num_shards):
+        rows = peer_ranks.rows_of(number, seen.num_shards)
+        whole[rows] = seen.ranks[number * seen.num_peers][key]
+    torch.testing.assert_close(whole, seen.of_one[key], atol=1e-5, rtol=1e-4)
+
+
+def test_weights_are_whole_and_have_their_names(seen: Seen) -> None:
+    assert list(seen.ranks[0]["before"]) == list(seen.of_one["before"])
+    torch.testing.assert_close(seen.ranks[0]["before"], seen.of_one["before"], atol=0, rtol=0)
+
+
+def test_the_update_is_that_of_one_rank(seen: Seen) -> None:
+    metrics = seen.ranks[0]["metrics"]
+    assert metrics == pytest.approx(seen.of_one["metrics"], rel=1e-4, abs=1e-5)
+    assert metrics["actor/grad_norm"] > 0.01
+    # The weights are compared in the bfloat16 that the rollout gets: the updates were rounded alike almost everywhere.
+    for name, tensor in seen.ranks[0]["weights"].items():
+        assert (tensor - seen.of_one["weights"][name]).abs().mean() < 1e-5, name
+    assert seen.ranks[0]["second"] == pytest.approx(seen.of_one["second"], rel=1e-3, abs=1e-4)
+
+
+def test_its_checkpoint_is_read_by_one_rank(seen: Seen, parallel: DataParallel) -> None:
+    policy = make_policy(parallel, seen.model)
+    policy.load(seen.folder / "checkpoint")
+    weights = [tensor.float() for tensor in policy.weights().gather()]
+    torch.testing.assert_close(weights, list(seen.ranks[0]["weights"].values()), atol=0, rtol=0)
+    assert policy.update(peer_ranks.whole_batch()) == pytest.approx(seen.ranks[0]["second"], rel=1e-3, abs=1e-4)
+
+
+def test_its_export_is_the_whole_model(seen: Seen) -> None:
+    model = AutoModelForCausalLM.from_pretrained(seen.folder / "export", dtype=torch.float32)
+    exported = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(exported, seen.ranks[0]["weights"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [
+        (PeerSizes(tensor=2), PeerSizes()),
+        (PeerSizes(tensor=2), PeerSizes(sequence=2)),
+        (PeerSizes(), PeerSizes(tensor=2)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_read_by_another_layout_of_two_ranks(
+    saved_by: PeerSizes, resumed_by: PeerSizes, model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "first").mkdir()
+    run_ranks(2, saved_by, model_path, tmp_path / "first")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "checkpoint").rename(tmp_path / "second" / "saved")
+    run_ranks(2, resumed_by, model_path, tmp_path / "second", peer_ranks.resume)
+    went_on = torch.load(tmp_path / "first" / "rank-0.pt")["second"]
+    resumed = torch.load(tmp_path / "second" / "rank-0.pt")["second"]
+    assert resumed == pytest.approx(went_on, rel=1e-3, abs=1e-4)

@@ -1,0 +1,89 @@
+"""A model that does not fit the job is refused from its configuration and tokenizer, with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from ppojob_api.v1alpha1.data import DataSpec
+from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
+from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.model_fit import check_context, check_vocabulary, context_length
+
+WORDS = ["<end>", "a", "b", "c"]
+
+
+def data(prompt: int, response: int) -> DataSpec:
+    train = {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum"}}
+    raw = {"train": train, "maxPromptLength": prompt, "maxResponseLength": response}
+    return DataSpec.model_validate(raw)
+
+
+def write_tokenizer(folder: Path, words: list[str]) -> str:
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=words[0]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_what_fits_the_context_passes_to_the_last_token() -> None:
+    check_context("actor", "/m", LlamaConfig(max_position_embeddings=64), data(24, 40))
+
+
+def test_prompt_and_response_above_the_context_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelMismatchError) as raised:
+        check_context("critic", "/m", LlamaConfig(max_position_embeddings=64), data(25, 40))
+
+    assert str(raised.value) == (
+        "the critic's model /m takes at most 64 tokens, and data.maxPromptLength 25 + data.maxResponseLength 40 are "
+        "65: lower one of them to 64 together, or use a model with a longer context"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 64),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+    ],
+)
+def test_stretched_positions_count(rope: dict[str, float], expected: int) -> None:
+    config = LlamaConfig(max_position_embeddings=64)
+    config.rope_parameters = rope
+
+    assert context_length(config) == expected
+
+
+def test_the_same_tokens_pass_and_so_does_room_to_spare(tmp_path: Path) -> None:
+    actor = write_tokenizer(tmp_path / "actor", WORDS)
+    critic = write_tokenizer(tmp_path / "critic", [*WORDS, "more"])
+    spec = ModelSpec(actor=ActorModel(path=actor))
+
+    check_vocabulary("critic", critic, LlamaConfig(vocab_size=128), spec)
+    (tmp_path / "bare").mkdir()
+    check_vocabulary("critic", str(tmp_path / "bare"), LlamaConfig(vocab_size=4), spec)
+
+
+def test_another_vocabulary_is_refused_with_a_token_that_differs(tmp_path: Path) -> None:
+    actor = write_tokenizer(tmp_path / "actor", WORDS)
+    critic = write_tokenizer(tmp_path / "critic", ["<end>", "a", "c", "b"])
+
+    with pytest.raises(
+        ModelMismatchError,
+        match=r"critic has another vocabulary than the actor's .*: 2 of 4 tokens differ, such as 'b' \(2 for the actor,"
+        r" 3 for the critic\)",
+    ):
+        check_vocabulary("critic", critic, LlamaConfig(vocab_size=4), ModelSpec(actor=ActorModel(path=actor)))
+
+
+def test_a_model_without_room_for_the_actors_tokens_is_refused(tmp_path: Path) -> None:
+    actor = write_tokenizer(tmp_path / "actor", WORDS)
+    (tmp_path / "bare").mkdir()
+
+    with pytest.raises(ModelMismatchError, match=r"bare has 3 tokens, and the actor's tokenizer in .* up to 3"):
+        check_vocabulary(
+            "ref", str(tmp_path / "bare"), LlamaConfig(vocab_size=3), ModelSpec(actor=ActorModel(path=actor))
+        )

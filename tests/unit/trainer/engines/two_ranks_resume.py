@@ -1,0 +1,48 @@
+"""One of two ranks: goes on from a checkpoint of one rank, and saves while it trains. Arguments: RANK PORT MODEL OUT.
+
+OUT/one holds the checkpoint. It writes OUT/background (saved before the last update) and OUT/rank-<n>.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
+
+
+def go_on(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+    """Everything that is compared between one rank and two."""
+    policy, critic = make_policy(parallel, model), make_critic(parallel, model)
+    policy.load(folder / "one" / "actor")
+    critic.load(folder / "one" / "critic")
+    return {"first": {**policy.update(batch), **critic.update(batch)}, "policy": policy}
+
+
+def main() -> None:
+    rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
+    seen = go_on(parallel, model, shard(rank), out)
+    policy, saves = seen.pop("policy"), BackgroundSaves()
+    policy.save(out / "background", saves)
+    # Its collectives and weights must not meet those of the save.
+    seen["second"] = policy.update(shard(rank))
+    deadline = time.monotonic() + 60
+    while not saves.is_done():
+        assert time.monotonic() < deadline, "the save in the background did not end"
+        time.sleep(0.05)
+    torch.save(seen, out / f"rank-{rank}.pt")
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A checkpoint that is written while the training goes on: copied to the host at once, written by a thread.
+
+Each trained worker holds one; `checkpoint.save` starts it and the worker's `is_saved` asks after it. At most one is
+under way. The ranks meet in a process group of their own, because collectives of two threads in one group would meet
+each other's. Based on `torch.distributed.checkpoint.async_save`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+from ppojob_trainer.engines.errors import CheckpointUnwritableError
+
+__all__ = ["BackgroundSaves", "first_line", "unwritable"]
+
+
+class BackgroundSaves:
+    """The save that is under way, if there is one."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._running: tuple[Path, Future[Any]] | None = None
+
+    def start(self, state: dict[str, Any], folder: Path) -> None:
+        """Copy the state to the host, and go on to write it into the new folder. Collective."""
+        assert self._running is None, "one save is still under way"
+        if self._group is None and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        started = async_save(state, checkpoint_id=folder, process_group=self._group)
+        # The copy is made when this returns: what the next update changes is not written.
+        future = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+        self._running = (folder, future)
+
+    def is_done(self) -> bool:
+        """Whether nothing is under way any more.
+
+        Raises:
+            CheckpointUnwritableError: the last save failed; told once.
+        """
+        if self._running is None:
+            return True
+        folder, future = self._running
+        if not future.done():
+            return False
+        self._running = None
+        error = future.exception()
+        if error is not None:
+            raise unwritable(folder, error) from error
+        return True
+
+
+def unwritable(folder: Path, error: BaseException) -> CheckpointUnwritableError:
+    """Return what is told of a save that failed."""
+    return CheckpointUnwritableError(
+        f"checkpoint {folder} cannot be written: {first_line(error)}. Look after the storage's space and rights; the "
+        "checkpoints before it are whole"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's own words, in a line; of a failure of several ranks the first one's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {type(cause).__name__}: {first_line(cause)}"
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

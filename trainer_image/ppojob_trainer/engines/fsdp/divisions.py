@@ -1,0 +1,71 @@
+"""Whether a model can be divided over the peers that the spec asks for, from its configuration alone.
+
+Called by the roles' checks, before anything is loaded. It refuses a model by the name of the spec's field and the
+number that does not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
+
+_SEQUENCE: Final = "sequenceParallelSize"
+_ROLLOUT: Final = "rollout."
+
+
+def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
+    """Check each size by the path of its field, such as `actor.tensorParallelSize`.
+
+    Raises:
+        ModelMismatchError: a part of the model cannot be divided so.
+    """
+    text: Any = config.get_text_config()
+    for field, size in sizes.items():
+        if size == 1:
+            continue
+        if field.startswith(_ROLLOUT):
+            # vLLM repeats key heads, and knows more families.
+            _check_heads(text, field, size)
+        elif field.endswith(_SEQUENCE):
+            _check_heads(text, field, size)
+            _check_key_heads(text, field, size)
+        else:
+            _check_tensor_parallel(text, field, size)
+
+
+def _check_tensor_parallel(text: Any, field: str, size: int) -> None:
+    plan = plan_of(text)
+    unknown = set(plan.values()) - KNOWN_STYLES if plan else {"no plan"}
+    if unknown:
+        raise ModelMismatchError(
+            f"{field} {size}: how {text.model_type} is divided is not computed here ({', '.join(sorted(unknown))}): "
+            f"use {_SEQUENCE}"
+        )
+    _check_heads(text, field, size)
+    for what in ("num_key_value_heads", "intermediate_size"):
+        number = int(getattr(text, what, None) or text.num_attention_heads)
+        if number % size:
+            raise ModelMismatchError(_refusal(text, field, size, what, f"{number}: use a divisor"))
+
+
+def _check_heads(text: Any, field: str, size: int) -> None:
+    heads = int(text.num_attention_heads)
+    if heads % size:
+        raise ModelMismatchError(_refusal(text, field, size, "num_attention_heads", f"{heads}: use a divisor"))
+
+
+def _check_key_heads(text: Any, field: str, size: int) -> None:
+    """Key heads may be fewer than ranks: then each is computed on several of them."""
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if heads % size and size % heads:
+        remedy = f"{heads} nor is divided by it: use a divisor or a multiple"
+        raise ModelMismatchError(_refusal(text, field, size, "num_key_value_heads", remedy))
+
+
+def _refusal(text: Any, field: str, size: int, what: str, number_and_remedy: str) -> str:
+    return f"{field} {size} does not divide this {text.model_type}'s {what} {number_and_remedy}"

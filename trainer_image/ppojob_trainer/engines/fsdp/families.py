@@ -1,0 +1,59 @@
+"""Which model families are computed as HuggingFace computes them; all others are refused by name.
+
+Called by `model` before anything is loaded. The forward pass on packed tokens is transformers' own up to three parts
+that are ours: attention, the output layer, and the loss. A setting that changes one of these is refused here, because
+it would otherwise be left out in silence, and so is a layer that looks at neighbouring tokens by other means than
+attention: it would see the sequence packed before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+
+# Settings that change the result outside what is computed, and the values that change nothing.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    # Log-probs must be the same each time they are taken.
+    "attention_dropout": (None, 0, 0.0),
+    "hidden_dropout": (None, 0, 0.0),
+    "resid_pdrop": (None, 0, 0.0),
+    "embd_pdrop": (None, 0, 0.0),
+    "use_bidirectional_attention": (None, False),
+}
+# Parts that no setting shows.
+_PARTS: Final[dict[str, str]] = {"gpt_oss": "attention sinks"}
+_ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
+# Their angles depend on the longest sequence of a batch, which is another one when it is packed.
+_ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Look for what is not computed.
+
+    Raises:
+        ModelUnsupportedError: names the family and the setting.
+    """
+    if config.model_type in _PARTS:
+        raise _refused(config, _PARTS[config.model_type])
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(config, name, None)) not in neutral:
+            raise _refused(config, f"{name}={value}")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _ATTENTIONS:
+            raise _refused(config, f"layers of type {kind}")
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each type of layer.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := parameters.get("rope_type")) in _ROPE_OF_A_BATCH:
+            raise _refused(config, f"rope_type={kind}")
+
+
+def _refused(config: PretrainedConfig, what: str) -> ModelUnsupportedError:
+    return ModelUnsupportedError(f"{config.model_type} has {what}, which is not computed: use a model without it")

@@ -1,0 +1,118 @@
+"""Parameters and moments in the host's memory while their role does not compute.
+
+Called by the engines around each of their methods. What is put away keeps its tensors, whose storage is emptied and
+filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept, so both ways run at
+the speed of the bus. It changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ppojob_api.v1alpha1.model import FrozenOffload, Offload
+
+
+class Residence:
+    """Where a sharded module and its optimizer's moments are: on the device inside of `on_device`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        offload: FrozenOffload,
+        device: torch.device,
+        adamw: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Put away what `offload` names."""
+        self._module, self._device = module, device
+        self._parameters = _Luggage(module.parameters) if offload.parameters else None
+        wants_moments = isinstance(offload, Offload) and offload.optimizer
+        self._moments = _Luggage(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
+        self._put_away(self._chosen(moments=True))
+
+    @contextmanager
+    def on_device(self, *, moments: bool = False) -> Iterator[None]:
+        """Hold the parameters, and with `moments` the optimizer's, on the device meanwhile."""
+        chosen = self._chosen(moments=moments)
+        for luggage in chosen:
+            luggage.fetch()
+        try:
+            yield
+        finally:
+            self._put_away(chosen)
+
+    def _chosen(self, *, moments: bool) -> list[_Luggage]:
+        found = (self._parameters, self._moments if moments else None)
+        return [luggage for luggage in found if luggage is not None]
+
+    def _put_away(self, chosen: list[_Luggage]) -> None:
+        if not chosen:
+            return
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):
+                # Gathered parameters would stay on the device.
+                part.reshard()
+        for luggage in chosen:
+            luggage.put_away()
+        if self._device.type == "cuda":
+            # Other processes share the GPU, and the allocator would keep what was freed.
+            torch.cuda.empty_cache()
+
+
+class _Luggage:
+    """Storages that go to the host's memory and back."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
+        self._away: list[tuple[UntypedStorage, Tensor]] = []
+        self._copies: dict[int, Tensor] = {}
+
+    def put_away(self) -> None:
+        """Copy to the host and empty the storages. A tensor that came since the last time goes too."""
+        self._away = []
+        for number, storage in enumerate(_storages(self._tensors())):
+            copy = self._copies.get(number)
+            if copy is None or copy.numel() != storage.nbytes():
+                pinned = storage.device.type == "cuda"
+                copy = self._copies[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            copy.copy_(_bytes(storage), non_blocking=True)
+            self._away.append((storage, copy))
+        if self._away and self._away[0][0].device.type == "cuda":
+            torch.cuda.synchronize(self._away[0][0].device)
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+    def fetch(self) -> None:
+        """Fill the storages again."""
+        for storage, copy in self._away:
+            storage.resize_(copy.numel())
+            _bytes(storage).copy_(copy, non_blocking=True)
+        self._away = []
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Return each storage once; tied tensors share theirs, and a rank may have no part of a tensor."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in adamw.state.values():
+        # The number of the step is one float32, which AdamW's kernel reads where it is.
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def activations_on_host(*, is_asked: bool) -> AbstractContextManager[object]:
+    """Keep what a forward pass saves for backward in the host's pinned memory, if asked."""
+    return save_on_cpu(pin_memory=True) if is_asked else nullcontext()

@@ -1,0 +1,195 @@
+"""The reward model: a frozen sequence classifier that gives a score for each sequence. One rank's part, in one process.
+
+Called by the reward model's role. It runs the checkpoint's own forward pass in transformers on padded micro-batches of
+similar length, so decoders and encoders both work, and a score is what `AutoModelForSequenceClassification` gives for
+the sequence alone. The weights are bfloat16 and sharded by layers; a linear head computes in float32, because scores
+are compared by small differences. `score` is collective: every rank calls it with its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+
+__all__ = ["RewardModelEngine", "check_reward_model", "longest_input", "padded_parts"]
+
+_AUTO_CLASS = "AutoModelForSequenceClassification"
+
+
+class RewardModelEngine:
+    """The frozen reward model."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        path: str,
+        *,
+        label: int = 0,
+        trust_remote_code: bool = False,
+        max_tokens_per_gpu: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Load and shard the model. Collective.
+
+        Args:
+            label: number of the label whose logit is the score.
+            max_tokens_per_gpu: of one forward pass, padding included; a longer sequence runs alone.
+            dtype: of weights and computation but for the head; float32 is for tests that compare small numbers.
+
+        Raises:
+            ModelNotFoundError, ModelUnsupportedError: see `check_reward_model`; or the weights cannot be read.
+        """
+        options = LoadOptions(trust_remote_code, dtype=dtype)
+        self.parallel = parallel
+        self.model = _load(path, check_reward_model(path, label, trust_remote_code), options, parallel)
+        self._label = label
+        self._max_tokens = max_tokens_per_gpu
+        self._text_config: Any = cast(Any, self.model).config.get_text_config()
+        self._pad_token: int | None = self._text_config.pad_token_id
+
+    @torch.no_grad()
+    def score(self, token_lists: Sequence[Sequence[int]]) -> Tensor:
+        """Return the score of each sequence, float32 [B] on the CPU. Collective; at least one sequence."""
+        parts = padded_parts([len(tokens) for tokens in token_lists], self._max_tokens)
+        most = int(self.parallel.max(torch.tensor([len(parts)])).item())
+        found: list[tuple[list[int], Tensor]] = []
+        for number in range(most):
+            # A rank that is done computes its last part again: the others need its shards.
+            rows = parts[min(number, len(parts) - 1)]
+            found.append((rows, self._logits([token_lists[row] for row in rows])))
+        scores = torch.zeros(len(token_lists))
+        for rows, logits in found:
+            scores[rows] = logits[:, self._label].float().cpu()
+        cast(FSDPModule, self.model).reshard()
+        return scores
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.parallel.destroy()
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        width = max(map(len, rows))
+        pad = self._pad_token if self._pad_token is not None else self._unused_token(rows)
+        # transformers scores the last token that is not this one. Where the checkpoint names none it scores the last.
+        self._text_config.pad_token_id = pad
+        ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+        mask = torch.zeros(len(rows), width, dtype=torch.int64)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(list(tokens))
+            mask[row, : len(tokens)] = 1
+        device = self.parallel.device
+        logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        return logits
+
+    def _unused_token(self, rows: Sequence[Sequence[int]]) -> int:
+        used = {token for tokens in rows for token in tokens}
+        return next(token for token in range(int(self._text_config.vocab_size) + 1) if token not in used)
+
+
+def check_reward_model(path: str, label: int, trust_remote_code: bool) -> PretrainedConfig:
+    """Read a reward model's configuration, seconds before its weights are loaded.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        ModelUnsupportedError: it is no sequence classifier, or has no such label.
+    """
+    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+    names = list(getattr(config, "architectures", None) or [])
+    has_own_code = _AUTO_CLASS in (getattr(config, "auto_map", None) or {})
+    if names and not has_own_code and not any("SequenceClassification" in name for name in names):
+        raise ModelUnsupportedError(
+            f"model.reward.path {path} is a {', '.join(names)}: a reward model is a sequence classifier, whose class "
+            "ends in ForSequenceClassification"
+        )
+    if label >= int(config.num_labels or 0):
+        raise ModelUnsupportedError(
+            f"model.reward.label {label}: the model in {path} has {config.num_labels} labels, numbered from 0"
+        )
+    return config
+
+
+def longest_input(config: PretrainedConfig) -> int | None:
+    """Return the tokens that a model has positions for, None where its configuration does not say."""
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if length and length > 0 else None
+
+
+def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut sequences into parts of similar length whose rows times their longest row is at most `max_tokens`.
+
+    Returns:
+        The parts' row numbers, the longest rows first; a row that is longer than `max_tokens` is a part by itself.
+    """
+    parts: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
+        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            longest = lengths[row]
+    return parts
+
+
+def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: DataParallel) -> nn.Module:
+    config.use_cache = False
+    source = _read(path, config, options) if parallel.rank == 0 else {}
+    auto: Any = AutoModelForSequenceClassification
+    with no_init_weights():
+        model: nn.Module = auto.from_config(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    model.requires_grad_(False)
+    head = getattr(model, "score", None)
+    if isinstance(head, nn.Linear):
+        head.float()
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+        fully_shard(head, mesh=parallel.mesh)
+        source = {name: tensor.float() if name.startswith("score.") else tensor for name, tensor in source.items()}
+    for layer in _layers(model):
+        fully_shard(layer, mesh=parallel.mesh)
+    fully_shard(model, mesh=parallel.mesh)
+    model.to(parallel.device)
+    # Rank 0's tensors are handed out as shards.
+    handing_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, cast("dict[str, Any]", source), options=handing_out)
+    return model.eval()
+
+
+def _read(path: str, config: PretrainedConfig, options: LoadOptions) -> dict[str, Tensor]:
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=config,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"model.reward.path {path} holds no weights that can be read: {error}") from error
+    if report["missing_keys"]:
+        # transformers would draw them at random, and the scores would mean nothing.
+        raise ModelUnsupportedError(
+            f"model.reward.path {path} has no weights for {', '.join(sorted(report['missing_keys'])[:4])}: it is not "
+            "a trained sequence classifier"
+        )
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the backbone: the list of modules that holds most parameters."""
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(parameter.numel() for parameter in modules.parameters()) for modules in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []

@@ -1,0 +1,84 @@
+"""Whether the models fit the job and each other, seen from their configurations and tokenizers alone.
+
+The roles' `check` calls it before any weights are loaded. It refuses what would fail in the middle of a step, or train
+on other tokens than it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig
+
+from ppojob_api.v1alpha1.data import DataSpec
+from ppojob_api.v1alpha1.model import ModelSpec
+from ppojob_trainer.engines.errors import ModelMismatchError
+
+__all__ = ["check_context", "check_vocabulary", "context_length"]
+
+# Kinds of rotary embeddings whose factor stretches what the configuration gives as the longest sequence.
+_STRETCHING = {"yarn", "linear", "dynamic"}
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence that a model was made for, in tokens; None where its configuration does not say."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") not in _STRETCHING:
+        return limit
+    basis = rope.get("original_max_position_embeddings") or limit
+    return max(int(limit), int(basis * float(rope.get("factor") or 1.0)))
+
+
+def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec) -> None:
+    """Refuse prompts and responses that together are longer than the model's context.
+
+    Raises:
+        ModelMismatchError: with the numbers.
+    """
+    limit, prompt, response = context_length(config), data.max_prompt_length, data.max_response_length
+    if limit is not None and prompt + response > limit:
+        raise ModelMismatchError(
+            f"the {role}'s model {path} takes at most {limit} tokens, and data.maxPromptLength {prompt} + "
+            f"data.maxResponseLength {response} are {prompt + response}: lower one of them to {limit} together, or use "
+            "a model with a longer context"
+        )
+
+
+def check_vocabulary(role: str, path: str, config: PretrainedConfig, model: ModelSpec) -> None:
+    """Refuse a model that reads the actor's token ids as other tokens. One without a tokenizer must have room for them.
+
+    Raises:
+        ModelMismatchError: with the number of tokens that differ and one of them.
+    """
+    actor_path = model.actor.path
+    # Code of the actor's folder alone: where this one's tokenizer has its own, the room is all that is compared.
+    actor, own = _vocabulary(actor_path, model.actor.trust_remote_code), _vocabulary(path, False)
+    if actor is None:
+        return
+    size = config.get_text_config().vocab_size
+    if max(actor.values()) >= size:
+        raise ModelMismatchError(
+            f"the {role}'s model {path} has {size} tokens, and the actor's tokenizer in {actor_path} writes ids up to "
+            f"{max(actor.values())}: use a model with the actor's vocabulary"
+        )
+    differing = [token for token, number in actor.items() if own is not None and own.get(token) != number]
+    if own is not None and differing:
+        token = min(differing, key=actor.__getitem__)
+        raise ModelMismatchError(
+            f"the {role}'s model {path} has another vocabulary than the actor's {actor_path}: {len(differing)} of "
+            f"{len(actor)} tokens differ, such as {token!r} ({actor[token]} for the actor, {own.get(token)} for the "
+            f"{role}): use a model with the actor's vocabulary"
+        )
+
+
+def _vocabulary(path: str, trust_remote_code: bool) -> dict[str, int] | None:
+    """Return token -> id; None where the folder holds no tokenizer that can be read."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        return None
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary or None
