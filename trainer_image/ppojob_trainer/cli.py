@@ -86,17 +86,61 @@ def run(
 
 
 @app.command()
+def convert(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | -- WORDS",
+            help="Script or YAML file of verl; - reads a script from standard input; or the command line itself.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="End with 1 where anything was not carried over.")] = False,
+) -> None:
+    """Turn a verl PPO command line, script or YAML into a PPOJob; what was not carried over is listed on stderr."""
+    from ppojob_trainer.commands.convert import convert as convert_settings
+    from ppojob_trainer.commands.convert.listing import listing
+    from ppojob_trainer.commands.convert.read import read
+
+    with _refusals():
+        conversion = convert_settings(read(words))
+        if output is None:
+            typer.echo(conversion.to_yaml(), nl=False)
+        else:
+            output.write_text(conversion.to_yaml())
+    Console(stderr=True, highlight=False).print(listing(conversion))
+    if not conversion.is_valid or (strict and conversion.lost):
+        raise typer.Exit(1)
+
+
+@app.command()
 def plot(
     metrics: Annotated[
         list[Path], typer.Argument(help="metrics.jsonl of each run, or its folder.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("plot.png"),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The picture to write.", show_default="plot.png or timing.png")
+    ] = None,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Draw where a step's time goes: phases, and what each pool does when.")
+    ] = False,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", help="Name of a run in the picture, for each in turn.", show_default="its folder"),
+    ] = None,
 ) -> None:
     """Draw reward, KL, response length and time per phase; several runs are compared."""
     from ppojob_trainer.telemetry.plot import plot as draw
+    from ppojob_trainer.telemetry.timing_plot import plot_timing
 
     with _refusals():
-        typer.echo(draw(metrics, output))
+        if timing:
+            typer.echo(plot_timing(metrics, output or Path("timing.png"), labels or []))
+        else:
+            typer.echo(draw(metrics, output or Path("plot.png"), labels or []))
 
 
 @app.command("prepare-model")
@@ -184,6 +228,8 @@ def _results(job: JobFile) -> list[str]:
         "picture": files.plot,
         "TensorBoard": files.tensorboard,
         "trace": files.trace,
+        "samples": files.samples,
+        "profiles": files.profiles,
         "logs": files.logs,
         "checkpoints": files.checkpoints,
         "model": files.model,

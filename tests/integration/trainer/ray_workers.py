@@ -47,6 +47,24 @@ class SumWorker:
             {"doubled": 2 * batch.tensor("values"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
         )
 
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    def double_together(self, batch: DataProto) -> DataProto:
+        """Return twice the values, and who computed them; a peer's rows are kept for `seen_together`."""
+        self.together: list[int] = batch.tensor("values").tolist()
+        ranks = torch.full((len(batch),), self.seat.rank)
+        return DataProto.from_dict({"doubled": 2 * batch.tensor("values"), "rank": ranks})
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def seen_together(self) -> list[int]:
+        return self.together
+
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    def fail_together(self, batch: DataProto) -> DataProto:
+        """Fail on the last of the peers, whose answer nobody reads."""
+        if self.seat.rank == self.seat.world_size - 1:
+            raise ZeroDivisionError("of a peer")
+        return batch
+
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def count(self, batch: DataProto) -> Metrics:
         mask = batch.tensor(Keys.RESPONSE_MASK)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.trainer.tiny_model import write_tiny_model
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind
@@ -20,6 +19,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import JobFailedError, run_job
+from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -110,6 +110,27 @@ def test_trainer_and_rollout_compute_the_same_model_after_every_push(overlapped:
         True,
     ]
     assert overlapped.records[2]["actor/reward_kl_penalty"] != 0
+
+
+def test_adapters_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
+    lora = {"path": str(model), "lora": {"rank": 8, "targetModules": ["q_proj", "down_proj"]}}
+    changes = {
+        "model": {"actor": lora, "critic": {"lora": {"rank": 4}}},
+        "placement": {"actor": "actor", "critic": "critic"},
+        "actor": {"learningRate": 1e-2, "miniBatchSize": 4},
+    }
+    job = job_of(tmp_path, {**spec_of(model), **changes})
+    assert job.spec.placement.ref == "actor"
+
+    outcome = run_job(job, attempt=0, stop=threading.Event())
+
+    records = records_of(tmp_path)
+    assert outcome == Outcome(2, is_finished=True)
+    assert [records[step]["training/rollout_probs_diff_mean"] < 0.005 for step in (1, 2)] == [True, True]
+    # The policy begins as its reference, and moves away from it.
+    assert abs(records[1]["actor/reward_kl_penalty"]) < 1e-6
+    assert records[2]["actor/reward_kl_penalty"] != 0
+    assert list(tmp_path.glob("**/adapter/adapter_model.safetensors"))
 
 
 def test_the_updates_overlap(overlapped: Run) -> None:

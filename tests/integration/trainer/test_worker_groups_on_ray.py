@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from tests.integration.trainer.ray_workers import SumWorker
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -31,6 +30,7 @@ from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from ppojob_trainer.worker_groups.table import Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from tests.integration.trainer.ray_workers import SumWorker
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,6 +83,15 @@ def group(pools: dict[str, PlacedPool], logs: Path) -> Group:
     return started
 
 
+@pytest.fixture(scope="module")
+def peers(pools: dict[str, PlacedPool], logs: Path) -> Group:
+    """Two data-parallel ranks of two peers each."""
+    pool = pools["actor"]
+    started = Launcher(logs, 120.0).start("peers", SumWorker, pool, pool.bundles * 2, environment=IMPORTABLE)
+    asyncio.run(wait_until_up([started]))
+    return started.with_peers(2)
+
+
 def table_of(num_rows: int) -> Table:
     mask = torch.ones(num_rows, 2, dtype=torch.int64)
     return Table.of_stored(
@@ -125,6 +134,27 @@ async def test_rows_come_back_in_the_order_in_which_they_were_sent(group: Group)
     assert batch.tensor("doubled").tolist() == [0, 2, 4, 6, 8, 10]
     assert batch.tensor("rank").tolist() == [0, 0, 0, 1, 1, 1]
     assert found.metrics == {"seen": [3, 3]}
+
+
+async def test_peers_get_the_same_rows_and_the_first_of_them_answers(peers: Group) -> None:
+    assert (len(peers), peers.num_shards) == (4, 2)
+    table = table_of(5)
+
+    found = await peers.call(SumWorker.double_together, table)
+    batch = pulled(found)
+    assert batch.tensor("doubled").tolist() == [0, 2, 4, 6, 8]
+    assert batch.tensor("rank").tolist() == [0, 0, 0, 2, 2]
+    # The second data-parallel rank has a copy, so that both have equally many.
+    assert await peers.call(SumWorker.seen_together) == [[0, 1, 2]] * 2 + [[3, 4, 0]] * 2
+
+    counted = await peers.using({"scale": 1.0}).call(SumWorker.count, table)
+    assert counted["rows/max"] == 3
+    assert peers.call(SumWorker.own_number, [5, 7]) == [0, 14]
+
+
+async def test_a_peer_whose_answer_nobody_reads_fails_the_call(peers: Group) -> None:
+    with pytest.raises(WorkerFailedError, match="peers rank 3 failed in fail_together: ZeroDivisionError: of a peer"):
+        await peers.call(SumWorker.fail_together, table_of(4))
 
 
 async def test_copies_that_fill_a_share_up_weigh_nothing_and_do_not_come_back(group: Group) -> None:

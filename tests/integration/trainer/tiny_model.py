@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -10,8 +11,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write the model's HuggingFace folder; head_dim is 32, the least that vLLM computes on a CPU."""
+def write_tiny_model(folder: Path, **settings: Any) -> Path:
+    """Write the model's HuggingFace folder; head_dim is 32, the least that vLLM computes on a CPU.
+
+    Args:
+        settings: of LlamaConfig, in place of the usual ones.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -27,17 +32,20 @@ def write_tiny_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=0,
-        bos_token_id=0,
-        pad_token_id=0,
-        tie_word_embeddings=True,
+        **{
+            "vocab_size": len(vocabulary),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+            "eos_token_id": 0,
+            "bos_token_id": 0,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            **settings,
+        }
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

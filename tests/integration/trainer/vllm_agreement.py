@@ -108,7 +108,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     seen["diff_at_start"] = probs_diff(trainer, first)
 
     link = trainer.sender.listen()
-    await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights(link, 1))
+    await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
     await engine.sleep()
     await engine.wake("weights")
     seen["push_seconds"] = await push(trainer, engine, 1)

@@ -19,6 +19,8 @@ def describe(spec: PPOJobSpec) -> Group:
     )
     for role, pool in roles(resolved):
         placement.add_row(role.value, pool.name, _size(pool))
+    for worker in spec.workers:
+        placement.add_row(worker.name, worker.pool, f"{worker.num_workers} of your own")
     facts = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name, text in _facts(resolved):
         facts.add_row(name, text)

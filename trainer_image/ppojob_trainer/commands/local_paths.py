@@ -15,6 +15,7 @@ _FIELDS = (
     ("model", "actor", "path"),
     ("model", "critic", "path"),
     ("model", "ref", "path"),
+    ("model", "reward", "path"),
     ("data", "train", "files", "paths"),
     ("data", "validation", "files", "paths"),
     ("data", "train", "huggingFace", "path"),
@@ -22,7 +23,7 @@ _FIELDS = (
     ("reward", "function", "path"),
     ("checkpoint", "resumeFrom"),
 )
-"""Every field of the spec that is a path in the container."""
+"""Every field of the spec that is a path in the container; `workers[].path` is one too."""
 
 
 def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
@@ -36,15 +37,16 @@ def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
     """
     raw = spec.to_wire()
     errors: list[FieldError] = []
-    for field in _FIELDS:
+    for field in (*_FIELDS, *(("workers", index, "path") for index in range(len(spec.workers)))):
         holder = _holder(raw, field)
-        if holder is None or field[-1] not in holder:
+        name = str(field[-1])
+        if holder is None or name not in holder:
             continue
-        given = holder[field[-1]]
+        given = holder[name]
         places = [_Place(field, path, spec.storage.mount_path, storages) for path in _as_list(given)]
         errors += [place.error for place in places if place.found is None]
         found = [place.found or place.given for place in places]
-        holder[field[-1]] = found if isinstance(given, list) else found[0]
+        holder[name] = found if isinstance(given, list) else found[0]
     if errors:
         raise SpecError(errors)
     return PPOJobSpec.model_validate(raw)
@@ -53,9 +55,9 @@ def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
 class _Place:
     """One path, and where it is on this machine."""
 
-    def __init__(self, field: tuple[str, ...], given: str, mount_path: str, storages: Sequence[Path]) -> None:
+    def __init__(self, field: tuple[str | int, ...], given: str, mount_path: str, storages: Sequence[Path]) -> None:
         self.given = given
-        self._field = ".".join(("spec", *field))
+        self._field = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in field)
         path = PurePosixPath(given)
         is_in_volume = path.is_relative_to(mount_path)
         below = path.relative_to(mount_path) if is_in_volume else path
@@ -73,10 +75,10 @@ class _Place:
         )
 
 
-def _holder(raw: dict[str, Any], field: tuple[str, ...]) -> dict[str, Any] | None:
+def _holder(raw: dict[str, Any], field: tuple[str | int, ...]) -> dict[str, Any] | None:
     node: Any = raw
     for part in field[:-1]:
-        node = node.get(part)
+        node = node[part] if isinstance(part, int) else node.get(part)
         if node is None:
             return None
     return cast("dict[str, Any]", node)

@@ -18,7 +18,7 @@ from ppojob_trainer.checkpoints import last_attempt
 from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.manifest import Manifest
 
-_COURSE = ("data", "reward", "algorithm", "actor", "critic", "rollout")
+_COURSE = ("data", "reward", "workers", "algorithm", "actor", "critic", "rollout")
 """Sections that decide what a run computes; where it computes, and for how long, may change between attempts."""
 
 

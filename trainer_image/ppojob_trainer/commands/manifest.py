@@ -15,6 +15,7 @@ import yaml
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from ppojob_trainer.commands.kubernetes_yaml import parse_all
 from ppojob_trainer.commands.overrides import apply_override
 
 
@@ -29,20 +30,6 @@ class Manifest:
     namespace: str
     name: str
     spec: PPOJobSpec
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as Kubernetes takes it: a key given twice is an error, not a silent choice. Merge keys and anchors work."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse a key that stands twice in one mapping; a key that `<<` brings in may be given anew."""
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.composer.ComposerError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return node
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Manifest:
@@ -72,7 +59,7 @@ def problems(error: ManifestError | SpecError) -> list[str]:
 def _documents(path: Path) -> list[Any]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
-        return list(yaml.load_all(text, Loader=_Loader))
+        return parse_all(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: it cannot be read: {error}") from error
     except yaml.YAMLError as error:

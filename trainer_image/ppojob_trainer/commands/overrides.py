@@ -14,6 +14,7 @@ import yaml
 from ppojob_api.v1alpha1.schema import Schema, structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError, SpecError
+from ppojob_trainer.commands.kubernetes_yaml import parse
 
 _PART = re.compile(r"((?:[^.\[\]\\]|\\.)+)|\[(\d+)\]|(\.)")
 _ANYTHING: Schema = {"x-kubernetes-preserve-unknown-fields": True}
@@ -33,7 +34,7 @@ def apply_override(manifest: dict[str, Any], text: str) -> None:
     if not equals or not parts:
         raise _error(text, None, "write --set path=value, such as --set trainer.totalSteps=4")
     try:
-        value = yaml.safe_load(value_text) if value_text else ""
+        value = parse(value_text) if value_text else ""
     except yaml.YAMLError as error:
         raise _error(path, value_text, f"the value is no YAML: {' '.join(str(error).split())}") from error
     root = parts if parts[0] in ("spec", "metadata") else ["spec", *parts]

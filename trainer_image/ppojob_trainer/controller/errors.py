@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PhaseTimeoutError(RuntimeError):
     """A phase took longer than its limit."""
 
-    def __init__(self, phase: str, role: str, seconds: float) -> None:
+    def __init__(self, phase: str, role: str, seconds: float, unanswered: Sequence[str] = ()) -> None:
+        """
+        Args:
+            unanswered: the calls that it still waited for, such as `rollout.generate on rank 0`.
+        """
+        waits = f", still waiting for {'; '.join(unanswered)}" if unanswered else ""
         super().__init__(
-            f"phase {phase} of role {role} was not done within {seconds:g} s: look into the log of {role}, "
-            "or raise trainer.phaseTimeoutSeconds"
+            f"phase {phase} of role {role} was not done within {seconds:g} s{waits}: the log of each such process ends "
+            "with the stacks where it stands; or raise trainer.phaseTimeoutSeconds"
         )
         self.phase = phase
         self.role = role

@@ -36,7 +36,8 @@ T = TypeVar("T")
 class LoopSettings:
     """What the loop must know of the spec, live settings aside.
 
-    exports_final, exports_each: when the policy is written as a HuggingFace folder. num_gpus: of all pools.
+    exports_final, exports_each: when the policy is written as a HuggingFace folder. saves_in_background: the steps go
+    on while a checkpoint is written. num_gpus: of all pools.
     """
 
     has_validation: bool
@@ -44,6 +45,7 @@ class LoopSettings:
     exports_final: bool
     exports_each: bool
     num_gpus: int
+    saves_in_background: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class TrainingLoop(Generic[B]):
         # In Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
         self._closing: asyncio.Task[None] | None = None
+        # The checkpoint that is being written, at most one.
+        self._writing: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """Run until the last step is done or the monitor says stop."""
@@ -92,12 +96,14 @@ class TrainingLoop(Generic[B]):
             await self._settle()
             if self._monitor.is_stopping and self._step < self._monitor.settings.total_steps:
                 await self._save()
+                await self._written()
                 return Outcome(self._step, is_finished=False)
             await self._finish()
             return Outcome(self._step, is_finished=True)
         finally:
             self._drop(self._ahead)
             self._drop(self._closing)
+            self._drop(self._writing)
             self._ppo.close()
 
     async def _restore(self) -> None:
@@ -122,6 +128,9 @@ class TrainingLoop(Generic[B]):
     async def _one_step(self, step: int, start: float) -> float:
         """Run a step that counts from `start`; return when the next one begins to count."""
         self._monitor.set_activity(Activity.TRAINING)
+        if self._writing is not None and self._writing.done():
+            # A save that failed ends the run now, not at the next checkpoint.
+            await self._written()
         prepared = await self._or_stop(self._prepare(step))
         # Before the models change again, the step before must be in its checkpoint.
         await self._settle()
@@ -147,8 +156,8 @@ class TrainingLoop(Generic[B]):
         return next_start
 
     async def _close_step(self, step: int, metrics: dict[str, float], start: float, end: float) -> None:
-        """When the critic is done: the step's record, and its checkpoint where one is due."""
-        metrics |= await self._ppo.critic_metrics()
+        """When the critic and the hooks are done: the step's record, and its checkpoint where one is due."""
+        metrics |= await self._ppo.late_metrics()
         metrics |= self._phases.timings(step) | self._phases.close_window(start, end)
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
         if self._is_due(step, self._monitor.settings.checkpoint_every_steps):
@@ -170,6 +179,7 @@ class TrainingLoop(Generic[B]):
 
     async def _finish(self) -> None:
         await self._save()
+        await self._written()
         if self._settings.exports_final:
             await self._export()
         self._monitor.set_activity(Activity.FINISHED)
@@ -188,22 +198,37 @@ class TrainingLoop(Generic[B]):
         return is_last or (every > 0 and step % every == 0)
 
     async def _save(self) -> float:
-        """Write a checkpoint of the last step that is done, unless there is one; return the seconds it took."""
+        """Write a checkpoint of the last step that is done, unless there is one; return the seconds it took.
+
+        In the background, those until the models may change; one that is still being written is waited for first.
+        """
         if self._step == self._saved_step:
             return 0.0
         self._monitor.set_activity(Activity.SAVING)
         start, step = self._phases.now(), self._step
         await self._ppo.critic_metrics()
+        await self._written()
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
         state = {"data": position, "kl": self._kl_state}
         keep = self._monitor.settings.checkpoint_keep
-        work = self._checkpoints.save(step, state, keep)
-        path = await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, work)
+        await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._checkpoints.stage(step))
         self._saved_step = step
-        self._monitor.saved(step, path)
+        self._writing = asyncio.create_task(self._commit(step, state, keep))
+        if not self._settings.saves_in_background:
+            await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._written())
         if self._settings.exports_each:
             await self._export()
         return self._phases.now() - start
+
+    async def _commit(self, step: int, state: Mapping[str, Any], keep: int) -> None:
+        path = await self._checkpoints.commit(step, state, keep)
+        self._monitor.saved(step, path)
+
+    async def _written(self) -> None:
+        """Wait until the last checkpoint is whole; its failure is the run's."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
 
     async def _validate(self) -> dict[str, float]:
         self._monitor.set_activity(Activity.VALIDATING)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.telemetry.current_phase import CurrentPhase, within_phase
 
 __all__ = ["Phase", "PhaseRecord", "Phases", "busy_seconds", "window_metrics"]
 
@@ -49,6 +50,7 @@ class Phase:
     DATA = "data"
     GENERATE = "gen"
     REWARD = "reward"
+    REWARD_MODEL = "reward_model"
     OLD_LOG_PROB = "old_log_prob"
     REF = "ref"
     VALUES = "values"
@@ -93,12 +95,14 @@ class Phases:
         number, pool = self._count, self._pool_of.get(role, "")
         start = self._clock()
         self._running[number] = PhaseRecord(phase, role, pool, step, start, start)
+        current = CurrentPhase(phase, role, step, deadline=start + self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await work
+                with within_phase(current):
+                    return await work
         except TimeoutError as error:
             if limit.expired():
-                raise PhaseTimeoutError(phase, role, self._timeout_s) from error
+                raise PhaseTimeoutError(phase, role, self._timeout_s, current.unanswered) from error
             raise
         finally:
             del self._running[number]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_api.v1alpha1.workers import HookPoint
 
 Metrics = Mapping[str, float]
 
@@ -25,6 +26,10 @@ class Batch(Protocol):
 
     def union(self, *others: Self) -> Self:
         """Return the columns of all, side by side."""
+        ...
+
+    def replaced_by(self, other: Self) -> Self:
+        """Return the columns of both; of those that both have, the other's."""
         ...
 
 
@@ -129,15 +134,51 @@ class RefPort(Protocol[B]):
         ...
 
 
-class RewardPort(Protocol[B]):
-    """What a response is worth."""
+class ScoresPort(Protocol[B]):
+    """One way of scoring: the reward function or the reward model."""
 
-    async def compute_scores(self, batch: B) -> B:
-        """Return token_level_scores."""
+    async def compute_scores(self, batch: B) -> tuple[B, Metrics]:
+        """Return this way's scores, which are token_level_scores where it is the only way."""
+        ...
+
+
+class RewardPort(Protocol[B]):
+    """What a response is worth, by a function, a model, or both."""
+
+    @property
+    def function(self) -> ScoresPort[B] | None:
+        """The reward function, which takes no GPU."""
+        ...
+
+    @property
+    def model(self) -> ScoresPort[B] | None:
+        """The reward model, which computes in its pool."""
+        ...
+
+    async def total(self, batch: B) -> tuple[B, Metrics]:
+        """Return the batch, which has the scores of all ways, with token_level_scores."""
         ...
 
     async def validate(self, batch: B) -> Metrics:
         """Return the mean scores, `val-core/...`, over all rows and by data source."""
+        ...
+
+
+class HookPort(Protocol[B]):
+    """A method of a user's own worker group, which a step calls at a fixed point."""
+
+    @property
+    def worker(self) -> str:
+        """Name of the worker group."""
+        ...
+
+    @property
+    def after(self) -> HookPoint:
+        """The point."""
+        ...
+
+    async def call(self, batch: B, step: int) -> tuple[B, Metrics]:
+        """Return the batch with the columns that the method gave, and its metrics."""
         ...
 
 
@@ -159,7 +200,10 @@ class WeightsPort(Protocol):
 
 @dataclass(frozen=True)
 class Ports(Generic[B]):
-    """All that one step calls. critic and ref are None where the algorithm reads neither values nor a reference."""
+    """All that one step calls. critic and ref are None where the algorithm reads neither values nor a reference.
+
+    hooks: in the order in which those of the same point are called.
+    """
 
     data: DataPort[B]
     rollout: RolloutPort[B]
@@ -169,6 +213,7 @@ class Ports(Generic[B]):
     reward: RewardPort[B]
     advantages: AdvantagePort[B]
     weights: WeightsPort
+    hooks: Sequence[HookPort[B]] = ()
 
 
 class CheckpointPort(Protocol):
@@ -178,8 +223,12 @@ class CheckpointPort(Protocol):
         """Load the checkpoint to go on from; return its step and the state it was saved with, or None."""
         ...
 
-    async def save(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint of all models with this state of the run; return its folder."""
+    async def stage(self, step: int) -> None:
+        """Take the models as they are into a new checkpoint; afterwards they may change."""
+        ...
+
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        """Wait until all of it is written, make it the newest with this state of the run; return its folder."""
         ...
 
     async def export(self) -> Path:

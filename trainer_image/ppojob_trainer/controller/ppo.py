@@ -6,7 +6,10 @@
     critic pool   ·······├─ values N ─ ref ─┤       └─ update_critic N ───────────────────▶┐      ├─ values N+1
                          └─ reward N ───────┘                                              └──────┘
 
-* The phases of a pool run one after the other; those of different pools at the same time.
+* The phases of a pool run one after the other; those of different pools at the same time. A reward model is a phase of
+  its pool; a reward function runs on CPU cores, beside whatever its pool's GPUs do.
+* The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
+  is laid over the batch.
 * The weights go out when the actor is done. They never wait for the critic, and neither does the next generation.
 * values N+1 wait for update_critic N, so every number is that of the serial order.
 
@@ -23,9 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.metrics import length_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, CriticPort, Metrics, Ports, RefPort, Rollout
+from ppojob_trainer.controller.ports import B, CriticPort, Metrics, Ports, RefPort, Rollout, ScoresPort
 from ppojob_trainer.controller.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ class Generated(Generic[B]):
     batch: B
     rollout: Rollout[B]
     epoch: int
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -82,24 +87,31 @@ class PPO(Generic[B]):
         self._settings = settings
         self._kl = kl
         self._critic_update: asyncio.Task[Metrics] | None = None
+        self._step_hooks: asyncio.Task[Metrics] | None = None
 
     async def generate(self, step: int) -> Generated[B]:
-        """Get the prompts of a step and write the responses."""
+        """Get the prompts of a step and write the responses; the users' hooks after Generate see them."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         rollout = await self._run(Phase.GENERATE, "rollout", step, self._ports.rollout.generate(prompts.batch, step))
-        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch)
+        # A worker sees the points of all steps in their order.
+        await self._hook_metrics()
+        batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
+        return Generated(step, batch, rollout, prompts.epoch, found)
 
     async def prepare(self, generated: Generated[B]) -> Prepared[B]:
         """Compute all that the updates read. Waits for the last step's critic update before the values."""
         step, ports = generated.step, self._ports
         batch, found = await self._forward(generated)
+        batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
         coefficient = self._kl.coefficient
         computed, statistics = await self._run(
             Phase.ADVANTAGES, self._advantage_role, step, ports.advantages.compute_advantages(batch, coefficient)
         )
         metrics = {
             **length_metrics(generated.rollout, self._settings.max_response_length),
+            **generated.metrics,
             **found,
+            **hooked,
             **statistics,
             "training/global_step": float(step),
             "training/epoch": float(generated.epoch),
@@ -117,17 +129,29 @@ class PPO(Generic[B]):
             self._critic_update = asyncio.create_task(work)
             if not self._schedule.updates:
                 await self._critic_update
-        if step <= self._settings.critic_warmup_steps:
-            return {}
+        updated = {} if step <= self._settings.critic_warmup_steps else await self._update_actor(prepared)
+        self._step_hooks = asyncio.create_task(self._after_step(prepared))
+        if not self._schedule.next_generation:
+            await self._hook_metrics()
+        return dict(updated)
+
+    async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
+        """Update the policy and push its weights."""
+        step, batch = prepared.step, prepared.batch
         updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
         if not self._schedule.next_generation:
             await self.critic_metrics()
         await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
-        return dict(updated)
+        return updated
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""
-        return {} if self._critic_update is None else await self._critic_update
+        # Who waits may be dropped; the update goes on.
+        return {} if self._critic_update is None else await asyncio.shield(self._critic_update)
+
+    async def late_metrics(self) -> dict[str, float]:
+        """Wait for all that `apply` left running; return its metrics."""
+        return {**await self.critic_metrics(), **await self._hook_metrics()}
 
     def kl_state(self) -> dict[str, Any]:
         """Return the KL controller's state for a checkpoint."""
@@ -138,19 +162,36 @@ class PPO(Generic[B]):
         self._kl.load_state_dict(dict(state))
 
     def close(self) -> None:
-        """Stop waiting for the critic, where the run ends by an error."""
-        if self._critic_update is not None:
-            self._critic_update.cancel()
-            # Its error, if it has one, is raised to whoever awaited it; here nobody does any more.
-            self._critic_update.add_done_callback(lambda done: done.cancelled() or done.exception())
+        """Stop waiting for the critic and the hooks, where the run ends by an error."""
+        for task in (self._critic_update, self._step_hooks):
+            if task is not None:
+                task.cancel()
+                # Its error, if it has one, is raised to whoever awaited it; here nobody does any more.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _hooks(self, point: HookPoint, batch: B, step: int) -> tuple[B, Metrics]:
+        """Call the users' methods of a point one after the other, each with what the others gave."""
+        metrics: dict[str, float] = {}
+        for hook in self._ports.hooks:
+            if hook.after is point:
+                batch, found = await self._run(f"hook_{hook.worker}", hook.worker, step, hook.call(batch, step))
+                metrics |= found
+        return batch, metrics
+
+    async def _after_step(self, prepared: Prepared[B]) -> Metrics:
+        _, metrics = await self._hooks(HookPoint.STEP, prepared.batch, prepared.step)
+        return metrics
+
+    async def _hook_metrics(self) -> Metrics:
+        return {} if self._step_hooks is None else await asyncio.shield(self._step_hooks)
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""
         works = self._forward_phases(generated)
         chains: dict[str, list[str]] = {}
         for name, (role, _) in works.items():
-            # A reward function runs on CPU cores, beside whatever its pool's GPUs do.
-            pool = role if role == "reward" else self._settings.pool_of[role]
+            # The reward function takes no GPU, so it is in no pool's chain.
+            pool = "(no pool)" if name == Phase.REWARD else self._settings.pool_of[role]
             chains.setdefault(pool if self._schedule.forward else "", []).append(name)
         found: dict[str, tuple[B, Metrics]] = {}
 
@@ -160,14 +201,16 @@ class PPO(Generic[B]):
 
         await _together(follow(names) for names in chains.values())
         batch = generated.batch.union(*(found[name][0] for name in works))
-        return batch, {key: value for name in works for key, value in found[name][1].items()}
+        metrics = {key: value for name in works for key, value in found[name][1].items()}
+        batch, total = await self._run(Phase.REWARD, "reward", generated.step, self._ports.reward.total(batch))
+        return batch, {**metrics, **total}
 
     def _forward_phases(self, generated: Generated[B]) -> dict[str, tuple[str, _Work[B]]]:
         """Return phase -> (role, work), in the serial order."""
         step, batch, ports = generated.step, generated.batch, self._ports
 
-        async def reward() -> tuple[B, Metrics]:
-            return await self._run(Phase.REWARD, "reward", step, ports.reward.compute_scores(batch)), {}
+        async def reward(function: ScoresPort[B]) -> tuple[B, Metrics]:
+            return await self._run(Phase.REWARD, "reward", step, function.compute_scores(batch))
 
         async def old_log_prob() -> tuple[B, Metrics]:
             return await self._run(Phase.OLD_LOG_PROB, "actor", step, ports.actor.compute_log_prob(batch))
@@ -179,14 +222,19 @@ class PPO(Generic[B]):
         async def ref(reference: RefPort[B]) -> tuple[B, Metrics]:
             return await self._run(Phase.REF, "ref", step, reference.compute_ref_log_prob(batch)), {}
 
-        works: dict[str, tuple[str, _Work[B]]] = {
-            Phase.REWARD: ("reward", reward),
-            Phase.OLD_LOG_PROB: ("actor", old_log_prob),
-        }
+        async def reward_model(model: ScoresPort[B]) -> tuple[B, Metrics]:
+            return await self._run(Phase.REWARD_MODEL, "reward_model", step, model.compute_scores(batch))
+
+        works: dict[str, tuple[str, _Work[B]]] = {}
+        if ports.reward.function is not None:
+            works[Phase.REWARD] = ("reward", partial(reward, ports.reward.function))
+        works[Phase.OLD_LOG_PROB] = ("actor", old_log_prob)
         if ports.critic is not None:
             works[Phase.VALUES] = ("critic", partial(values, ports.critic))
         if ports.ref is not None:
             works[Phase.REF] = ("ref", partial(ref, ports.ref))
+        if ports.reward.model is not None:
+            works[Phase.REWARD_MODEL] = ("reward_model", partial(reward_model, ports.reward.model))
         return works
 
     async def _run(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:

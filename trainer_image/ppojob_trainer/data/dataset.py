@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Prompts tokenized at a time when lengths are checked at the start.
 _BLOCK = 1024
-# With Fail, so many prompts are checked at the start, and all others when their turn comes.
+# With Fail and Truncate, so many prompts are checked at the start, and all others when their turn comes.
 CHECKED_AT_START = 20_000
 
 
@@ -48,9 +48,12 @@ class PromptDataset:
         self._max_length = max_length
         self._overlong = overlong
         self._kept: Sequence[int] = range(len(source))
+        first = min(len(source), CHECKED_AT_START)
         if overlong == "Fail":
-            for _ in self._blocks(min(len(source), CHECKED_AT_START)):
+            for _ in self._blocks(first):
                 pass
+        elif overlong == "Truncate":
+            self._tell_of_truncation(first)
         elif overlong == "Filter":
             self._kept = self._short_enough()
 
@@ -119,6 +122,12 @@ class PromptDataset:
                 if check:
                     self._fit(index, token_ids)
                 yield index, len(token_ids)
+
+    def _tell_of_truncation(self, first: int) -> None:
+        overlong = sum(length > self._max_length for _, length in self._blocks(first, check=False))
+        if overlong:
+            text = "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they lose their beginning"
+            logger.warning(text, self.name, overlong, first, self._max_length)
 
     def _short_enough(self) -> list[int]:
         total = len(self._source)

@@ -1,7 +1,7 @@
-"""One prompt, and the check of a row with verl's columns.
+"""One prompt, and the check of a row.
 
-verl's columns: `prompt` (chat messages or a string), `data_source`, `reward_model` (a dict with `ground_truth`),
-`extra_info` (a dict). Only the prompt must be there.
+The defaults are verl's columns: `prompt` (chat messages or a string), `data_source`, `reward_model` (a dict with
+`ground_truth`), `extra_info` (a dict). Only the prompt must be there, and every column that the PPOJob names.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ppojob_api.v1alpha1.data import Columns
 from ppojob_trainer.data.errors import DataError
 
 Message = dict[str, Any]
+
+VERL_COLUMNS = Columns()
+"""Which columns are read where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +46,35 @@ class PromptSource(Protocol):
         ...
 
 
-def record_from_row(row: Mapping[str, Any], prompt_column: str, where: str, default_source: str) -> PromptRecord:
-    """Turn a row with verl's columns into a record.
+def record_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_source: str) -> PromptRecord:
+    """Turn a row into a record.
 
     Args:
+        columns: which of its columns are read.
         where: names the row in errors, such as `/data/train.parquet, row 7`.
         default_source: the data_source of rows that have none.
 
     Raises:
         DataError: a column is missing or holds something else than it should.
     """
-    if prompt_column not in row:
-        raise DataError(f"{where}: no column {prompt_column!r}; there are {', '.join(row)}. Set promptColumn")
+    prompt = _column(row, columns.prompt_column, "promptColumn", where)
+    own_truth = columns.ground_truth_column
     return PromptRecord(
-        prompt=_prompt(row[prompt_column], f"{where}, column {prompt_column!r}"),
-        data_source=str(row.get("data_source") or default_source),
-        ground_truth=_ground_truth(row.get("reward_model"), where),
+        prompt=_prompt(prompt, f"{where}, column {columns.prompt_column!r}"),
+        data_source=columns.data_source or str(row.get("data_source") or default_source),
+        ground_truth=(
+            _column(row, own_truth, "groundTruthColumn", where)
+            if own_truth is not None
+            else _ground_truth(row.get("reward_model"), where)
+        ),
         extra_info=_extra_info(row.get("extra_info"), where),
     )
+
+
+def _column(row: Mapping[str, Any], name: str, field_name: str, where: str) -> Any:
+    if name not in row:
+        raise DataError(f"{where}: no column {name!r}; there are {', '.join(row)}. Set {field_name}")
+    return row[name]
 
 
 def _prompt(value: Any, where: str) -> str | list[Message]:
@@ -84,7 +99,10 @@ def _ground_truth(value: Any, where: str) -> Any:
     if value is None:
         return None
     if not isinstance(value, Mapping) or "ground_truth" not in value:
-        raise DataError(f"{where}, column 'reward_model': wanted a dict with ground_truth, this is {value!r:.200}")
+        raise DataError(
+            f"{where}, column 'reward_model': wanted a dict with ground_truth, this is {value!r:.200}. "
+            "Where the ground truth is in a column of its own, set groundTruthColumn"
+        )
     return value["ground_truth"]
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
+
+from jinja2 import TemplateError
 
 from ppojob_trainer.data.errors import DataError
 from ppojob_trainer.data.records import Message, PromptRecord
 
 Overlong = Literal["Fail", "Filter", "Truncate"]
+
+# What `apply_chat_template` is told here.
+_DECIDED = {"tokenize", "add_generation_prompt", "chat_template", "conversation"}
 
 
 class Tokenizer(Protocol):
@@ -33,10 +38,30 @@ class PromptTokenizer:
     tokenizer's own special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system_prompt: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system_prompt: str = "",
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            template: takes the place of the tokenizer's own chat template.
+            template_kwargs: further variables of the template.
+
+        Raises:
+            DataError: a variable that is decided here, or variables without a template.
+        """
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._has_template = bool(tokenizer.chat_template)
+        self._has_template = bool(template or tokenizer.chat_template)
+        given = dict(template_kwargs or {})
+        if taken := sorted(_DECIDED & given.keys()):
+            raise DataError(f"data.chatTemplateKwargs: {', '.join(taken)} cannot be given: take it out")
+        if given and not self._has_template:
+            raise DataError("data.chatTemplateKwargs: the actor's tokenizer has no chat template: set chatTemplate")
+        self._template_kwargs = given | ({"chat_template": template} if template else {})
 
     def messages(self, record: PromptRecord, where: str) -> list[Message]:
         """Return the chat messages of a record.
@@ -53,19 +78,28 @@ class PromptTokenizer:
         return [{"role": "system", "content": self._system_prompt}, *messages]
 
     def token_ids(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
-        """Return the token ids of each conversation, without padding."""
+        """Return the token ids of each conversation, without padding.
+
+        Raises:
+            DataError: the chat template is wrong, or refuses a conversation.
+        """
         if not conversations:
             return []
         if self._has_template:
-            texts = [
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                for messages in conversations
-            ]
+            texts = [self._text(messages) for messages in conversations]
         else:
             texts = ["\n".join(message["content"] for message in messages) for messages in conversations]
         # The template writes the special tokens itself; a second begin-of-sequence token would be a silent error.
         encoded = self._tokenizer(texts, add_special_tokens=not self._has_template)
         return [list(ids) for ids in encoded["input_ids"]]
+
+    def _text(self, messages: list[Message]) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
+        except TemplateError as error:
+            raise DataError(f"the chat template fails at {messages!r:.200}: {type(error).__name__}: {error}") from error
 
 
 def truncate(token_ids: list[int], max_length: int) -> list[int]:

@@ -3,12 +3,13 @@
     --job /etc/ppojob/job.json --hash H --generation G --attempt N
 
 It waits for the file with that hash, because a mounted ConfigMap may be a minute old; it runs the job; on failure the
-last line of its log is the failure's record. SIGTERM and SIGINT stop it in order.
+last line of its log, and of the copy in the storage, is the failure's record. SIGTERM and SIGINT stop it in order.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -26,7 +27,7 @@ from ppojob_trainer.main.failures import (
     interrupted,
 )
 from ppojob_trainer.main.run import run_job
-from ppojob_trainer.telemetry import RunFiles, configure_logging, tee_output
+from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, tee_output
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,35 @@ def main(arguments: list[str] | None = None) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    record = _run(options, stop, signals)
+    output = _Output()
+    record = _run(options, stop, signals, output)
     if record is None:
         return 0
-    # The last line: the operator reads it from the log, which outlives the connection.
-    sys.stderr.flush()
-    sys.stdout.write(record.to_log_line() + "\n")
-    sys.stdout.flush()
+    output.end(record.to_log_line())
     return record.exit_code
+
+
+class _Output:
+    """What this process prints, copied to the job's storage from when the job has said where that is."""
+
+    def __init__(self) -> None:
+        self._tee: OutputTee | None = None
+
+    def copy_to(self, path: Path) -> None:
+        """Copy everything from now on to a file too."""
+        self._tee = tee_output(path)
+
+    def end(self, last_line: str) -> None:
+        """Write the line after all others: the operator reads it from the log, which outlives the connection."""
+        if self._tee is not None:
+            # What was printed before is on its way through the copiers of two streams, and could come after it.
+            self._tee.close()
+            # The storage may be what failed; the log that Ray keeps has the line in any case.
+            with contextlib.suppress(OSError), self._tee.path.open("a", encoding="utf-8") as copy:
+                copy.write(last_line + "\n")
+        sys.stderr.flush()
+        sys.stdout.write(last_line + "\n")
+        sys.stdout.flush()
 
 
 def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Event) -> JobFile:
@@ -76,11 +98,13 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
     )
 
 
-def _run(options: argparse.Namespace, stop: threading.Event, signals: list[int]) -> FailureRecord | None:
+def _run(
+    options: argparse.Namespace, stop: threading.Event, signals: list[int], output: _Output
+) -> FailureRecord | None:
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
         # Not before: the job says where its logs go.
-        tee_output(RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log")
+        output.copy_to(RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log")
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
         )

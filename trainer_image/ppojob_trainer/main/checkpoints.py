@@ -7,34 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ppojob_api.v1alpha1.training import CheckpointSpec
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, CheckpointUnreadableError
+from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.telemetry import RunFiles
 from ppojob_trainer.worker_groups.errors import WorkerFailedError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 
 __all__ = ["JobCheckpoints"]
 
 _ACTOR, _CRITIC = "actor", "critic"
+_POLL_S = 1.0
 
 
 class JobCheckpoints:
     """See the module's docstring."""
 
     def __init__(
-        self, store: CheckpointStore, groups: Groups, files: RunFiles, settings: CheckpointSpec, attempt: int
+        self,
+        store: CheckpointStore,
+        groups: Groups,
+        files: RunFiles,
+        spec: PPOJobSpec,
+        attempt: int,
     ) -> None:
         self._store = store
         self._groups = groups
         self._files = files
-        self._settings = settings
+        self._settings = spec.checkpoint
+        self._limit_s = float(spec.trainer.phase_timeout_seconds)
         self._attempt = attempt
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
@@ -54,21 +64,49 @@ class JobCheckpoints:
             raise
         return found.step, found.state
 
-    async def save(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+    async def stage(self, step: int) -> None:
         """See `CheckpointPort`.
 
         Raises:
             FencedOutError: a newer attempt owns the folder.
         """
         folder = await asyncio.to_thread(self._store.begin, step)
+        with self._abandoning(step):
+            await self._each(ActorWorker.save, CriticWorker.save, folder, self._settings.asynchronous)
+
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        """See `CheckpointPort`.
+
+        Raises:
+            FencedOutError: a newer attempt owns the folder.
+            PhaseTimeoutError: the ranks did not write it in time.
+        """
+        if self._settings.asynchronous:
+            with self._abandoning(step):
+                await self._until_written()
+        done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
+        return done.path
+
+    @contextmanager
+    def _abandoning(self, step: int) -> Iterator[None]:
         try:
-            await self._each(ActorWorker.save, CriticWorker.save, folder)
+            yield
         except BaseException:
             # The folder belongs to nobody now, whatever the reason; the reason goes on.
             self._store.abandon(step)
             raise
-        done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
-        return done.path
+
+    async def _until_written(self) -> None:
+        groups = [group.group for group in (self._groups.actor, self._groups.critic) if group is not None]
+        try:
+            async with asyncio.timeout(self._limit_s) as limit:
+                # The question waits behind what the ranks compute, so it costs them nothing.
+                while not all([all(await group.call(TrainedWorker.is_saved)) for group in groups]):
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            if limit.expired():
+                raise PhaseTimeoutError("write_checkpoint", "actor", self._limit_s) from error
+            raise
 
     async def export(self) -> Path:
         """See `CheckpointPort`."""
@@ -79,10 +117,10 @@ class JobCheckpoints:
         await asyncio.to_thread(_replace, aside, target)
         return target
 
-    async def _each(self, of_actor: Any, of_critic: Any, folder: Path) -> None:
-        calls: list[Any] = [self._groups.actor.group.call(of_actor, folder / _ACTOR)]
+    async def _each(self, of_actor: Any, of_critic: Any, folder: Path, *args: Any) -> None:
+        calls: list[Any] = [self._groups.actor.group.call(of_actor, folder / _ACTOR, *args)]
         if self._groups.critic is not None:
-            calls.append(self._groups.critic.group.call(of_critic, folder / _CRITIC))
+            calls.append(self._groups.critic.group.call(of_critic, folder / _CRITIC, *args))
         await asyncio.gather(*calls)
 
     def _unreadable(self, found: Checkpoint, error: WorkerFailedError) -> CheckpointUnreadableError:

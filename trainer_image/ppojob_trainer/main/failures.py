@@ -16,11 +16,13 @@ from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.main.connection import RayNotStartedError
 from ppojob_trainer.rewards import RewardError, RewardImportError
-from ppojob_trainer.telemetry import MetricsUnreadableError
+from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
+    HookFailedError,
     PoolNotPlacedError,
     WorkerFailedError,
+    WorkerImportError,
     WorkerLostError,
     WorkerOutOfMemoryError,
 )
@@ -49,6 +51,8 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
     (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),
     (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
+    (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
+    (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),
     (PoolNotPlacedError, Reason.POOL_NOT_PLACED, FailureKind.INFRASTRUCTURE),
     (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.USER),
     (CallTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
@@ -59,6 +63,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
+    (TrackerMissingError, Reason.TRAINER_FAILED, FailureKind.PERMANENT),
     (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),
     (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),
 )
@@ -66,11 +71,12 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
 # The engines name the reason themselves; whom it counts against is decided here.
 _ENGINE_KINDS = {
     Reason.MODEL_NOT_FOUND: FailureKind.PERMANENT,
+    Reason.MODEL_MISMATCH: FailureKind.PERMANENT,
     Reason.CHECKPOINT_UNREADABLE: FailureKind.PERMANENT,
     Reason.PHASE_TIMEOUT: FailureKind.INFRASTRUCTURE,
 }
 
-# Classes of packages that this module must not load; a GPU's is torch.OutOfMemoryError.
+# Classes of packages that this module must not load: torch's for a GPU, and Ray's for a node, whose message is a page.
 _NAMES_OF_FOREIGN = {"OutOfMemoryError": (Reason.OUT_OF_MEMORY, FailureKind.USER)}
 
 
@@ -109,6 +115,8 @@ def _name(error: BaseException) -> tuple[str, FailureKind] | None:
 def _sentence(error: BaseException, named: BaseException) -> str:
     """The named exception's own words; a worker's role and rank go before them."""
     text = str(named).strip() or type(named).__name__
+    if type(named).__name__ in _NAMES_OF_FOREIGN:
+        text = text.partition("\n")[0]
     if named is error or not isinstance(error, WorkerFailedError):
         text = text if named is not error or _is_ours(error) else f"{type(error).__name__}: {text}"
         return text[:_MAX_MESSAGE]

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -19,40 +18,44 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticGroup, CriticWorker
 from ppojob_trainer.worker_groups.roles.data import DataGroup, DataWorker
-from ppojob_trainer.worker_groups.roles.ref import RefGroup, RefWorker
-from ppojob_trainer.worker_groups.roles.reward import RewardGroup, RewardWorker
+from ppojob_trainer.worker_groups.roles.ref import AdaptersOff, RefGroup, RefWorker
+from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGroup, RewardWorker
+from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
 from ppojob_trainer.worker_groups.roles.rollout import (
+    GpuHolder,
     RolloutGroup,
     RolloutWorker,
     WeightsGroup,
     rollout_environment,
-    shares_gpus,
 )
 from ppojob_trainer.worker_groups.roles.trained import join
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["Groups", "launch", "make_ready", "pools_of_roles"]
+__all__ = ["Groups", "launch", "make_ready", "pools_of_phases", "pools_of_roles"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a job; critic and ref where the algorithm reads them."""
+    """The groups of a job; critic and ref where the algorithm reads them, and those of the user's own."""
 
     data: DataGroup
     reward: RewardGroup
     rollout: RolloutGroup
     actor: ActorGroup
     critic: CriticGroup | None
-    ref: RefGroup | None
+    ref: RefGroup | AdaptersOff | None
     weights: WeightsGroup
+    custom: tuple[WorkerGroup[Any], ...]
+    hooks: tuple[HookCall, ...]
 
     def ports(self) -> Ports[Table]:
         """Plug the groups into the controller's ports."""
@@ -65,12 +68,20 @@ class Groups:
             reward=self.reward,
             advantages=self.critic or self.actor,
             weights=self.weights,
+            hooks=self.hooks,
         )
+
+    @property
+    def own_ref(self) -> RefGroup | None:
+        """The reference where it has processes of its own."""
+        return self.ref if isinstance(self.ref, RefGroup) else None
 
     def all(self) -> list[WorkerGroup[Any]]:
         """Return every group's processes."""
-        groups = (self.data, self.reward, self.rollout, self.actor, self.critic, self.ref)
-        return [group.group for group in groups if group is not None]
+        scores = (self.reward.function, self.reward.model)
+        groups = (self.data, *scores, self.rollout, self.actor, self.critic, self.own_ref)
+        holders = () if self.rollout.holders is None else (self.rollout.holders,)
+        return [*(group.group for group in groups if group is not None), *holders, *self.custom]
 
 
 def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
@@ -83,41 +94,76 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
         "critic": placement.critic,
         "ref": placement.ref,
         "reward": placement.reward,
+        "reward_model": placement.reward if spec.reward.uses_model else None,
+        **{worker.name: worker.pool for worker in spec.workers},
     }
     return {role: pool for role, pool in named.items() if pool is not None}
 
 
-def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], log_folder: Path) -> Groups:
-    """Start all processes, without waiting for them."""
-    launcher = Launcher(log_folder, float(spec.trainer.phase_timeout_seconds))
+def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
+    """Return the pool whose GPUs a role's phases keep busy; what runs on CPU cores alone keeps none."""
+    on_cpu = {"data", "reward", *(worker.name for worker in spec.workers if not worker.uses_gpu)}
+    return {role: pool for role, pool in pools_of_roles(spec).items() if role not in on_cpu}
+
+
+def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
+    """Start all processes, without waiting for them.
+
+    Raises:
+        WorkerImportError: a class of the user's own cannot be had; no process is started.
+    """
+    users = [UserWorkers.of(worker, index) for index, worker in enumerate(spec.workers)]
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
 
     base = base_environment(spec.device)
 
-    def on_gpus(role: str, worker: Any, environment: Mapping[str, str] = base) -> WorkerGroup[Any]:
+    def on_gpus(role: str, worker: Any) -> WorkerGroup[Any]:
         pool = where[role]
-        # A CPU engine takes all cores of its node, so a second one there would only share them.
-        bundles = pool.one_per_node() if role == "rollout" and spec.device is Device.CPU else pool.bundles
         make = partial(worker, spec=spec)
-        return launcher.start(role, make, pool, bundles, gpu_fraction=pool.gpu_fraction, environment=environment)
+        return launcher.start(role, make, pool, pool.bundles, gpu_fraction=pool.gpu_fraction, environment=base)
 
-    reward_pool = where["reward"]
-    num_workers = spec.reward.function.num_workers
-    reward_bundles = [reward_pool.bundles[number % len(reward_pool.bundles)] for number in range(num_workers)]
     data_pool = where.get("data", where["actor"])
-    rollout = RolloutGroup(on_gpus("rollout", RolloutWorker, rollout_environment(spec)), spec)
+    rollout = _rollout(launcher, spec, where["rollout"])
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
+    ref: RefGroup | AdaptersOff | None = None
+    if "ref" in where:
+        is_actor = spec.model.reference_is_actor
+        ref = AdaptersOff(actor) if is_actor else RefGroup(on_gpus("ref", RefWorker), spec)
+    custom = tuple(user.start(launcher, where[user.spec.name], base) for user in users)
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(
-            launcher.start("reward", partial(RewardWorker, spec=spec), reward_pool, reward_bundles), spec
+            _reward_function(launcher, spec, where["reward"]),
+            ModelScores(on_gpus("reward_model", RewardModelWorker)) if "reward_model" in where else None,
+            spec,
         ),
         rollout=rollout,
         actor=actor,
         critic=CriticGroup(on_gpus("critic", CriticWorker), spec) if "critic" in where else None,
-        ref=RefGroup(on_gpus("ref", RefWorker), spec) if "ref" in where else None,
+        ref=ref,
         weights=WeightsGroup(actor.group, rollout, spec),
+        custom=custom,
+        hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
     )
+
+
+def _rollout(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> RolloutGroup:
+    environment = rollout_environment(spec)
+    # A CPU engine takes all cores of its node, so a second one there would only share them.
+    single = [(bundle,) for bundle in pool.one_per_node()] if spec.device is Device.CPU else None
+    replicas = single or pool.in_replicas(spec.rollout.tensor_parallel_size)
+    start = partial(launcher.start, pool=pool, gpu_fraction=pool.gpu_fraction, environment=environment)
+    group = start("rollout", partial(RolloutWorker, spec=spec), bundles=[first for first, *_ in replicas])
+    others = [bundle for _, *rest in replicas for bundle in rest]
+    holders = start("rollout_gpu", GpuHolder, bundles=others) if others else None
+    return RolloutGroup(group, spec, holders)
+
+
+def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> FunctionScores | None:
+    if spec.reward.function is None:
+        return None
+    bundles = [pool.bundles[number % len(pool.bundles)] for number in range(spec.reward.function.num_workers)]
+    return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
 
 
 async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
@@ -131,13 +177,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
     logger.info("all processes are up")
     await _check(groups, phases)
     logger.info("model paths, data and reward are in order; loading the models")
-    rollout = phases.run(Phase.LOAD, "rollout", 0, groups.rollout.group.call(RolloutWorker.load))
-    if spec.device is Device.CUDA and shares_gpus(spec):
-        # vLLM measures the free memory while it starts, so nobody else may take some of it meanwhile.
-        await rollout
-        await _load_trained(groups, phases)
-    else:
-        await asyncio.gather(rollout, _load_trained(groups, phases))
+    await _load_all(groups, spec, phases)
     await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
 
@@ -145,23 +185,37 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
 async def _check(groups: Groups, phases: Phases) -> None:
     checks: dict[str, Any] = {
         "data": groups.data.group.call(DataWorker.load),
-        "reward": groups.reward.group.call(RewardWorker.load),
         "actor": groups.actor.group.call(ActorWorker.check),
     }
+    if groups.reward.function is not None:
+        checks["reward"] = groups.reward.function.group.call(RewardWorker.load)
+    if groups.reward.model is not None:
+        checks["reward_model"] = groups.reward.model.group.call(RewardModelWorker.check)
     if groups.critic is not None:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
-    if groups.ref is not None:
-        checks["ref"] = groups.ref.group.call(RefWorker.check)
+    if groups.own_ref is not None:
+        checks["ref"] = groups.own_ref.group.call(RefWorker.check)
     await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
 
 
-async def _load_trained(groups: Groups, phases: Phases) -> None:
-    loads: dict[str, Any] = {"actor": _load(groups.actor.group, ActorWorker.load)}
+async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+    loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
-        loads["critic"] = _load(groups.critic.group, CriticWorker.load)
-    if groups.ref is not None:
-        loads["ref"] = _load(groups.ref.group, RefWorker.load)
-    await asyncio.gather(*(phases.run(Phase.LOAD, role, 0, load) for role, load in loads.items()))
+        loads["critic"] = (groups.critic.group, CriticWorker.load)
+    if groups.own_ref is not None:
+        loads["ref"] = (groups.own_ref.group, RefWorker.load)
+    if groups.reward.model is not None:
+        loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
+    pool_of = pools_of_roles(spec)
+
+    async def load(role: str) -> None:
+        if spec.device is Device.CUDA and pool_of[role] == pool_of["rollout"]:
+            # vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile.
+            await rollout
+        await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
+
+    await asyncio.gather(rollout, *map(load, loads))
 
 
 async def _load(group: WorkerGroup[Any], load: Any) -> None:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.recommendation import NUM_STEPS, recommend
-from ppojob_trainer.telemetry import MetricLogger, ProgressReporter, RunFiles, RunProgress, read_metrics
+from ppojob_trainer.telemetry import (
+    MetricLogger,
+    ProgressReporter,
+    RunFiles,
+    RunProgress,
+    TrackedRun,
+    open_trackers,
+    read_metrics,
+)
 
 __all__ = ["Monitor", "live_settings"]
 
@@ -39,9 +47,12 @@ def live_settings(job: JobFile) -> LiveSettings:
 
 
 class Monitor:
-    """See the module's docstring. A context manager: it ends with the last report."""
+    """See the module's docstring."""
 
     def __init__(self, job: JobFile, attempt: int, files: RunFiles, stop: threading.Event) -> None:
+        self.observed: Callable[[int], Mapping[str, float]] | None = None
+        """Returns what the processes measured of themselves in a step; set before the loop begins."""
+        self._job = job
         self._files = files
         self._attempt = attempt
         self._stop = stop
@@ -130,6 +141,8 @@ class Monitor:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `MonitorPort`."""
+        if self.observed is not None:
+            metrics = {**metrics, **self.observed(step)}
         self._progress.record(step, metrics)
         self._recommend(step, metrics)
         # Begun afresh: what an attempt without a checkpoint has written, its step 0 too, is of another course.
@@ -158,10 +171,22 @@ class Monitor:
 
     def _open(self, resume_step: int) -> MetricLogger:
         if self._metrics is None:
+            telemetry = self._job.spec.telemetry
+            # On a cluster Prometheus comes from another pod; on one's own machine nobody else has to see it.
+            address = "0.0.0.0" if self._job.reporting is not None else "127.0.0.1"
             self._metrics = MetricLogger.open(
-                self._files, total_steps=self._settings.total_steps, resume_step=resume_step
+                self._files,
+                total_steps=self._settings.total_steps,
+                resume_step=resume_step,
+                prometheus=(address, telemetry.prometheus_port) if telemetry.prometheus_port else None,
+                trackers=open_trackers(telemetry.trackers, self._tracked()),
             )
         return self._metrics
+
+    def _tracked(self) -> TrackedRun:
+        job = self._job
+        project = job.spec.telemetry.tracker_project
+        return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, job.spec.to_wire(), self._files.root)
 
     def _report(self) -> None:
         if self._reporter is not None:

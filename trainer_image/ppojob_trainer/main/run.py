@@ -26,10 +26,12 @@ from ppojob_trainer.controller.schedule import schedule_of
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
-from ppojob_trainer.main.groups import Groups, launch, make_ready, pools_of_roles
+from ppojob_trainer.main.groups import Groups, launch, make_ready, pools_of_phases, pools_of_roles
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
-from ppojob_trainer.telemetry import RunFiles, TraceWriter
+from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
+from ppojob_trainer.worker_groups.launch import Launcher
+from ppojob_trainer.worker_groups.observation import observed_metrics
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
 
 __all__ = ["PLACEMENT_TIMEOUT_S", "run_job"]
@@ -61,6 +63,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
     # tqdm's and the tokenizers' own threads only disturb the logs of many processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        check_installed(job.spec.telemetry.trackers)
         store = CheckpointStore(files.checkpoints, uid=job.uid, attempt=attempt)
         store.claim()
         with connected(job.spec):
@@ -84,7 +87,7 @@ class _Attempt:
         self._groups: Groups | None = None
         self._trace = TraceWriter(files.trace)
         limit_s = float(job.spec.trainer.phase_timeout_seconds)
-        self._phases = Phases(pools_of_roles(job.spec), limit_s, self._trace)
+        self._phases = Phases(pools_of_phases(job.spec), limit_s, self._trace)
 
     async def run(self) -> Outcome:
         self._monitor.start()
@@ -119,7 +122,11 @@ class _Attempt:
         self._pools = await place(spec, PLACEMENT_TIMEOUT_S)
         folder = self._files.logs / f"attempt-{self._attempt}"
         folder.mkdir(parents=True, exist_ok=True)
-        self._groups = launch(spec, self._pools, folder)
+        limit_s, profile = float(spec.trainer.phase_timeout_seconds), spec.telemetry.profile
+        launcher = Launcher(folder, limit_s, run_folder=self._files.root, profile=profile)
+        pool_of = pools_of_roles(spec)
+        self._monitor.observed = lambda step: observed_metrics(launcher.observations.take(step), pool_of)
+        self._groups = launch(spec, self._pools, launcher)
         await make_ready(self._groups, spec, self._phases)
 
     async def _train(self) -> Outcome:
@@ -130,7 +137,7 @@ class _Attempt:
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
         settings = PPOSettings(pools_of_roles(spec), spec.data.max_response_length, spec.critic.warmup_steps)
         ppo = PPO(ports, schedule, phases, settings, kl)
-        saved = JobCheckpoints(self._store, self._groups, self._files, spec.checkpoint, self._attempt)
+        saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt)
         loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(spec))
         return await loop.run()
 
@@ -152,6 +159,7 @@ def loop_settings(spec: PPOJobSpec) -> LoopSettings:
         exports_final=spec.checkpoint.export is not ExportPolicy.NEVER,
         exports_each=spec.checkpoint.export is ExportPolicy.EACH,
         num_gpus=sum(pool.gpus for pool in spec.pools),
+        saves_in_background=spec.checkpoint.asynchronous,
     )
 
 

@@ -169,7 +169,9 @@ class DataProto:
         return taken
 
     def with_fields(
-        self, tensors: Mapping[str, Tensor] | None = None, non_tensors: Mapping[str, Sequence[Any]] | None = None
+        self,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | ObjectArray] | None = None,
     ) -> DataProto:
         """Return a copy with these fields added or replaced (`union` is for fields that must not clash)."""
         merged = {**self.tensors(), **(tensors or {})}

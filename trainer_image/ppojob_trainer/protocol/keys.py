@@ -33,6 +33,8 @@ class Keys:
     REF_LOG_PROB: Final = "ref_log_prob"
     ENTROPYS: Final = "entropys"
     VALUES: Final = "values"
+    FUNCTION_SCORES: Final = "function_scores"
+    MODEL_SCORES: Final = "model_scores"
     TOKEN_LEVEL_SCORES: Final = "token_level_scores"
     TOKEN_LEVEL_REWARDS: Final = "token_level_rewards"
     ADVANTAGES: Final = "advantages"
@@ -88,6 +90,8 @@ FIELDS: Final[dict[str, Field]] = {
     Keys.REF_LOG_PROB: Field(("B", "R"), _FLOAT, "log-prob under the reference policy"),
     Keys.ENTROPYS: Field(("B", "R"), _FLOAT, "entropy of the policy's distribution for each token, in nats"),
     Keys.VALUES: Field(("B", "R"), _FLOAT, "value of the state in which the token was chosen (before it)"),
+    Keys.FUNCTION_SCORES: Field(("B", "R"), _FLOAT, "the reward function's score, where a reward model scores too"),
+    Keys.MODEL_SCORES: Field(("B", "R"), _FLOAT, "the reward model's score, where a reward function scores too"),
     Keys.TOKEN_LEVEL_SCORES: Field(("B", "R"), _FLOAT, "the reward's score, on the last response token"),
     Keys.TOKEN_LEVEL_REWARDS: Field(("B", "R"), _FLOAT, "scores minus the KL penalty"),
     Keys.ADVANTAGES: Field(("B", "R"), _FLOAT, "advantages, 0 where response_mask is 0"),

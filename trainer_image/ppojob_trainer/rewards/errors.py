@@ -23,3 +23,7 @@ class RewardFunctionError(RewardError):
 
 class RewardTimeoutError(RewardError):
     """The function did not come back in time; the message names the prompts that it was busy with."""
+
+
+class RewardModelError(RewardError):
+    """The reward model cannot read a conversation, or its score is not finite; names the prompt."""

@@ -12,7 +12,8 @@ class ComputeScore(Protocol):
 
     data_source: name of the data set. solution_str: the response as text, special tokens left out. ground_truth: of
     the prompt. extra_info: the prompt's own dictionary. Returns the score, or a dict with `score` and any further
-    entries, which are kept beside it.
+    entries, which are kept beside it; numbers among them become the metrics `reward/<key>/mean`. A coroutine function
+    returns the same when it is awaited.
     """
 
     def __call__(

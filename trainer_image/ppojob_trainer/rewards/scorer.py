@@ -1,15 +1,18 @@
 """Runs a reward function over a batch, several responses at a time, with a time limit.
 
-Threads: functions that wait (a judge behind HTTP, a sandbox) overlap. Functions that compute get their parallelism
-from the reward group, which runs one of these in each of its processes. Called by the reward workers.
+Threads: functions that wait (a judge behind HTTP, a sandbox) overlap. Coroutine functions overlap in one event loop.
+Functions that compute get their parallelism from the reward group, which runs one of these in each of its processes.
+Called by the reward workers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ppojob_trainer.rewards.errors import RewardFunctionError, RewardTimeoutError
@@ -18,6 +21,9 @@ from ppojob_trainer.rewards.interface import ComputeScore, ScoreItem, ScoreResul
 OnError = Literal["Fail", "Score"]
 # How many prompts an error names.
 _NAMED = 8
+
+MAX_CONCURRENT = 64
+"""Calls of a coroutine function that wait at the same time in one process."""
 
 
 class Scorer:
@@ -34,14 +40,17 @@ class Scorer:
     ) -> None:
         """
         Args:
-            num_threads: responses scored at the same time; above 1 the function must be thread-safe.
+            function: plain or a coroutine function, of whose calls `MAX_CONCURRENT` run at the same time.
+            num_threads: responses scored at the same time; above 1 the function must be thread-safe. One thread runs
+                the event loop of a coroutine function.
             on_error: Fail raises at the first response whose function raised; Score gives it `error_score`.
             timeout_seconds: longest time for one batch.
         """
         if num_threads < 1 or timeout_seconds <= 0:
             raise ValueError(f"num_threads and timeout_seconds must be above 0, got {num_threads}, {timeout_seconds}")
         self._function = function
-        self._num_threads = num_threads
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._num_threads = 1 if self._is_async else num_threads
         self._on_error = on_error
         self._error_score = error_score
         self._timeout_seconds = timeout_seconds
@@ -54,9 +63,10 @@ class Scorer:
             RewardTimeoutError: the batch took longer than the limit; with either on_error, as its threads hang on.
         """
         batch = _Batch(items)
+        work: Callable[[_Batch], None] = self._work_in_loop if self._is_async else self._work
         threads = [
             # Daemons: a function that never returns must not keep the process from ending.
-            threading.Thread(target=self._work, args=(batch,), name=f"reward-{number}", daemon=True)
+            threading.Thread(target=work, args=(batch,), name=f"reward-{number}", daemon=True)
             for number in range(min(self._num_threads, len(items)))
         ]
         deadline = time.monotonic() + self._timeout_seconds
@@ -76,11 +86,39 @@ class Scorer:
         while (place := batch.take()) is not None:
             item = batch.items[place]
             try:
-                batch.put(place, _call(self._function, item))
-            except RewardFunctionError as error:
-                if self._on_error == "Fail":
-                    batch.fail(place, error)
-                    return
+                value = self._function(**_arguments(item))
+            except BaseException as error:  # noqa: BLE001 - user code; even a SystemExit would end the thread without a word
+                self._settle(batch, place, error)
+            else:
+                self._settle(batch, place, value)
+
+    def _work_in_loop(self, batch: _Batch) -> None:
+        async def work() -> None:
+            while (place := batch.take()) is not None:
+                item = batch.items[place]
+                try:
+                    value = await self._function(**_arguments(item))  # type: ignore[misc]
+                except BaseException as error:  # noqa: BLE001 - user code, as above
+                    self._settle(batch, place, error)
+                else:
+                    self._settle(batch, place, value)
+
+        async def together() -> None:
+            await asyncio.gather(*(work() for _ in range(min(MAX_CONCURRENT, len(batch.items)))))
+
+        asyncio.run(together())
+
+    def _settle(self, batch: _Batch, place: int, outcome: Any) -> None:
+        """Note what the function returned for an item, or the exception that it raised."""
+        item = batch.items[place]
+        try:
+            if isinstance(outcome, BaseException):
+                raise _failure(outcome, item) from outcome
+            batch.put(place, _result(outcome, item))
+        except RewardFunctionError as error:
+            if self._on_error == "Fail":
+                batch.fail(place, error)
+            else:
                 batch.put(place, ScoreResult(self._error_score, error=str(error)))
 
     def _timeout_message(self, batch: _Batch) -> str:
@@ -141,22 +179,22 @@ class _Batch:
             return [self._results[place] for place in range(len(self.items))]
 
 
-def _call(function: ComputeScore, item: ScoreItem) -> ScoreResult:
-    try:
-        value = function(
-            data_source=item.data_source,
-            solution_str=item.solution_str,
-            ground_truth=item.ground_truth,
-            extra_info=item.extra_info,
-        )
-    except BaseException as error:  # user code; even a SystemExit would end the thread without a word
-        raise RewardFunctionError(
-            f"the reward function raised {type(error).__name__}: {error} for prompt {item.index} of "
-            f"{item.data_source!r}, response {item.solution_str[:200]!r}. Correct the function, or set "
-            "reward.function.onError: Score",
-            item.index,
-        ) from error
-    return _result(value, item)
+def _arguments(item: ScoreItem) -> dict[str, Any]:
+    return {
+        "data_source": item.data_source,
+        "solution_str": item.solution_str,
+        "ground_truth": item.ground_truth,
+        "extra_info": item.extra_info,
+    }
+
+
+def _failure(error: BaseException, item: ScoreItem) -> RewardFunctionError:
+    return RewardFunctionError(
+        f"the reward function raised {type(error).__name__}: {error} for prompt {item.index} of "
+        f"{item.data_source!r}, response {item.solution_str[:200]!r}. Correct the function, or set "
+        "reward.function.onError: Score",
+        item.index,
+    )
 
 
 def _result(value: Any, item: ScoreItem) -> ScoreResult:

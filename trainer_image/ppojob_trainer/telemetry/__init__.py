@@ -1,5 +1,6 @@
 """What a run tells the outside: metrics, progress, logs, trace, plot. Imports neither torch nor Ray."""
 
+from ppojob_trainer.telemetry.current_phase import CurrentPhase, current_phase, within_phase
 from ppojob_trainer.telemetry.logs import OutputTee, configure_logging, tee_output
 from ppojob_trainer.telemetry.metrics import MetricLogger
 from ppojob_trainer.telemetry.progress import RunProgress
@@ -7,8 +8,10 @@ from ppojob_trainer.telemetry.records import MetricsUnreadableError, read_metric
 from ppojob_trainer.telemetry.reporter import ProgressReporter
 from ppojob_trainer.telemetry.run_files import RunFiles
 from ppojob_trainer.telemetry.trace import TraceWriter
+from ppojob_trainer.telemetry.trackers import TrackedRun, TrackerMissingError, check_installed, open_trackers
 
 __all__ = [
+    "CurrentPhase",
     "MetricLogger",
     "MetricsUnreadableError",
     "OutputTee",
@@ -16,7 +19,13 @@ __all__ = [
     "RunFiles",
     "RunProgress",
     "TraceWriter",
+    "TrackedRun",
+    "TrackerMissingError",
+    "check_installed",
     "configure_logging",
+    "current_phase",
+    "open_trackers",
     "read_metrics",
     "tee_output",
+    "within_phase",
 ]

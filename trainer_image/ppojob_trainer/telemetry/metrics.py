@@ -37,14 +37,18 @@ class MetricLogger:
         *,
         total_steps: int,
         resume_step: int = 0,
-        prometheus_port: int | None = None,
+        prometheus: tuple[str, int] | None = None,
+        trackers: Sequence[MetricSink] = (),
         is_console: bool = True,
     ) -> Self:
         """Return a logger with all sinks; what an earlier attempt wrote after `resume_step` is taken out.
 
+        Args:
+            prometheus: address and port where the metrics are served. A port that is taken is logged, and no more.
+
         Raises:
             MetricsUnreadableError: metrics.jsonl holds something else than records.
-            OSError: a file cannot be written, or the port is taken.
+            OSError: a file cannot be written.
         """
         # TensorBoard takes a second to load, and Prometheus is for those who ask.
         from ppojob_trainer.telemetry.sinks.tensorboard import TensorBoardSink
@@ -54,13 +58,12 @@ class MetricLogger:
             JsonLinesSink(files.metrics, resume_step=resume_step),
             TensorBoardSink(files.tensorboard, resume_step=resume_step),
             PictureSink(files),
+            *trackers,
         ]
         if is_console:
             sinks.append(ConsoleSink(eta))
-        if prometheus_port is not None:
-            from ppojob_trainer.telemetry.sinks.prometheus import PrometheusSink
-
-            sinks.append(PrometheusSink(prometheus_port))
+        if prometheus is not None:
+            sinks += _prometheus(*prometheus)
         return cls(sinks, eta)
 
     def set_total_steps(self, total_steps: int) -> None:
@@ -101,3 +104,16 @@ class MetricLogger:
             _log.warning(
                 "%s lost metrics, the training goes on: %s: %s", type(sink).__name__, type(error).__name__, error
             )
+
+
+def _prometheus(address: str, port: int) -> list[MetricSink]:
+    from ppojob_trainer.telemetry.sinks.prometheus import PrometheusSink
+
+    try:
+        sink = PrometheusSink(port, address=address)
+    except OSError as error:
+        # On one's own machine another run has it; the metrics are in five other places.
+        _log.warning("no /metrics on %s:%d: %s; telemetry.prometheusPort chooses another", address, port, error)
+        return []
+    _log.info("metrics of the last step: http://%s:%d/metrics", address, sink.port)
+    return [sink]

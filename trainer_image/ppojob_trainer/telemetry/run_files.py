@@ -31,6 +31,16 @@ class RunFiles:
         return self.root / "trace.json"
 
     @property
+    def samples(self) -> Path:
+        """Some responses of each step with prompt and score, one JSON object a line."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def profiles(self) -> Path:
+        """Folder of torch's profiles and of memory snapshots."""
+        return self.root / "profile"
+
+    @property
     def logs(self) -> Path:
         """Folder with one folder per attempt: the log of the driver, and of each role's process."""
         return self.root / "logs"

@@ -1,4 +1,5 @@
-"""The phases of the steps as a Chrome trace: one process per pool, one lane per role. Written by the controller.
+"""The phases of the steps as a Chrome trace: a group of lanes for each pool, and one for what runs on CPU cores alone
+(data, reward function); a lane for each role. Written by the controller, read by the picture of timings.
 
 Format: "JSON Array Format" of Chrome's Trace Event Format, in which the closing bracket may be missing; so the file can
 be opened (chrome://tracing, ui.perfetto.dev) while the run goes on and after a kill. Times are microseconds since 1970.
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class TraceWriter:
             process, lane = pools.index(pool) + 1, len(self._lanes) + 1
             self._lanes[key] = (process, lane)
             names = {"pool": pool, "role": role}
-            for kind, text in (("process_name", f"pool {pool}"), ("thread_name", role)):
+            for kind, text in (("process_name", f"pool {pool}" if pool else "CPU"), ("thread_name", role)):
                 self._write({"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": text, **names}})
         return self._lanes[key]
 
@@ -92,3 +94,28 @@ def _is_json(text: str) -> bool:
     except json.JSONDecodeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase in a trace; start and end in seconds since 1970."""
+
+    name: str
+    pool: str
+    role: str
+    step: int
+    start: float
+    end: float
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Return the phases of a trace, of a run that goes on or was killed too; none where there is no such file."""
+    events = _whole_events(path)
+    names = {number: lane for lane, number in _known_lanes(events).items()}
+    found = []
+    for event in map(json.loads, events):
+        if event["ph"] == "X":
+            pool, role = names[event["pid"], event["tid"]]
+            start = event["ts"] / 1e6
+            found.append(Span(event["name"], pool, role, event["args"]["step"], start, start + event["dur"] / 1e6))
+    return found

@@ -43,9 +43,11 @@ class Dispatch(Enum):
     ONE_TO_ALL: the same arguments to all; a list of answers by rank.
     RANK_ZERO: to rank 0 alone; its answer.
     ALL_TO_ALL: one argument, a list with an entry for each rank; a list of answers by rank.
-    DP_COMPUTE: as ALL_TO_ALL, with an entry for each data-parallel rank.
-    DP_COMPUTE_PROTO: a table's rows over the data-parallel ranks; a table with as many rows, in the same order.
+    DP_COMPUTE: as ALL_TO_ALL, with an entry for each data-parallel rank, which its peers get too.
+    DP_COMPUTE_PROTO: a table's rows over all ranks; a table with as many rows, in the same order.
     DP_COMPUTE_METRIC: a table's rows over the data-parallel ranks; metrics, merged by `merge_metrics`.
+    MESH_COMPUTE_PROTO: a table's rows over the data-parallel ranks of a device mesh, the same rows to their peers
+        (tensor or sequence parallel); a table of what the first of the peers answered.
     """
 
     ONE_TO_ALL = "one to all"
@@ -54,16 +56,27 @@ class Dispatch(Enum):
     DP_COMPUTE = "dp compute"
     DP_COMPUTE_PROTO = "dp compute proto"
     DP_COMPUTE_METRIC = "dp compute metric"
+    MESH_COMPUTE_PROTO = "mesh compute proto"
 
     @property
     def sends_rows(self) -> bool:
         """Whether the first argument is a table."""
-        return self in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+        return self.returns_rows or self is Dispatch.DP_COMPUTE_METRIC
+
+    @property
+    def returns_rows(self) -> bool:
+        """Whether the answer is a table."""
+        return self in (Dispatch.DP_COMPUTE_PROTO, Dispatch.MESH_COMPUTE_PROTO)
 
     @property
     def sends_one_each(self) -> bool:
         """Whether the argument is a list with an entry for each rank."""
         return self in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
+
+    @property
+    def knows_peers(self) -> bool:
+        """Whether peers are asked the same, and the first of them answers."""
+        return self in (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO)
 
 
 class Execute(Enum):
@@ -111,6 +124,7 @@ def _find(module: str, qualified_name: str) -> Any:
 
 
 Each = Literal[Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE]
+Proto = Literal[Dispatch.DP_COMPUTE_PROTO, Dispatch.MESH_COMPUTE_PROTO]
 
 
 # fmt: off
@@ -140,14 +154,14 @@ def register(
 ) -> Callable[[Callable[[W, A], R]], RemoteMethod[W, [A], R, [Sequence[A]], list[R]]]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.DP_COMPUTE_PROTO], execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[False] = ...
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], DataProto]],
     RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], TableFuture],
 ]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.DP_COMPUTE_PROTO], execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[True]
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], DataProto]],
     RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], Table],

@@ -29,3 +29,11 @@ class WorkerFailedError(WorkerGroupError):
 
 class CallTimeoutError(WorkerGroupError):
     """A call was not answered within its limit."""
+
+
+class WorkerImportError(WorkerGroupError):
+    """A user's own worker class cannot be had, or has not the method that a hook names; the message says where."""
+
+
+class HookFailedError(WorkerGroupError):
+    """A user's own worker failed in a hook; `__cause__` tells of the process in which it did."""

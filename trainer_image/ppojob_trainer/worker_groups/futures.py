@@ -7,7 +7,6 @@ several ranks' failures it raises the one that explains the others.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from ray import ObjectRef
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
-    OutOfMemoryError,
     RayActorError,
+    RayError,
     RayTaskError,
     WorkerCrashedError,
 )
 
+from ppojob_trainer.telemetry import current_phase
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
     WorkerFailedError,
@@ -31,6 +31,7 @@ from ppojob_trainer.worker_groups.errors import (
     WorkerLostError,
     WorkerOutOfMemoryError,
 )
+from ppojob_trainer.worker_groups.memory import explain_memory
 from ppojob_trainer.worker_groups.table import StoredRows, Table
 
 __all__ = ["Future", "Origin", "TableFuture"]
@@ -39,8 +40,6 @@ T = TypeVar("T")
 
 # When one rank fails, its peers fail in their collectives a moment later, or earlier than Ray tells of its death.
 GRACE_S = 5.0
-
-_MEMORY_OF_NODE = re.compile(r"was (\S+ used / \S+ limit)")
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,9 @@ class Future(Generic[T]):
             if not any(answer.done() and answer.exception() for answer in answers):
                 return self._merge([answer.result() for answer in answers])
             await asyncio.wait(answers, timeout=GRACE_S)
+        except asyncio.CancelledError:
+            self._note_unanswered([answer.done() for answer in answers])
+            raise
         finally:
             # Where the caller gave up, or a rank failed, nobody waits for the others any more.
             for answer in answers:
@@ -108,29 +110,30 @@ class Future(Generic[T]):
         failure = min(failures, key=_rank_of_explanation)
         raise failure from failure.__cause__
 
+    def _note_unanswered(self, is_answered: Sequence[bool]) -> None:
+        """Tell the phase that is given up whom it waited for."""
+        phase = current_phase()
+        late = [str(rank) for rank, done in zip(self._origin.ranks, is_answered, strict=True) if not done]
+        if phase is not None and late:
+            phase.unanswered.append(f"{self._name} on rank {', '.join(late)}")
+
     @property
     def _name(self) -> str:
         return f"{self._origin.role}.{self._origin.method}"
 
     def _explain(self, error: BaseException, rank: int) -> WorkerGroupError:
         who = f"{self._origin.role} rank {rank}"
+        cause = _cause(error)
+        # Of a peer that was ended the process that missed it can only tell.
+        is_of_a_peer = cause is not error and isinstance(cause, RayError)
+        of_memory = None if is_of_a_peer else explain_memory(cause, self._origin.role, rank, self._origin.method)
         explained: WorkerGroupError
-        if isinstance(error, OutOfMemoryError):
-            # Ray's message is a page long; the numbers are what matters of it.
-            found = _MEMORY_OF_NODE.search(str(error))
-            usage = f" ({found[1]})" if found else ""
-            explained = WorkerOutOfMemoryError(
-                f"{who} was ended because its node ran out of memory{usage} during {self._origin.method}: give the "
-                "pool more memory (resourcesPerGPU.memory), or the role fewer tokens at a time (maxTokensPerGPU)"
-            )
+        if of_memory is not None:
+            explained = of_memory
         elif isinstance(error, RayTaskError):
-            # Ray's wrapper carries the worker's exception; it is what people want to read.
-            cause = error.cause if isinstance(error.cause, BaseException) else error
             explained = WorkerFailedError(
                 f"{who} failed in {self._origin.method}: {type(cause).__name__}: {_first_line(cause)}"
             )
-            explained.__cause__ = cause
-            return explained
         elif isinstance(error, RayActorError) and error.actor_init_failed:
             # Ray tells the traceback as text; its last line is the exception.
             explained = WorkerFailedError(f"{who} could not start: {str(error).strip().splitlines()[-1]}")
@@ -138,23 +141,31 @@ class Future(Generic[T]):
             explained = WorkerLostError(f"{who} was lost during {self._origin.method}: {_first_line(error)}")
         else:
             explained = WorkerFailedError(f"{who} gave no answer to {self._origin.method}: {error}")
-        explained.__cause__ = error
+        explained.__cause__ = cause
         return explained
 
 
 class TableFuture(Future[Table]):
     """A table that is not computed yet. `table` can be given to another group's call at once."""
 
-    def __init__(self, refs: Sequence[ObjectRef[StoredRows]], table: Table, origin: Origin) -> None:
+    def __init__(self, refs: Sequence[ObjectRef[StoredRows]], table: Table, origin: Origin, num_peers: int = 1) -> None:
+        """Wait for all of `refs`; `table` is of every `num_peers`-th of them, the first of the peers."""
         super().__init__(refs, self._known, origin)
         self.table = table
+        self._num_peers = num_peers
 
     def _known(self, stored: list[StoredRows]) -> Table:
-        return self.table.known(stored)
+        return self.table.known(stored[:: self._num_peers])
 
 
 async def _wait_for(ref: ObjectRef[T]) -> T:
     return await ref
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what the worker raised, out of Ray's wrapper: it is what people want to read."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, BaseException) else error
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
+from ppojob_trainer.worker_groups.observation import Observations
 from ppojob_trainer.worker_groups.placement import CPUS_PER_PROCESS, Bundle, PlacedPool
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat, WorkerProcess
@@ -33,10 +35,16 @@ class Launcher:
 
     log_folder: where each process writes `<role>-<rank>.log`.
     timeout_s: limit of one phase.
+    run_folder: the job's own, for what processes write beside their logs.
+    profile: which roles torch's profiler looks into, and when.
+    observations: gathers what the processes see of themselves.
     """
 
     log_folder: Path
     timeout_s: float
+    run_folder: Path | None = None
+    profile: ProfileSpec | None = None
+    observations: Observations = field(default_factory=Observations)
 
     def start(
         self,
@@ -58,7 +66,16 @@ class Launcher:
         processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles):
             local_ranks = sum(other.node_id == bundle.node_id for other in bundles)
-            seat = Seat(role, rank, len(bundles), local_ranks, self.log_folder / f"{role}-{rank}.log", self.timeout_s)
+            seat = Seat(
+                role,
+                rank,
+                len(bundles),
+                local_ranks,
+                self.log_folder / f"{role}-{rank}.log",
+                self.timeout_s,
+                run_folder=self.run_folder,
+                profile=self.profile if self.profile and role in self.profile.roles else None,
+            )
             options: dict[str, Any] = {
                 "num_cpus": CPUS_PER_PROCESS,
                 "num_gpus": gpu_fraction,
@@ -70,7 +87,7 @@ class Launcher:
                 options["runtime_env"] = {"env_vars": dict(environment)}
             started = ray.remote(WorkerProcess).options(**options).remote(seat, make)
             processes.append(cast("ActorHandle[Any]", started))
-        return WorkerGroup(role, processes, self.timeout_s)
+        return WorkerGroup(role, processes, self.timeout_s, observations=self.observations)
 
 
 async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:

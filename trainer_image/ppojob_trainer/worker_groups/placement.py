@@ -69,6 +69,22 @@ class PlacedPool:
         first = {bundle.node_id: bundle for bundle in reversed(self.bundles)}
         return tuple(bundle for bundle in self.bundles if first[bundle.node_id] is bundle)
 
+    def in_replicas(self, size: int) -> tuple[tuple[Bundle, ...], ...]:
+        """Return the bundles in groups of `size`, each on one node.
+
+        Raises:
+            PoolNotPlacedError: a group would span nodes.
+        """
+        replicas = tuple(self.bundles[first : first + size] for first in range(0, len(self.bundles), size))
+        for replica in replicas:
+            if len({bundle.node_id for bundle in replica}) > 1:
+                numbers = ", ".join(str(bundle.index) for bundle in replica)
+                raise PoolNotPlacedError(
+                    f"bundles {numbers} of pool {self.name} are on different nodes, and a replica of {size} GPUs needs "
+                    "them on one: let gpusPerNode of the pool be a multiple of rollout.tensorParallelSize"
+                )
+        return replicas
+
     def release(self) -> None:
         """Give the bundles back; processes that still run in them are ended."""
         remove_placement_group(self.group)
@@ -81,6 +97,7 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
         PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and what is missing.
     """
     pools = {pool.name: pool for _, pool in roles(spec)}
+    pools |= {worker.pool: spec.pool(worker.pool) for worker in spec.workers}
     # All are asked for before the first is waited for: together they have `timeout_s`, not each.
     groups = {name: _ask(spec, pool) for name, pool in pools.items()}
     deadline = time.monotonic() + timeout_s
@@ -105,21 +122,28 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
 def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
     """Return the Ray resources of each of the pool's bundles."""
     in_pool = [role for role, placed in roles(spec) if placed.name == pool.name]
-    # Each role at most once in a bundle, the data worker, and the reward workers spread over the bundles.
+    # Each role at most once in a bundle, the data worker, and the workers that are spread over the bundles.
     processes = len(in_pool) + 1
-    if Role.REWARD in in_pool:
+    if Role.REWARD in in_pool and spec.reward.function is not None:
         processes += math.ceil(spec.reward.function.num_workers / pool.gpus)
+    processes += sum(math.ceil(worker.num_workers / pool.gpus) for worker in spec.workers if worker.pool == pool.name)
     resources = {POOL_RESOURCE_PREFIX + pool.name: 1.0, "CPU": round(processes * CPUS_PER_PROCESS, 4)}
     return {**resources, "GPU": 1.0} if spec.device is Device.CUDA else resources
 
 
 def gpu_fraction(spec: PPOJobSpec, pool_name: str) -> float:
-    """Return each role's part of a GPU of the pool; 0 with device cpu."""
-    sharing = [role for role, pool in roles(spec) if pool.name == pool_name and role in _GPU_ROLES]
+    """Return the part of a GPU of the pool that each role and each user's process on it has; 0 with device cpu."""
+    gpu_roles = {*_GPU_ROLES, Role.REWARD} if spec.reward.uses_model else set(_GPU_ROLES)
+    if spec.model.reference_is_actor:
+        gpu_roles.remove(Role.REF)
+    sharing = sum(pool.name == pool_name and role in gpu_roles for role, pool in roles(spec))
+    for worker in spec.workers:
+        if worker.uses_gpu and worker.pool == pool_name:
+            sharing += math.ceil(worker.num_workers / spec.pool(pool_name).gpus)
     if spec.device is not Device.CUDA or not sharing:
         return 0.0
     # Rounded down: three times 0.3334 would not fit.
-    return math.floor(1000 / len(sharing)) / 1000
+    return math.floor(1000 / sharing) / 1000
 
 
 def explain_shortage(

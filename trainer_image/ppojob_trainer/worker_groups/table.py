@@ -16,7 +16,7 @@ Called by `worker_group` (driver side) and `worker_process` (worker side). No te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -83,22 +83,26 @@ def _lengths(batch: DataProto) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Source:
-    """One group's results and where each row of the table lies in them: result number and position, int64 [rows]."""
+    """One group's results and where each row of the table lies in them: result number and position, int64 [rows].
+
+    replaces: whether its columns take the place of those of the same name in the sources before it.
+    """
 
     results: tuple[ObjectRef[StoredRows], ...]
     result_of: Positions
     position_of: Positions
+    replaces: bool = False
 
     def take(self, rows: Sequence[int]) -> Source:
         """Return the source of these rows only, in this order."""
         index = np.asarray(rows, dtype=np.int64)
-        return Source(self.results, self.result_of[index], self.position_of[index])
+        return replace(self, result_of=self.result_of[index], position_of=self.position_of[index])
 
     def compact(self) -> Source:
         """Return it without the results that no row needs, so that a receiver does not wait for them."""
         used = np.unique(self.result_of)
         numbers = np.searchsorted(used, self.result_of)
-        return Source(tuple(self.results[number] for number in used), numbers, self.position_of)
+        return replace(self, results=tuple(self.results[number] for number in used), result_of=numbers)
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,8 @@ class Rows:
         """
         parts = [_pull(source, timeout_s) for source in self.sources]
         batch = parts[0]
-        for part in parts[1:]:
-            batch = batch.union(part)
+        for source, part in zip(self.sources[1:], parts[1:], strict=True):
+            batch = batch.with_fields(part.tensors(), part.non_tensor_batch) if source.replaces else batch.union(part)
         batch = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, **self.meta})
         if self.padding and Keys.RESPONSE_MASK in batch.tensors():
             mask = batch.tensor(Keys.RESPONSE_MASK).clone()
@@ -200,6 +204,15 @@ class Table:
         tables = (self, *others)
         lengths = {key: value for table in reversed(tables) for key, value in table.lengths.items()}
         return Table(tuple(source for table in tables for source in table.sources), lengths)
+
+    def replaced_by(self, other: Table) -> Table:
+        """Return the columns of both; of those that both have, the other's.
+
+        Raises:
+            ValueError: the tables do not have the same number of rows.
+        """
+        newer = Table(tuple(replace(source, replaces=True) for source in other.sources), other.lengths)
+        return Table(self.union(newer).sources, {**self.lengths, **other.lengths})
 
     def take(self, rows: Sequence[int]) -> Table:
         """Return these rows, in this order; a row may come several times."""

@@ -13,8 +13,10 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from ppojob_trainer.telemetry import current_phase
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, RemoteMethod, merge_metrics, split_all_to_all
 from ppojob_trainer.worker_groups.futures import Future, Origin, TableFuture
+from ppojob_trainer.worker_groups.observation import Observations
 from ppojob_trainer.worker_groups.partition import Partition, contiguous
 from ppojob_trainer.worker_groups.table import Table
 
@@ -35,29 +37,52 @@ class WorkerGroup(Generic[W]):
         timeout_s: float,
         partition: Partition | None = None,
         meta: Mapping[str, Any] | None = None,
+        observations: Observations | None = None,
+        num_peers: int = 1,
     ) -> None:
         """
         Args:
             timeout_s: limit of blocking calls, and of a worker's wait for the rows it is sent.
             partition: which rank gets which rows in calls that send a table; None: equal contiguous parts.
             meta: entries for the meta_info of every batch that is sent.
+            observations: who gathers what the processes see of themselves.
+            num_peers: ranks that work on the same rows; they lie side by side.
+
+        Raises:
+            ValueError: the peers do not divide the processes.
         """
+        if len(processes) % num_peers:
+            raise ValueError(f"{num_peers} peers do not divide the {len(processes)} processes of role {role}")
         self.role = role
         self._processes = tuple(processes)
         self._timeout_s = timeout_s
         self._partition = partition
         self._meta = dict(meta or {})
+        self._observations = observations
+        self._num_peers = num_peers
 
     def __len__(self) -> int:
         return len(self._processes)
 
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel ranks: into how many parts the rows of a table are divided where peers get the same ones."""
+        return len(self) // self._num_peers
+
     def over(self, partition: Partition) -> WorkerGroup[W]:
         """Return the same group, which sends the rows of tables as `partition` says."""
-        return WorkerGroup(self.role, self._processes, self._timeout_s, partition, self._meta)
+        return self._with(partition, self._meta, self._num_peers)
 
     def using(self, meta: Mapping[str, Any]) -> WorkerGroup[W]:
         """Return the same group, which adds these entries to the meta_info of the batches that it sends."""
-        return WorkerGroup(self.role, self._processes, self._timeout_s, self._partition, {**self._meta, **meta})
+        return self._with(self._partition, {**self._meta, **meta}, self._num_peers)
+
+    def with_peers(self, num_peers: int) -> WorkerGroup[W]:
+        """Return the same group, of which `num_peers` ranks each work on the same rows."""
+        return self._with(self._partition, self._meta, num_peers)
+
+    def _with(self, partition: Partition | None, meta: Mapping[str, Any], num_peers: int) -> WorkerGroup[W]:
+        return WorkerGroup(self.role, self._processes, self._timeout_s, partition, meta, self._observations, num_peers)
 
     def call(self, method: RemoteMethod[W, Any, Any, C, M], *args: C.args, **kwargs: C.kwargs) -> M:
         """Call a registered method on the ranks. What comes back is the method's affair: see `dispatch.Dispatch`.
@@ -68,32 +93,43 @@ class WorkerGroup(Generic[W]):
         """
         if method.dispatch.sends_rows:
             return cast(M, self._call_over_rows(method, cast(Table, args[0]), args[1:], kwargs))
-        ranks = range(1 if method.execute is Execute.RANK_ZERO else len(self))
         if method.dispatch.sends_one_each:
-            each = split_all_to_all(cast("Sequence[Any]", args[0]), len(self), method.__name__)
-            refs = [self._send(rank, method, (each[rank],), kwargs) for rank in ranks]
-        else:
-            refs = [self._send(rank, method, args, kwargs) for rank in ranks]
+            return cast(M, self._call_with_one_each(method, cast("Sequence[Any]", args[0]), kwargs))
+        ranks = range(1 if method.execute is Execute.RANK_ZERO else len(self))
+        refs = [self._send(rank, method, args, kwargs) for rank in ranks]
         merge = _first if method.dispatch is Dispatch.RANK_ZERO else list
         return cast(M, self._answer(method, Future(refs, merge, self._origin(method, tuple(ranks)))))
+
+    def _call_with_one_each(
+        self, method: RemoteMethod[W, Any, Any, Any, Any], arguments: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        peers = self._num_peers if method.dispatch.knows_peers else 1
+        each = split_all_to_all(arguments, len(self) // peers, method.__name__)
+        refs = [self._send(rank, method, (each[rank // peers],), kwargs) for rank in range(len(self))]
+        origin = self._origin(method, tuple(range(len(self))))
+        return self._answer(method, Future(refs, lambda answers: answers[::peers], origin))
 
     def _call_over_rows(
         self, method: RemoteMethod[W, Any, Any, Any, Any], table: Table, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        shares = self._partition or contiguous(len(table), len(self))
-        if len(shares) != len(self):
-            raise ValueError(f"a partition over {len(shares)} ranks for {self.role} with {len(self)} ranks")
+        peers = self._num_peers if method.dispatch.knows_peers else 1
+        num_shards = len(self) // peers
+        shares = self._partition or contiguous(len(table), num_shards)
+        if len(shares) != num_shards:
+            raise ValueError(f"a partition over {len(shares)} ranks for {self.role} with {num_shards} ranks")
         # A rank without rows is left out: only groups without collectives get such a partition.
-        ranks = tuple(rank for rank, share in enumerate(shares) if share.rows)
+        ranks = tuple(rank for rank in range(len(self)) if shares[rank // peers].rows)
+        rows = {rank: table.rows(shares[rank // peers], self._meta) for rank in ranks[::peers]}
+        stores = method.dispatch.returns_rows
         refs = [
-            self._send(rank, method, (table.rows(shares[rank], self._meta), *args), kwargs, returns_rows(method))
+            self._send(rank, method, (rows[rank - rank % peers], *args), kwargs, stores and rank in rows, rank in rows)
             for rank in ranks
         ]
         origin = self._origin(method, ranks)
-        if method.dispatch is Dispatch.DP_COMPUTE_METRIC:
-            return self._answer(method, Future(refs, merge_metrics, origin))
-        joined = Table.of_results(refs, [shares[rank] for rank in ranks])
-        return self._answer(method, TableFuture(refs, joined, origin))
+        if not stores:
+            return self._answer(method, Future(refs, lambda answers: merge_metrics(answers[::peers]), origin))
+        joined = Table.of_results(refs[::peers], [shares[rank // peers] for rank in rows])
+        return self._answer(method, TableFuture(refs, joined, origin, peers))
 
     def _send(
         self,
@@ -102,8 +138,13 @@ class WorkerGroup(Generic[W]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         stores: bool = False,
+        is_wanted: bool = True,
     ) -> ObjectRef[Any]:
-        return cast("ObjectRef[Any]", self._processes[rank].execute.remote(method, args, dict(kwargs), stores))
+        sent: Any = self._processes[rank].execute.remote(method, args, dict(kwargs), stores, current_phase(), is_wanted)
+        answer, observed = cast("list[ObjectRef[Any]]", sent)
+        if self._observations is not None:
+            self._observations.add(observed)
+        return answer
 
     def _answer(self, method: RemoteMethod[W, Any, Any, Any, Any], future: Future[Any]) -> Any:
         return future.result(self._timeout_s) if method.blocking else future
@@ -120,11 +161,6 @@ class WorkerGroup(Generic[W]):
         """End all processes of the group at once; they write nothing more."""
         for process in self._processes:
             ray.kill(process)
-
-
-def returns_rows(method: RemoteMethod[W, Any, Any, Any, Any]) -> bool:
-    """Whether the method's answer stays in the worker's object store."""
-    return method.dispatch is Dispatch.DP_COMPUTE_PROTO
 
 
 def _first(answers: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """The Ray actor that holds one worker: one process for each (role, rank).
 
-It fetches the rows that it is sent, runs the worker's method, and keeps big answers in its node's object store.
+It fetches the rows that it is sent, runs the worker's method, and keeps big answers in its node's object store; what
+was seen of the process meanwhile is a second, small answer (`observation`).
 Methods run one after the other in the order of the calls, so collectives meet their peers. Started by `launch`; it
 knows no role.
 """
@@ -17,8 +18,11 @@ from typing import Any
 
 import ray
 
-from ppojob_trainer.telemetry import configure_logging, tee_output
+from ppojob_api.v1alpha1.telemetry import ProfileSpec
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
+from ppojob_trainer.worker_groups.observation import Observed, Observer
 from ppojob_trainer.worker_groups.table import Rows, StoredRows, store_rows
 
 __all__ = ["Seat", "WorkerProcess", "num_threads"]
@@ -33,6 +37,8 @@ class Seat:
     local_ranks: processes of the role on the same node, among which its cores are divided.
     timeout_s: longest wait for the rows of a call.
     address: of the process's node, as others reach it; known once it runs.
+    run_folder: the job's own; None where nothing but the log is written.
+    profile: what torch's profiler shall look into, if this role is one of those.
     """
 
     role: str
@@ -42,6 +48,8 @@ class Seat:
     log_file: Path
     timeout_s: float
     address: str = ""
+    run_folder: Path | None = None
+    profile: ProfileSpec | None = None
 
 
 class WorkerProcess:
@@ -53,23 +61,42 @@ class WorkerProcess:
         configure_logging()
         _limit_threads(num_threads(seat.local_ranks))
         self._seat = replace(seat, address=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        folder = None if seat.run_folder is None else RunFiles(seat.run_folder).profiles
+        self._observer = Observer(seat.role, seat.rank, seat.profile, folder)
         self._worker = make(self._seat)
 
     def address(self) -> str:
         """Return the address under which other nodes reach this one."""
         return self._seat.address
 
+    @ray.method(num_returns=2)
     def execute(
         self,
         method: RemoteMethod[Any, Any, Any, Any, Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         stores: bool,
-    ) -> Any | StoredRows:
-        """Run a registered method of the worker; `stores` keeps the answer here and returns where it lies."""
-        pulled = tuple(arg.pull(self._seat.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
-        answer = method.function(self._worker, *pulled, **kwargs)
-        return store_rows(answer) if stores else answer
+        phase: CurrentPhase | None,
+        is_wanted: bool = True,
+    ) -> tuple[Any | StoredRows, Observed]:
+        """Run a registered method of the worker.
+
+        `stores` keeps the answer here and returns where it lies; `is_wanted` False drops it, because a peer has it too.
+        """
+        with self._observer.around(method.__name__, phase):
+            pulled = tuple(arg.pull(self._seat.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
+            answer = method.function(self._worker, *pulled, **kwargs)
+            answer = store_rows(_with_each_row(answer, pulled[0])) if stores else answer
+            answer = answer if is_wanted else None
+        return answer, self._observer.observed(phase)
+
+
+def _with_each_row(answer: Any, sent: Any) -> DataProto:
+    """Return the answer, which must have a row for each row that was sent: the table counts on it."""
+    if not isinstance(answer, DataProto) or len(answer) != len(sent):
+        found = f"{len(answer)} rows" if isinstance(answer, DataProto) else f"a {type(answer).__name__}"
+        raise TypeError(f"the method returned {found}, wanted a DataProto with a row for each of the {len(sent)}")
+    return answer
 
 
 def num_threads(local_ranks: int) -> int:

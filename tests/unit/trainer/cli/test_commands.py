@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.bad_specs import GOOD, with_changes
 from typer.testing import CliRunner, Result
 
 from ppojob_trainer.cli import app
+from tests.bad_specs import GOOD, with_changes
 
 
 def _ppojob(*arguments: object) -> Result:
@@ -57,7 +57,8 @@ def test_a_good_file_says_what_it_resolves_to(file: Path) -> None:
 
 
 def test_a_job_without_a_critic_has_no_line_for_it(file: Path) -> None:
-    result = _ppojob("validate", file, "--set", "algorithm.advantageEstimator=grpo", "--set", "placement.critic=null")
+    options = ("algorithm.advantageEstimator=grpo", "rollout.samplesPerPrompt=2", "placement.critic=null")
+    result = _ppojob("validate", file, *(part for option in options for part in ("--set", option)))
 
     assert result.exit_code == 0
     assert "critic" not in result.stdout
@@ -262,6 +263,17 @@ def test_plot_draws_and_names_the_picture(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == f"{tmp_path}/plot.png\n"
     assert (tmp_path / "plot.png").exists()
+
+
+def test_plot_of_timings_compares_labelled_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "timing_s/step": 2.0, "timing_s/gen": 1.0}\n')
+
+    result = _ppojob("plot", "--timing", tmp_path, tmp_path / "metrics.jsonl", "--label", "a", "--label", "b")
+
+    assert result.exit_code == 0
+    assert result.stdout == "timing.png\n"
+    assert (tmp_path / "timing.png").exists()
 
 
 def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bad_specs import with_changes
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
@@ -12,7 +11,15 @@ from ppojob_trainer.checkpoints import CheckpointStore
 from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.local_run import job_file, next_attempt
 from ppojob_trainer.commands.manifest import Manifest
+from tests.bad_specs import with_changes
 
+WORKER = {
+    "name": "w",
+    "path": "/data/worker.py",
+    "className": "W",
+    "pool": "critic",
+    "hooks": [{"after": "Step", "method": "f"}],
+}
 FILES = {("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}}
 
 
@@ -76,11 +83,25 @@ def test_every_file_of_a_list_is_looked_up(storage: Path) -> None:
         (("model", "ref"), {"path": "/data/ref"}),
         (("checkpoint",), {"resumeFrom": "/data/other/checkpoints/step-4"}),
         (("reward",), {"function": {"path": "/data/reward.py"}}),
+        (("workers",), [WORKER]),
     ],
 )
-def test_every_path_of_the_spec_is_looked_up(storage: Path, place: tuple[str, ...], path: dict[str, Any]) -> None:
+def test_every_path_of_the_spec_is_looked_up(storage: Path, place: tuple[str, ...], path: Any) -> None:
     with pytest.raises(SpecError, match="is not on this machine"):
         localize(_manifest({("spec", *place): path}).spec, [storage])
+
+
+def test_the_files_of_a_reward_model_and_of_users_workers_are_found(storage: Path) -> None:
+    (storage / "worker.py").touch()
+    both = {("spec", "model", "reward"): {"path": "/data/model"}, ("spec", "reward", "type"): "Both"}
+    spec = localize(_manifest({**both, ("spec", "workers"): [WORKER]}).spec, [storage])
+
+    assert spec.model.reward is not None
+    assert spec.model.reward.path == str(storage / "model")
+    assert spec.workers[0].path == str(storage / "worker.py")
+    (storage / "worker.py").unlink()
+    with pytest.raises(SpecError, match=r"use --set spec\.workers\[0\]\.path=<path here>"):
+        localize(_manifest({("spec", "workers"): [WORKER]}).spec, [storage])
 
 
 def test_a_name_on_a_hub_is_left_to_the_loader() -> None:
@@ -126,6 +147,7 @@ def test_the_same_course_is_the_same_run(tmp_path: Path, storage: Path, changes:
         {("spec", "data", "train", "reasoningGym", "task"): "gcd"},
         {("spec", "algorithm"): {"gamma": 0.9}},
         {("metadata", "name"): "other"},
+        {("spec", "workers"): [{**WORKER, "path": None, "module": "m"}]},
     ],
 )
 def test_another_course_is_another_run(tmp_path: Path, storage: Path, changes: dict[Any, Any]) -> None:

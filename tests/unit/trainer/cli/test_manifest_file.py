@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.manifest import ManifestError, load, problems
 from ppojob_trainer.commands.overrides import apply_override
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 
 
 def _file(tmp_path: Path, text: str) -> Path:
@@ -113,7 +113,7 @@ def _set(*overrides: str) -> dict[str, Any]:
         ("pools.actor.nodes=2", ("spec", "pools", 0, "nodes"), 2),
         ("pools[1].nodes=2", ("spec", "pools", 1, "nodes"), 2),
         ("pools.1.nodes=2", ("spec", "pools", 1, "nodes"), 2),
-        ("actor.learningRate=1e-5", ("spec", "actor", "learningRate"), "1e-5"),
+        ("actor.learningRate=1e-5", ("spec", "actor", "learningRate"), 1e-5),
         ("algorithm.kl={inReward: true}", ("spec", "algorithm", "kl"), {"inReward": True}),
         ("rollout.stop=[a, b]", ("spec", "rollout", "stop"), ["a", "b"]),
         ("model.actor.path=/a=b", ("spec", "model", "actor", "path"), "/a=b"),

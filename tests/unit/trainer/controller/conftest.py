@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
 
 from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
@@ -16,8 +15,9 @@ from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import schedule_of
 from ppojob_trainer.maths.kl import AdaptiveKLController
+from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
 
-SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c"}
+SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "reward_model": "c"}
 
 
 @dataclass
@@ -49,10 +49,13 @@ def make_run() -> MakeRun:
         save_every: int = 0,
         pool_of: Mapping[str, str] = SPLIT,
         warmup: int = 0,
+        write_s: float | None = None,
         found: tuple[int, Mapping[str, Any]] | None = None,
         **ports: Any,
     ) -> Run:
         world = World()
+        if write_s is not None:
+            world.durations["write"] = write_s
         settings = LiveSettings(
             total_steps=steps,
             validate_every_steps=validate_every,
@@ -67,7 +70,12 @@ def make_run() -> MakeRun:
             plugged, schedule, phases, PPOSettings(pool_of, max_response_length=8, critic_warmup_steps=warmup), kl
         )
         loop_settings = LoopSettings(
-            has_validation=True, validates_first=True, exports_final=True, exports_each=False, num_gpus=3
+            has_validation=True,
+            validates_first=True,
+            exports_final=True,
+            exports_each=False,
+            num_gpus=3,
+            saves_in_background=write_s is not None,
         )
         loop = TrainingLoop(ppo, plugged, checkpoints, monitor, phases, schedule, loop_settings)
         return Run(world, monitor, checkpoints, loop, ppo)

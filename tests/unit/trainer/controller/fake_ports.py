@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
 
 T = TypeVar("T")
@@ -29,6 +30,10 @@ DURATIONS = {
     "values": 2.0,
     "ref": 1.0,
     "reward": 2.5,
+    "reward_model": 1.5,
+    "hook_Generate": 0.5,
+    "hook_Score": 0.5,
+    "hook_Step": 3.0,
     "advantages": 0.5,
     "update_actor": 5.0,
     "update_critic": 8.0,
@@ -83,6 +88,9 @@ class FakeBatch:
         for other in others:
             merged |= other.columns
         return FakeBatch(self.num_rows, merged)
+
+    def replaced_by(self, other: FakeBatch) -> FakeBatch:
+        return FakeBatch(self.num_rows, {**self.columns, **other.columns})
 
 
 @dataclass(frozen=True)
@@ -209,16 +217,48 @@ class FakeRef:
         return FakeBatch(2, {"ref": number_of("ref", batch.columns["response"])})
 
 
-class FakeReward:
-    def __init__(self, world: World) -> None:
-        self.world = world
+class FakeScores:
+    """A way of scoring: `reward` is the function, `reward_model` the model."""
 
-    async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase("reward", int(batch.columns["step"]))
-        return FakeBatch(2, {"score": number_of("score", batch.columns["response"])})
+    def __init__(self, world: World, what: str, column: str) -> None:
+        self.world, self.what, self.column = world, what, column
+
+    async def compute_scores(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+        await self.world.phase(self.what, int(batch.columns["step"]))
+        return FakeBatch(2, {self.column: number_of(self.what, batch.columns["response"])}), {f"{self.what}/seen": 1.0}
+
+
+class FakeReward:
+    def __init__(self, world: World, ways: str) -> None:
+        both = ways == "Both"
+        self.function = FakeScores(world, "reward", "of_function" if both else "score") if ways != "Model" else None
+        self.model = FakeScores(world, "reward_model", "of_model" if both else "score") if ways != "Function" else None
+
+    async def total(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+        if self.function is None or self.model is None:
+            return batch, {}
+        score = batch.columns["of_function"] + batch.columns["of_model"]
+        return batch.union(FakeBatch(2, {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
 
     async def validate(self, batch: FakeBatch) -> Metrics:
         return {"val-core/score/mean": batch.columns["response"]}
+
+
+@dataclass
+class FakeHook:
+    """A user's method; it returns one column, or none after Step, and a metric."""
+
+    world: World
+    after: HookPoint
+    worker: str = "shaper"
+    column: str = "score"
+
+    async def call(self, batch: FakeBatch, step: int) -> tuple[FakeBatch, Metrics]:
+        await self.world.phase(f"hook_{self.after.value}", step)
+        metrics = {f"{self.worker}/{self.after.value}": float(len(batch.columns))}
+        if self.after is HookPoint.STEP:
+            return batch, metrics
+        return batch.replaced_by(FakeBatch(2, {self.column: number_of(sorted(batch.columns.items()))})), metrics
 
 
 class FakeAdvantages:
@@ -244,7 +284,14 @@ class FakeWeights:
         self.world.rollout = self.world.actor
 
 
-def fake_ports(world: World, *, has_critic: bool = True, has_ref: bool = True) -> Ports[FakeBatch]:
+def fake_ports(
+    world: World,
+    *,
+    has_critic: bool = True,
+    has_ref: bool = True,
+    reward: str = "Function",
+    hooks: Sequence[HookPoint] = (),
+) -> Ports[FakeBatch]:
     """Return all ports of a world."""
     return Ports(
         data=FakeData(world),
@@ -252,9 +299,10 @@ def fake_ports(world: World, *, has_critic: bool = True, has_ref: bool = True) -
         actor=FakeActor(world),
         critic=FakeCritic(world) if has_critic else None,
         ref=FakeRef(world) if has_ref else None,
-        reward=FakeReward(world),
+        reward=FakeReward(world, reward),
         advantages=FakeAdvantages(world),
         weights=FakeWeights(world),
+        hooks=[FakeHook(world, point) for point in hooks],
     )
 
 
@@ -264,15 +312,22 @@ class FakeCheckpoints:
     def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
         self.world = world
         self.found = found
+        self.staged: dict[int, tuple[float, float]] = {}
         self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
         self.num_exports = 0
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
         return self.found
 
-    async def save(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+    async def stage(self, step: int) -> None:
         await self.world.phase("save", step)
-        self.saved[step] = (state, self.world.actor, self.world.critic)
+        self.staged[step] = (self.world.actor, self.world.critic)
+
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        # Only a save in the background takes its time here.
+        if "write" in self.world.durations:
+            await self.world.phase("write", step)
+        self.saved[step] = (state, *self.staged[step])
         return Path(f"step-{step}")
 
     async def export(self) -> Path:

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from tests.unit.trainer.controller.conftest import MakeRun, StopAt
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
+from tests.unit.trainer.controller.conftest import MakeRun, StopAt
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 

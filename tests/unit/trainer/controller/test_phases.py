@@ -6,6 +6,7 @@ import pytest
 
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.controller.phases import PhaseRecord, Phases, busy_seconds, window_metrics
+from ppojob_trainer.telemetry import CurrentPhase, current_phase
 
 
 def record(phase: str, pool: str, start: float, end: float) -> PhaseRecord:
@@ -17,6 +18,35 @@ async def test_a_phase_that_takes_too_long_is_named_with_its_role() -> None:
 
     with pytest.raises(PhaseTimeoutError, match=r"phase gen of role rollout was not done within 0\.01 s"):
         await phases.run("gen", "rollout", 1, asyncio.sleep(10))
+
+
+async def test_a_phase_that_takes_too_long_says_which_call_it_waited_for() -> None:
+    async def call() -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            phase = current_phase()
+            assert phase is not None
+            phase.unanswered.append("rollout.generate on rank 1")
+            raise
+
+    phases = Phases({}, timeout_s=0.01)
+
+    with pytest.raises(PhaseTimeoutError, match=r"still waiting for rollout\.generate on rank 1: the log of each"):
+        await phases.run("gen", "rollout", 1, call())
+
+
+async def test_the_work_knows_its_phase_and_its_limit() -> None:
+    async def work() -> CurrentPhase | None:
+        return await asyncio.create_task(inner())
+
+    async def inner() -> CurrentPhase | None:
+        return current_phase()
+
+    found = await Phases({}, timeout_s=5, clock=lambda: 100.0).run("gen", "rollout", 3, work())
+
+    assert found == CurrentPhase("gen", "rollout", 3, deadline=105.0)
+    assert current_phase() is None
 
 
 async def test_a_timeout_inside_the_work_stays_what_it_is() -> None:

@@ -1,9 +1,9 @@
 """In which order, and at the same time as what, the phases of a step run."""
 
 import pytest
-from tests.unit.trainer.controller.conftest import MakeRun
 
 from ppojob_api.v1alpha1.training import ScheduleMode
+from tests.unit.trainer.controller.conftest import MakeRun
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 

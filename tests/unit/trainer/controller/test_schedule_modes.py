@@ -1,10 +1,10 @@
 """A schedule changes when things happen and never what is computed."""
 
 import pytest
-from tests.unit.trainer.controller.conftest import MakeRun
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.schedule import schedule_of
+from tests.unit.trainer.controller.conftest import MakeRun
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")

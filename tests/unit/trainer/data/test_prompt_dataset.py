@@ -113,6 +113,11 @@ class TestOverlong:
         batch = dataset(10, max_length=4, overlong="Truncate").batch([1, 9])
         assert batch.array(Keys.PROMPT_IDS).tolist() == [[16, 11, 11, 21], [11, 11, 11, 21]]
 
+    def test_truncate_says_how_many_at_the_start(self, caplog) -> None:
+        with caplog.at_level(logging.WARNING):
+            dataset(10, max_length=4, overlong="Truncate")
+        assert "words: 8 of the first 10 prompts are longer than data.maxPromptLength 4" in caplog.text
+
     def test_more_prompts_than_one_block(self) -> None:
         assert len(dataset(2500, max_length=2402, overlong="Filter")) == 2400
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer
+from ppojob_trainer.data import DataError, PromptDataset, PromptLoader, PromptTokenizer
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
 from ppojob_trainer.rewards import Scorer, load_reward_function
@@ -49,6 +49,45 @@ def test_a_template_brings_its_own_special_tokens(source) -> None:
 def test_without_a_template_the_tokenizer_adds_its_begin_token(source) -> None:
     ids = PromptDataset(source, PromptTokenizer(make_tokenizer(None)), 200).batch([0]).array(Keys.PROMPT_IDS)[0]
     assert [token for token in ids if token < 5] == [BOS]
+
+
+THINKING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not enable_thinking %}<assistant>{% endif %}"
+
+
+def test_a_template_of_the_job_replaces_the_tokenizers(source) -> None:
+    for own in (TEMPLATE, None):
+        prompts = PromptTokenizer(make_tokenizer(own), "", THINKING)
+        ids = PromptDataset(source, prompts, 200).batch([0]).array(Keys.PROMPT_IDS)[0]
+        assert [token for token in ids if token < 5] == [ASSISTANT]
+
+
+def test_variables_reach_the_template(source) -> None:
+    ids = [
+        PromptDataset(source, PromptTokenizer(make_tokenizer(THINKING), "", None, {"enable_thinking": value}), 200)
+        .batch([0])
+        .array(Keys.PROMPT_IDS)[0]
+        for value in (False, True)
+    ]
+    assert ids[0] == [*ids[1], ASSISTANT]
+
+
+def test_variables_that_are_not_the_jobs_to_give_are_refused() -> None:
+    with pytest.raises(DataError, match=r"data\.chatTemplateKwargs: tokenize cannot be given: take it out"):
+        PromptTokenizer(make_tokenizer(TEMPLATE), "", None, {"tokenize": True})
+    with pytest.raises(DataError, match="the actor's tokenizer has no chat template: set chatTemplate"):
+        PromptTokenizer(make_tokenizer(None), "", None, {"enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}", "the chat template fails at .*TemplateSyntaxError"),
+        ("{{ raise_exception('no system message') }}", "TemplateError: no system message"),
+    ],
+)
+def test_a_template_that_fails_is_named(source, template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PromptDataset(source, PromptTokenizer(make_tokenizer(None), "", template), 200)
 
 
 def test_from_the_source_to_token_level_scores(source) -> None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ppojob_api.v1alpha1.data import DataSource
+from ppojob_api.v1alpha1.data import Columns, DataSource
 from ppojob_trainer.data import DataError, open_source
 from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
@@ -75,7 +75,7 @@ class TestFiles:
 
     def test_text_prompts_and_absent_columns(self, jsonl) -> None:
         path = jsonl([{"question": "2 + 2?"}])
-        record = read_jsonl([path], prompt_column="question")[0]
+        record = read_jsonl([path], Columns(prompt_column="question"))[0]
         assert (record.prompt, record.data_source, record.ground_truth, record.extra_info) == (
             "2 + 2?",
             "train",
@@ -93,7 +93,28 @@ class TestFiles:
             DataError,
             match=r"train.parquet, row 0: no column 'question'; there are data_source, prompt, .*Set promptColumn",
         ):
-            read_parquet([parquet(ROWS)], "question")
+            read_parquet([parquet(ROWS)], Columns(prompt_column="question"))
+
+    def test_columns_of_gsm8k_as_it_is_on_the_hub(self, parquet) -> None:
+        rows = [{"question": "2 + 2?", "answer": "It is two and two.\n#### 4"}]
+        columns = Columns(prompt_column="question", ground_truth_column="answer", data_source="openai/gsm8k")
+        record = read_parquet([parquet(rows)], columns)[0]
+        assert (record.prompt, record.ground_truth, record.data_source) == (
+            "2 + 2?",
+            "It is two and two.\n#### 4",
+            "openai/gsm8k",
+        )
+
+    def test_a_name_that_is_given_wins_over_the_column(self, jsonl) -> None:
+        assert read_jsonl([jsonl(ROWS)], Columns(data_source="mine"))[0].data_source == "mine"
+
+    def test_a_wrong_column_of_the_ground_truth_says_which_there_are(self, jsonl) -> None:
+        columns = Columns(prompt_column="question", ground_truth_column="anwser")
+        with pytest.raises(
+            DataError,
+            match=r"row 0: no column 'anwser'; there are question, answer\. Set groundTruthColumn",
+        ):
+            read_jsonl([jsonl([{"question": "2 + 2?", "answer": "4"}])], columns)
 
     @pytest.mark.parametrize("read", [read_parquet, read_jsonl])
     def test_a_missing_file(self, read) -> None:
@@ -182,6 +203,16 @@ class TestOpenSource:
         path = Path(parquet(ROWS, "train-00000-of-00001.parquet")).parent
         source = open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": {"path": str(path)}}))
         check_rows(source)
+
+    def test_columns_of_a_hugging_face_folder(self, parquet, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        folder = Path(parquet([{"question": "2 + 2?", "answer": "4"}], "test-00000-of-00001.parquet")).parent
+        hub = {"path": str(folder), "split": "test", "promptColumn": "question", "groundTruthColumn": "answer"}
+        record = open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": hub}))[0]
+        assert (record.prompt, record.ground_truth) == ("2 + 2?", "4")
+        hub["promptColumn"] = "problem"
+        with pytest.raises(DataError, match=r"no column 'problem'; there are question, answer\. Set promptColumn"):
+            open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": hub}))
 
     def test_a_hugging_face_folder_that_is_not_there(self) -> None:
         block = {"type": "HuggingFace", "huggingFace": {"path": "/nowhere/data", "name": "main"}}

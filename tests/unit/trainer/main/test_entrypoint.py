@@ -1,6 +1,7 @@
 """What the operator reads of an attempt: its exit code, and the last line of its log."""
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import __main__ as entrypoint
 from ppojob_trainer.main.failures import JobFailedError, failure_record
+from ppojob_trainer.telemetry import tee_output
 from ppojob_trainer.worker_groups.errors import WorkerLostError
 
 RAW: dict[str, Any] = {
@@ -82,6 +84,43 @@ def test_a_failure_is_the_last_line(
     assert code == 1
     assert FailureRecord.from_log(last) == record
     assert record.reason == Reason.WORKER_LOST
+
+
+def test_it_comes_after_what_the_copiers_still_had_in_the_log_and_in_its_copy(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def print_much_and_fail(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
+        for stream in (1, 2):
+            os.write(stream, b"from below Python\n" * 3000)
+        raise WorkerLostError("actor rank 1 was lost during update_actor")
+
+    monkeypatch.setattr(entrypoint, "tee_output", tee_output)
+    monkeypatch.setattr(entrypoint, "run_job", print_much_and_fail)
+
+    assert entrypoint.main(arguments) == 1
+
+    copy = (tmp_path / "logs" / "attempt-2" / "driver.log").read_text()
+    for log in (capfd.readouterr().out, copy):
+        assert log.count("from below Python\n") >= 3000
+        record = FailureRecord.from_log(log.splitlines()[-1])
+        assert record is not None
+        assert record.reason == Reason.WORKER_LOST
+
+
+def test_a_storage_that_fails_does_not_hide_the_record(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Full:
+        path = Path("/dev/full")
+
+        def close(self) -> None:
+            """Nothing was copied."""
+
+    monkeypatch.setattr(entrypoint, "tee_output", lambda path: Full())
+    run_as(monkeypatch, WorkerLostError("actor rank 1 was lost during update_actor"))
+
+    assert entrypoint.main(arguments) == 1
+    assert FailureRecord.from_log(capfd.readouterr().out.splitlines()[-1]) is not None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
-from ppojob_trainer.engines.errors import ModelNotFoundError, NonFiniteError, RendezvousError, WeightSyncError
+from ppojob_trainer.engines.errors import (
+    CheckpointUnwritableError,
+    ModelMismatchError,
+    ModelNotFoundError,
+    NonFiniteError,
+    RendezvousError,
+    WeightSyncError,
+)
 from ppojob_trainer.main.connection import RayNotStartedError
 from ppojob_trainer.main.failures import JobFailedError, JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.rewards import RewardFunctionError, RewardImportError, RewardTimeoutError
@@ -23,11 +30,13 @@ PERMANENT, USER, INFRASTRUCTURE = FailureKind.PERMANENT, FailureKind.USER, Failu
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """As torch's and Ray's are called."""
 
 
 CASES = [
     (ModelNotFoundError("no model"), Reason.MODEL_NOT_FOUND, PERMANENT),
+    (ModelMismatchError("65 tokens"), Reason.MODEL_MISMATCH, PERMANENT),
+    (CheckpointUnwritableError("no space"), Reason.CHECKPOINT_UNWRITABLE, USER),
     (DataError("no data"), Reason.DATA_UNREADABLE, PERMANENT),
     (RewardImportError("no module"), Reason.REWARD_IMPORT_FAILED, PERMANENT),
     (RewardFunctionError("it raised", 7), Reason.REWARD_FAILED, USER),
@@ -95,6 +104,16 @@ def test_a_long_message_still_makes_a_record_that_can_be_read_back() -> None:
     record = failure_record(DataError("x" * 10_000))
 
     assert FailureRecord.from_log(record.to_log_line()) == record
+
+
+def test_of_rays_page_about_memory_the_first_line_is_kept() -> None:
+    wrapped = WorkerFailedError("critic rank 0 failed in values: OutOfMemoryError: 1 worker(s) were killed")
+    wrapped.__cause__ = OutOfMemoryError("1 worker(s) were killed. Memory was 5 GB.\nOOM kill reason: ...\nTop 10 ...")
+
+    record = failure_record(wrapped)
+
+    assert record.message == "critic rank 0: 1 worker(s) were killed. Memory was 5 GB."
+    assert record.reason == Reason.OUT_OF_MEMORY
 
 
 def test_a_failure_that_has_its_name_keeps_it() -> None:

@@ -138,6 +138,31 @@ def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: Fak
     assert [line["critic/score/mean"] for line in lines] == [0.25, 0.5]
 
 
+def test_what_the_processes_saw_of_themselves_is_in_the_record(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.observed = lambda step: {"pool/actor/memory_peak_gb": 10.0 * step}
+
+    monitor.record(2, {"critic/score/mean": 0.5})
+    monitor.close()
+
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["pool/actor/memory_peak_gb"] == 20.0
+
+
+def test_a_port_that_another_run_has_does_not_stop_this_one(
+    tmp_path: Path, reporter: FakeReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = monitor_of(tmp_path / "a", threading.Event()), monitor_of(tmp_path / "b", threading.Event())
+
+    for monitor in (first, second):
+        monitor.record(1, {"critic/score/mean": 0.5})
+    for monitor in (first, second):
+        monitor.close()
+
+    assert "no /metrics on 0.0.0.0:9464: " in caplog.text
+    assert (tmp_path / "b" / "metrics.jsonl").exists()
+
+
 def test_a_resumed_run_takes_over_the_records_up_to_its_step(tmp_path: Path, reporter: FakeReporter) -> None:
     first = monitor_of(tmp_path, threading.Event())
     for step in (1, 2, 3):

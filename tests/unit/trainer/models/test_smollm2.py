@@ -15,6 +15,7 @@ def folder(tmp_path_factory) -> Path:
     return smollm2.prepare(output)
 
 
+@pytest.mark.slow
 def test_the_folder_is_complete_and_nothing_else_is_left(folder: Path) -> None:
     assert smollm2.is_prepared(folder)
     assert [path.name for path in folder.parent.iterdir()] == ["smollm2"]
@@ -25,11 +26,13 @@ def test_the_folder_is_complete_and_nothing_else_is_left(folder: Path) -> None:
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in [folder, *folder.iterdir()])
 
 
+@pytest.mark.slow
 def test_a_second_call_does_nothing(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(smollm2, "_convert", lambda *_: pytest.fail("converted again"))
     assert smollm2.prepare(folder) == folder
 
 
+@pytest.mark.slow
 def test_it_speaks_english_and_has_a_chat_template(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

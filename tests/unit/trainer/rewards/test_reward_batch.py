@@ -5,7 +5,7 @@ import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
 from ppojob_trainer.rewards import RewardFunctionError, Scorer
-from ppojob_trainer.rewards.batch import score_batch, scores_on_last_token
+from ppojob_trainer.rewards.batch import numbers_in, score_batch, scores_by_source, scores_on_last_token
 
 
 class Letters:
@@ -60,3 +60,14 @@ def test_masks_with_gaps_and_without_tokens() -> None:
         [0, 0, 0, 0],
         [3, 0, 0, 0],
     ]
+
+
+def test_numbers_beside_the_score_are_metrics_and_words_are_not() -> None:
+    rows = [{"format": True, "words": 3, "text": "a"}, {"format": False, "words": float("nan")}, {}]
+    assert numbers_in(rows) == {"reward/format": [1.0, 0.0], "reward/words": [3.0]}
+
+
+def test_scores_are_listed_by_data_source() -> None:
+    batch = DataProto.from_dict(non_tensors={Keys.DATA_SOURCE: ["a", "b", "a"]})
+    scores = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+    assert scores_by_source(batch, scores) == {"source/a": [1.0, 0.0], "source/b": [2.0]}

@@ -1,5 +1,6 @@
 """From a PPOJob's reward.function to a callable: what works, and that each mistake is named with its remedy."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -89,7 +90,6 @@ def test_mistakes_are_named(arguments, message) -> None:
             "def compute_score(response):\n    return 0\n",
             r"signature \(response\) and cannot be called with data_source=",
         ),
-        ("async def compute_score(**k):\n    return 0\n", "is a coroutine function: write it as a plain function"),
         (
             "def other(**k):\n    return 0\n",
             "has no function 'compute_score': set reward.function.name to one of other",
@@ -101,9 +101,32 @@ def test_mistakes_in_a_file_are_named(write, text, message) -> None:
     with pytest.raises(RewardImportError, match=message):
         load_reward_function(path=write(text))
     if "def other" not in text and "compute_score" not in text:
-        assert not {name for name in set(sys.modules) - before if name.startswith("ppojob_reward_")}
+        assert not {name for name in set(sys.modules) - before if name.startswith("ppojob_user_")}
 
 
 def test_a_file_that_is_not_python(write) -> None:
     with pytest.raises(RewardImportError, match=r"must end in \.py"):
         load_reward_function(path=write("x", "reward.txt"))
+
+
+def test_a_coroutine_function_is_one_too(write) -> None:
+    function = load_reward_function(path=write("async def compute_score(**k):\n    return 3\n"))
+    assert asyncio.run(function(**CALL)) == 3
+
+
+def test_verls_own_kind_of_file_runs_unchanged(write) -> None:
+    # The shape of verl's reward scores: positional names, extra_info optional, further options with defaults.
+    path = write(
+        "import re\n\n"
+        "def extract_solution(solution_str, method='strict'):\n"
+        "    found = re.findall(r'#### (-?[0-9.,]+)', solution_str)\n"
+        "    return found[-1].replace(',', '') if found else None\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, format_score=0.1, score=1.0):\n"
+        "    answer = extract_solution(solution_str=solution_str)\n"
+        "    if answer is None:\n        return 0\n"
+        "    return score if answer == ground_truth else format_score\n"
+    )
+    function = load_reward_function(path=path)
+    told = {"data_source": "openai/gsm8k", "ground_truth": "72", "extra_info": {"index": 0}}
+    scores = [function(solution_str=text, **told) for text in ("so #### 72", "so #### 71", "72")]
+    assert scores == [1.0, 0.1, 0]

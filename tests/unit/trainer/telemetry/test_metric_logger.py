@@ -18,8 +18,9 @@ from ppojob_trainer.telemetry.sinks.console import WIDTH, ConsoleSink
 
 
 def _open(root: Path, *, resume_step: int = 0, prometheus_port: int | None = None) -> MetricLogger:
+    prometheus = None if prometheus_port is None else ("127.0.0.1", prometheus_port)
     return MetricLogger.open(
-        RunFiles(root), total_steps=8, resume_step=resume_step, prometheus_port=prometheus_port, is_console=False
+        RunFiles(root), total_steps=8, resume_step=resume_step, prometheus=prometheus, is_console=False
     )
 
 
@@ -212,8 +213,8 @@ def test_the_console_has_a_row_per_step_with_what_is_left() -> None:
         "s/step",
         "left",
     ]
-    assert first.split() == ["1/8", "0.250", "-", "nan", "-", "-", "20.0", "-"]
-    assert second.split() == ["2/8", "0.250", "-", "nan", "-", "-", "20.0", "2", "min"]
+    assert first.split() == ["1/8", "━╸", "0.250", "-", "nan", "-", "-", "20.0", "-"]
+    assert second.split() == ["2/8", "━━━", "0.250", "-", "nan", "-", "-", "20.0", "2", "min"]
     assert len({len(head), len(first), len(second)}) == 1
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from ppojob_trainer.telemetry import MetricsUnreadableError
+from ppojob_trainer.telemetry import MetricsUnreadableError, plot_runs
 from ppojob_trainer.telemetry import plot as plot_module
 from ppojob_trainer.telemetry.plot import plot
 
@@ -100,7 +100,7 @@ def test_the_folder_of_a_run_will_do(tmp_path: Path) -> None:
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     paths = [_write(tmp_path / folder / "run", 2) for folder in ("a", "b")]
 
-    assert plot_module._names(paths) == ["a/run", "b/run"]
+    assert plot_runs.names_of(paths) == ["a/run", "b/run"]
 
 
 def test_a_bar_of_several_steps_has_their_mean_and_counts_absence_as_zero() -> None:
@@ -113,9 +113,9 @@ def test_a_bar_of_several_steps_has_their_mean_and_counts_absence_as_zero() -> N
 
 def test_phases_stand_in_the_order_of_a_step_and_unknown_ones_last(tmp_path: Path) -> None:
     metrics = ("timing_s/update_actor", "timing_s/mystery", "timing_s/gen", "timing_s/step")
-    run = plot_module._load(_write(tmp_path / "run", 2, metrics), "run")
+    run = plot_runs.load_runs([_write(tmp_path / "run", 2, metrics)])[0]
 
-    assert plot_module._phases([run]) == ["gen", "update_actor", "mystery"]
+    assert plot_runs.phases_of([run]) == ["gen", "update_actor", "mystery"]
 
 
 def test_no_file_is_no_picture(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_slow_endpoint_does_not_hold_the_training(endpoint: Any, start: Start)
     for step in range(100):
         reporter.update(_report(step), now=True)
 
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 20, "each would have waited for the endpoint's second"
 
 
 def test_an_endpoint_that_is_away_costs_one_line_in_the_log(

@@ -66,6 +66,13 @@ def test_rank_zero_alone_cannot_run_what_is_split_over_ranks() -> None:
         register(dispatch=Dispatch.DP_COMPUTE_PROTO, execute=Execute.RANK_ZERO)(method)
 
 
+def test_what_peers_are_asked_together() -> None:
+    asked_together = {mode for mode in Dispatch if mode.knows_peers}
+
+    assert asked_together == {Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO}
+    assert {mode for mode in Dispatch if mode.returns_rows} == {Dispatch.DP_COMPUTE_PROTO, Dispatch.MESH_COMPUTE_PROTO}
+
+
 def test_one_argument_for_each_rank_or_an_error() -> None:
     assert split_all_to_all(["a", "b"], 2, "f") == ["a", "b"]
     with pytest.raises(ValueError, match="f takes one argument for each of 3 ranks, got 2"):

@@ -1,19 +1,26 @@
 """Which of several ranks' failures is told, and in which words. References are stood in for by coroutines."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
-from ppojob_trainer.worker_groups import futures
+from ppojob_api.v1alpha1.reference import field_reference
+from ppojob_trainer.worker_groups import futures, memory
 from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.futures import Future, Origin
 
 RAYS_PAGE = (
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 9bd2) was "
     "5.51GB used / 6.00GB limit (0.917831)\nOOM kill reason: ...\nTop 10 memory users: ..."
+)
+TORCHS_PARAGRAPH = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.02 GiB is "
+    "free. Including non-PyTorch memory, this process has 138.79 GiB memory in use. Of the allocated memory ..."
 )
 
 
@@ -38,7 +45,15 @@ async def test_answers_are_merged_in_the_order_of_ranks() -> None:
 
 
 LOST = r"actor rank 0 was lost during update_actor"
-OF_MEMORY = r"actor rank 0 .* ran out of memory \(5.51GB used / 6.00GB limit\) during update_actor: give the pool more"
+OF_MEMORY = (
+    r"actor rank 0 .* ran out of memory \(5.51GB used / 6.00GB limit\) during update_actor: "
+    r"lower actor.maxTokensPerGPU, or give the pool more memory \(resourcesPerGPU.memory\)$"
+)
+OF_GPU_MEMORY = (
+    r"^actor rank 0 ran out of memory during update_actor \(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
+    r"a total capacity of 139.81 GiB of which 1.02 GiB is free.\): lower actor.maxTokensPerGPU, or "
+    r"rollout.gpuMemoryUtilization where vLLM is on the same GPU$"
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,18 @@ OF_MEMORY = r"actor rank 0 .* ran out of memory \(5.51GB used / 6.00GB limit\) d
         (WorkerCrashedError(), WorkerLostError, LOST),
         (OutOfMemoryError(RAYS_PAGE), WorkerOutOfMemoryError, OF_MEMORY),
         (OutOfMemoryError("other words"), WorkerOutOfMemoryError, r"ran out of memory during update_actor"),
+        (task_error(torch.OutOfMemoryError(TORCHS_PARAGRAPH)), WorkerOutOfMemoryError, OF_GPU_MEMORY),
+        (task_error(MemoryError()), WorkerOutOfMemoryError, r"\(MemoryError\): lower .* more memory"),
+        (
+            task_error(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")),
+            WorkerOutOfMemoryError,
+            r"tried to allocate 8 bytes.\): lower",
+        ),
+        (
+            task_error(OutOfMemoryError(RAYS_PAGE)),
+            WorkerFailedError,
+            r"rank 0 failed in update_actor: OutOfMemoryError: 1 worker\(s\) were killed .* limit \(0.917831\)$",
+        ),
     ],
 )
 async def test_a_failure_is_told_with_role_rank_and_method(error: Exception, kind: type[Exception], words: str) -> None:
@@ -60,6 +87,28 @@ async def test_a_failure_is_told_with_role_rank_and_method(error: Exception, kin
         await future_of(answer(error))
 
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        ("critic", "lower critic.maxTokensPerGPU, or"),
+        ("rollout", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
+        ("reward", "lower reward.function.numWorkers, or"),
+        ("of_a_user", "during run: give the pool more memory"),
+    ],
+)
+def test_memory_is_told_with_the_settings_of_the_role_that_take_less(role: str, settings: str) -> None:
+    failure = memory.explain_memory(OutOfMemoryError(RAYS_PAGE), role, 1, "run")
+
+    assert settings in str(failure)
+
+
+def test_the_settings_that_are_named_exist() -> None:
+    named = {name for words in memory.LESS_OF.values() for name in re.findall(r"[a-z]\w*(?:\.\w+)+", words)}
+
+    assert len(named) > 5
+    assert {name for name in named if f"`spec.{name}`" not in field_reference()} == set()
 
 
 async def test_a_dead_rank_explains_the_broken_connections_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,22 @@
 """Bundles of a pool, parts of a GPU, and what an error says is missing. No Ray: the arithmetic alone."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from ray.util.placement_group import PlacementGroup
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.main.connection import local_resources
-from ppojob_trainer.worker_groups.placement import bundle_resources, explain_shortage, gpu_fraction
+from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
+from ppojob_trainer.worker_groups.placement import (
+    Bundle,
+    PlacedPool,
+    bundle_resources,
+    explain_shortage,
+    gpu_fraction,
+)
 
 
 def spec_of(**changes: Any) -> PPOJobSpec:
@@ -55,6 +63,53 @@ def test_roles_that_share_a_gpu_have_equal_parts_that_fit() -> None:
     assert gpu_fraction(together, "one") == 0.25
     three = spec_of(algorithm={}, pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one"})
     assert gpu_fraction(three, "one") * 3 <= 1
+
+
+def test_a_reference_that_is_the_actor_takes_no_part_of_its_own() -> None:
+    spec = spec_of(model={"actor": {"path": "/m", "lora": {"rank": 8}}})
+
+    assert spec.placement.ref == "big"
+    assert gpu_fraction(spec, "big") == 0.5, "actor and rollout"
+
+
+def placed(*nodes: str) -> PlacedPool:
+    bundles = tuple(Bundle(index, node) for index, node in enumerate(nodes))
+    return PlacedPool("big", cast(PlacementGroup, None), bundles, 0.5)
+
+
+def test_a_replica_of_several_gpus_has_bundles_of_one_node() -> None:
+    replicas = placed("a", "a", "b", "b").in_replicas(2)
+
+    assert [[bundle.index for bundle in replica] for replica in replicas] == [[0, 1], [2, 3]]
+    assert [len(replica) for replica in placed("a", "b").in_replicas(1)] == [1, 1]
+
+
+def test_a_replica_over_nodes_is_refused_by_its_bundles() -> None:
+    with pytest.raises(PoolNotPlacedError, match=r"bundles 0, 1 of pool big are on different nodes.*replica of 2 GPUs"):
+        placed("a", "b", "b", "b").in_replicas(2)
+
+
+REWARD_MODEL = {"actor": {"path": "/m"}, "reward": {"path": "/rm"}}
+
+
+def test_a_reward_model_takes_a_part_of_its_pools_gpus() -> None:
+    spec = spec_of(model=REWARD_MODEL, reward={"type": "Model"})
+
+    assert gpu_fraction(spec, "small") == 0.333, "critic, ref and reward"
+    assert bundle_resources(spec, spec.pool("small"))["CPU"] == 0.004, "no process of a reward function"
+    both = spec_of(model=REWARD_MODEL, reward={"type": "Both", "function": {"module": "r"}})
+    assert gpu_fraction(both, "small") == 0.333
+    assert bundle_resources(both, both.pool("small"))["CPU"] == 0.005
+
+
+def test_users_workers_have_their_processes_and_where_they_ask_for_it_a_part_of_a_gpu() -> None:
+    worker = {"name": "w", "module": "m", "className": "W", "hooks": [{"after": "Step", "method": "f"}]}
+    spec = spec_of(workers=[{**worker, "pool": "big", "numWorkers": 3}])
+
+    assert gpu_fraction(spec, "big") == 0.5
+    assert bundle_resources(spec, spec.pool("big"))["CPU"] == 0.005
+    on_gpu = spec_of(workers=[{**worker, "pool": "big", "numWorkers": 3, "usesGPU": True}])
+    assert gpu_fraction(on_gpu, "big") == 0.25, "actor, rollout, and two processes in one of the bundles"
 
 
 def test_this_machine_stands_for_all_pools() -> None:

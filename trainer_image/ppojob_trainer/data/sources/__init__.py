@@ -23,10 +23,10 @@ def open_source(source: DataSource) -> PromptSource:
         from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 
         read = read_parquet if source.type is SourceType.PARQUET else read_jsonl
-        return read(source.files.paths, source.files.prompt_column)
+        return read(source.files.paths, source.files)
     if source.type is SourceType.HUGGING_FACE and source.hugging_face is not None:
         from ppojob_trainer.data.sources.hugging_face import load_hugging_face
 
         hub = source.hugging_face
-        return load_hugging_face(hub.path, hub.name, hub.split, hub.prompt_column)
+        return load_hugging_face(hub.path, hub.name, hub.split, hub)
     raise DataError(f"data source of type {source.type} needs the block {source.missing_block}")

@@ -6,21 +6,22 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 
+from ppojob_api.v1alpha1.data import Columns
 from ppojob_trainer.data.errors import DataError
-from ppojob_trainer.data.records import PromptRecord, record_from_row
+from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, record_from_row
 
 
 class HuggingFacePrompts:
     """A `PromptSource` over one split."""
 
-    def __init__(self, rows: Any, name: str, prompt_column: str) -> None:
+    def __init__(self, rows: Any, name: str, columns: Columns) -> None:
         """
         Raises:
             DataError: no rows, or no such column.
         """
         self._rows = rows
         self._name = name
-        self._prompt_column = prompt_column
+        self._columns = columns
         if len(rows) == 0:
             raise DataError(f"{name}: no rows")
         self[0]
@@ -34,11 +35,11 @@ class HuggingFacePrompts:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> PromptRecord:
-        return record_from_row(self._rows[index], self._prompt_column, f"{self._name}, row {index}", self._name)
+        return record_from_row(self._rows[index], self._columns, f"{self._name}, row {index}", self._name)
 
 
 def load_hugging_face(
-    path: str, name: str = "", split: str = "train", prompt_column: str = "prompt"
+    path: str, name: str = "", split: str = "train", columns: Columns = VERL_COLUMNS
 ) -> HuggingFacePrompts:
     """Load one split of a data set.
 
@@ -54,4 +55,4 @@ def load_hugging_face(
         rows = datasets.load_dataset(path, name or None, split=split)
     except Exception as error:  # reading the network, files and foreign formats raises many types
         raise DataError(f"{title}: datasets.load_dataset failed with {type(error).__name__}: {error}") from error
-    return HuggingFacePrompts(rows, title, prompt_column)
+    return HuggingFacePrompts(rows, title, columns)

@@ -1,4 +1,4 @@
-"""Prompts from Parquet and JSON Lines files with verl's columns.
+"""Prompts from Parquet and JSON Lines files.
 
 Parquet is read with pyarrow and stays in Arrow's memory; JSON Lines become dictionaries. Neither writes a cache.
 """
@@ -13,14 +13,15 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+from ppojob_api.v1alpha1.data import Columns
 from ppojob_trainer.data.errors import DataError
-from ppojob_trainer.data.records import PromptRecord, record_from_row
+from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, record_from_row
 
 
 class FilePrompts:
     """A `PromptSource` over rows of several files, one after the other."""
 
-    def __init__(self, files: Sequence[tuple[str, Sequence[Any]]], prompt_column: str) -> None:
+    def __init__(self, files: Sequence[tuple[str, Sequence[Any]]], columns: Columns) -> None:
         """
         Args:
             files: path and rows (dictionaries) of each.
@@ -29,7 +30,7 @@ class FilePrompts:
             DataError: there is no row at all.
         """
         self._files = files
-        self._prompt_column = prompt_column
+        self._columns = columns
         if len(self) == 0:
             raise DataError(f"{self.name}: no rows")
         # A wrong column should fail the job at its start, not in the middle of its first batch.
@@ -47,7 +48,7 @@ class FilePrompts:
         row = index
         for path, rows in self._files:
             if 0 <= row < len(rows):
-                return record_from_row(rows[row], self._prompt_column, f"{path}, row {row}", Path(path).stem)
+                return record_from_row(rows[row], self._columns, f"{path}, row {row}", Path(path).stem)
             row -= len(rows)
         raise IndexError(f"row {index} of {len(self)} in {self.name}")
 
@@ -65,22 +66,22 @@ class _ArrowRows(Sequence[Any]):
         return self._table.slice(index, 1).to_pylist()[0]
 
 
-def read_parquet(paths: Sequence[str], prompt_column: str = "prompt") -> FilePrompts:
+def read_parquet(paths: Sequence[str], columns: Columns = VERL_COLUMNS) -> FilePrompts:
     """Open Parquet files.
 
     Raises:
         DataError: a file is missing or not Parquet, a column is missing; names the path.
     """
-    return FilePrompts([(path, _parquet_rows(path)) for path in map(str, paths)], prompt_column)
+    return FilePrompts([(path, _parquet_rows(path)) for path in map(str, paths)], columns)
 
 
-def read_jsonl(paths: Sequence[str], prompt_column: str = "prompt") -> FilePrompts:
+def read_jsonl(paths: Sequence[str], columns: Columns = VERL_COLUMNS) -> FilePrompts:
     """Open JSON Lines files: one object a line, empty lines are skipped.
 
     Raises:
         DataError: a file is missing, a line is not a JSON object, a column is missing; names path and line.
     """
-    return FilePrompts([(path, _jsonl_rows(path)) for path in map(str, paths)], prompt_column)
+    return FilePrompts([(path, _jsonl_rows(path)) for path in map(str, paths)], columns)
 
 
 def _parquet_rows(path: str) -> _ArrowRows:

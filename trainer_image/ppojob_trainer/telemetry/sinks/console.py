@@ -3,6 +3,7 @@
 import math
 
 from rich.console import Console
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ppojob_trainer.telemetry.eta import Eta, in_words
@@ -17,7 +18,8 @@ _COLUMNS = (
     ("s/step", "timing_s/step", "{:.1f}"),
 )
 _ROWS_BETWEEN_HEADS = 20
-WIDTH = 110
+_BAR_WIDTH = 12
+WIDTH = 125
 """Characters of a row."""
 
 
@@ -33,10 +35,17 @@ class ConsoleSink:
     def write(self, step: int, time: float, metrics: Metrics) -> None:
         """Print the row of a step."""
         table = Table(box=None, padding=(0, 1), show_header=self._rows % _ROWS_BETWEEN_HEADS == 0)
-        for title, width in (("step", 11), *((name, max(len(name), 9)) for name, _, _ in _COLUMNS), ("left", 11)):
+        # A row for each step, and no bar that is drawn over: the same output goes to files and to Kubernetes.
+        for title, width in (
+            ("step", 11),
+            ("", _BAR_WIDTH),
+            *((name, max(len(name), 9)) for name, _, _ in _COLUMNS),
+            ("left", 11),
+        ):
             table.add_column(title, justify="right", width=width, no_wrap=True)
         cells = [_shown(metrics.get(metric), form) for _, metric, form in _COLUMNS]
-        table.add_row(f"{step}/{self._eta.total_steps}", *cells, in_words(self._eta.seconds))
+        bar = ProgressBar(total=self._eta.total_steps, completed=step, width=_BAR_WIDTH)
+        table.add_row(f"{step}/{self._eta.total_steps}", bar, *cells, in_words(self._eta.seconds))
         self._console.print(table)
         self._rows += 1
 

@@ -12,7 +12,7 @@ _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 class PrometheusSink:
     """Serves `ppojob_step` and one gauge for each metric: `actor/ppo_kl` is `ppojob_actor_ppo_kl`."""
 
-    def __init__(self, port: int, *, address: str = "0.0.0.0") -> None:
+    def __init__(self, port: int, *, address: str) -> None:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._server, self._thread = start_http_server(port, addr=address, registry=self._registry)

@@ -13,7 +13,7 @@ from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, with_metrics
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -29,7 +29,7 @@ class ActorWorker(TrainedWorker):
     """One rank of the policy."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+        super().__init__(seat, spec, spec.actor)
         self._engine: PolicyEngine | None = None
         self._sender: WeightSender | None = None
 
@@ -41,9 +41,14 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path."""
+        """Raise ModelNotFoundError where there is no model at the path, ModelUnsupportedError where a part of it is not
+        computed, ModelMismatchError where it does not fit the job or cannot be divided as asked.
+        """
         model = self.spec.model.actor
-        check_model(model.path, model.trust_remote_code)
+        sizes = sizes_of("actor", self.spec.actor)
+        sizes["rollout.tensorParallelSize"] = self.spec.rollout.tensor_parallel_size
+        check_model(model.path, model.trust_remote_code, sizes)
+        check_fit("actor", model.path, model.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
@@ -52,21 +57,34 @@ class ActorWorker(TrainedWorker):
 
         spec = self.spec
         self._engine = PolicyEngine(
-            self.parallel, spec.model.actor, spec.actor, spec.algorithm.kl, total_steps=spec.trainer.total_steps
+            self.parallel,
+            spec.model.actor,
+            spec.actor,
+            spec.algorithm.kl,
+            total_steps=spec.trainer.total_steps,
+            seed=spec.trainer.seed,
         )
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return old_log_probs, and in the metrics how far the rollout's are from them."""
         found = self.engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
-        return with_metrics(found.tensors(), rollout_difference(batch.union(found), self.parallel))
+        difference = {}
+        if Keys.ROLLOUT_LOG_PROBS in batch.tensors():
+            difference = rollout_difference(batch.union(found), self.parallel)
+        return with_metrics(found.tensors(), difference)
+
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return ref_log_prob, by the policy with its adapters off."""
+        return self.engine.compute_ref_log_prob(batch)
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> Metrics:
         """Run PPO's minibatches on the batch."""
         return self.engine.update(batch)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns, for estimators without a critic."""
         return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
@@ -92,9 +110,9 @@ class ActorWorker(TrainedWorker):
         return self._sender.push(version)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint into a new folder."""
-        self.engine.save(folder)
+    def save(self, folder: Path, in_background: bool = False) -> None:
+        """Write this rank's part of a checkpoint into a new folder; in the background, `is_saved` says when."""
+        self.engine.save(folder, self.background_saves() if in_background else None)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def restore(self, folder: Path) -> None:
@@ -111,7 +129,7 @@ class ActorGroup:
     """The actor as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[ActorWorker], spec: PPOJobSpec) -> None:
-        self.group = group.using({Meta.TEMPERATURE: spec.rollout.temperature})
+        self.group = group.with_peers(spec.actor.num_peers).using({Meta.TEMPERATURE: spec.rollout.temperature})
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.actor.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size
@@ -119,18 +137,18 @@ class ActorGroup:
 
     async def compute_log_prob(self, batch: Table) -> tuple[Table, dict[str, float]]:
         """See `ActorPort`."""
-        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        group = self.group.over(balanced(batch.tokens, self.group.num_shards))
         found = await group.call(ActorWorker.compute_log_prob, batch)
         return found, reduce_metrics(found)
 
     async def update(self, batch: Table) -> dict[str, float]:
         """See `ActorPort`."""
-        partition = in_minibatches(batch.tokens, self._minibatch_rows, len(self.group))
+        partition = in_minibatches(batch.tokens, self._minibatch_rows, self.group.num_shards)
         return await self.group.over(partition).using(self._updating).call(ActorWorker.update_actor, batch)
 
     async def compute_advantages(self, batch: Table, kl_coefficient: float) -> tuple[Table, dict[str, float]]:
         """See `AdvantagePort`."""
-        group = self.group.over(in_groups(len(batch), self._samples, len(self.group)))
+        group = self.group.over(in_groups(len(batch), self._samples, self.group.num_shards))
         found = await group.call(ActorWorker.compute_advantages, batch, kl_coefficient)
         return found, reduce_metrics(found)
 

@@ -12,7 +12,7 @@ from ppojob_trainer.worker_groups.advantages import compute_advantages
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -28,7 +28,7 @@ class CriticWorker(TrainedWorker):
     """One rank of the critic."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+        super().__init__(seat, spec, spec.critic)
         self._engine: CriticEngine | None = None
 
     @property
@@ -39,9 +39,13 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path."""
+        """Raise ModelNotFoundError where there is no model at the path, ModelUnsupportedError where a part of it is not
+        computed, ModelMismatchError where it does not fit the job or cannot be divided as asked.
+        """
         model = self.spec.model
-        check_model(model.critic.path or model.actor.path, model.critic.trust_remote_code)
+        path = model.critic.path or model.actor.path
+        check_model(path, model.critic.trust_remote_code, sizes_of("critic", self.spec.critic))
+        check_fit("critic", path, model.critic.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
@@ -58,12 +62,12 @@ class CriticWorker(TrainedWorker):
             seed=spec.trainer.seed,
         )
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return values."""
         return self.engine.compute_values(batch)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns."""
         return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
@@ -74,9 +78,9 @@ class CriticWorker(TrainedWorker):
         return self.engine.update(batch)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint into a new folder."""
-        self.engine.save(folder)
+    def save(self, folder: Path, in_background: bool = False) -> None:
+        """Write this rank's part of a checkpoint into a new folder; in the background, `is_saved` says when."""
+        self.engine.save(folder, self.background_saves() if in_background else None)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def restore(self, folder: Path) -> None:
@@ -88,7 +92,7 @@ class CriticGroup:
     """The critic as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[CriticWorker], spec: PPOJobSpec) -> None:
-        self.group = group
+        self.group = group.with_peers(spec.critic.num_peers)
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.critic.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.critic.mini_batch_size
@@ -96,16 +100,16 @@ class CriticGroup:
 
     async def compute_values(self, batch: Table) -> Table:
         """See `CriticPort`."""
-        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        group = self.group.over(balanced(batch.tokens, self.group.num_shards))
         return await group.call(CriticWorker.compute_values, batch)
 
     async def compute_advantages(self, batch: Table, kl_coefficient: float) -> tuple[Table, dict[str, float]]:
         """See `AdvantagePort`."""
-        group = self.group.over(in_groups(len(batch), self._samples, len(self.group)))
+        group = self.group.over(in_groups(len(batch), self._samples, self.group.num_shards))
         found = await group.call(CriticWorker.compute_advantages, batch, kl_coefficient)
         return found, reduce_metrics(found)
 
     async def update(self, batch: Table) -> dict[str, float]:
         """See `CriticPort`."""
-        partition = in_minibatches(batch.tokens, self._minibatch_rows, len(self.group))
+        partition = in_minibatches(batch.tokens, self._minibatch_rows, self.group.num_shards)
         return await self.group.over(partition).using(self._updating).call(CriticWorker.update_critic, batch)

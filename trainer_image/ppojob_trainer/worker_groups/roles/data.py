@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppojob_api.v1alpha1.data import DataSource
-from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.model import ActorModel, RewardModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
 from ppojob_trainer.engines.errors import ModelNotFoundError
@@ -26,8 +26,8 @@ __all__ = ["DataGroup", "DataWorker", "PromptsOfStep", "load_tokenizer", "with_s
 _KEPT_POSITIONS = 8
 
 
-def load_tokenizer(model: ActorModel) -> Any:
-    """Return the tokenizer in the actor's folder.
+def load_tokenizer(model: ActorModel | RewardModel) -> Any:
+    """Return the tokenizer in a model's folder.
 
     Raises:
         ModelNotFoundError: there is none.
@@ -114,7 +114,7 @@ class DataWorker:
 
     def _dataset(self, source: DataSource, tokenizer: Any) -> PromptDataset:
         data = self.spec.data
-        prompts = PromptTokenizer(tokenizer, source.system_prompt)
+        prompts = PromptTokenizer(tokenizer, source.system_prompt, data.chat_template, data.chat_template_kwargs)
         return PromptDataset(open_source(source), prompts, data.max_prompt_length, data.overlong_prompts.value)
 
 

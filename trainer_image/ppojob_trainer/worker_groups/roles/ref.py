@@ -1,4 +1,4 @@
-"""The reference policy: it computes log-probs and never changes."""
+"""The reference policy: it computes log-probs and never changes. With LoRA it is the actor with its adapters off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.protocol import DataProto, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_model
+from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     # Loads transformers; the driver and the other roles do without it.
     from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
 
-__all__ = ["RefGroup", "RefWorker"]
+__all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
 
 
 class RefWorker(TrainedWorker):
     """One rank of the reference policy."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+        # Divided as the actor is, whose sequences it reads.
+        super().__init__(seat, spec, spec.actor)
         self._path = spec.model.ref.path or spec.model.actor.path
         # Without a path of its own it is the actor's model, and runs the actor's code.
         own = spec.model.ref if spec.model.ref.path else spec.model.actor
@@ -33,8 +35,9 @@ class RefWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path."""
-        check_model(self._path, self._trust_remote_code)
+        """Raise ModelNotFoundError where there is no model at the path, ModelMismatchError where it does not fit."""
+        check_model(self._path, self._trust_remote_code, sizes_of("actor", self.spec.actor))
+        check_fit("ref", self._path, self._trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
@@ -45,10 +48,11 @@ class RefWorker(TrainedWorker):
             self.parallel,
             self._path,
             trust_remote_code=self._trust_remote_code,
+            offload=self.spec.model.ref.offload,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
         )
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob."""
         assert self._engine is not None, "load() comes first"
@@ -59,9 +63,21 @@ class RefGroup:
     """The reference as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[RefWorker], spec: PPOJobSpec) -> None:
-        self.group = group.using({Meta.TEMPERATURE: spec.rollout.temperature})
+        self.group = group.with_peers(spec.actor.num_peers).using({Meta.TEMPERATURE: spec.rollout.temperature})
 
     async def compute_ref_log_prob(self, batch: Table) -> Table:
         """See `RefPort`."""
-        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        group = self.group.over(balanced(batch.tokens, self.group.num_shards))
         return await group.call(RefWorker.compute_ref_log_prob, batch)
+
+
+class AdaptersOff:
+    """The reference as the controller calls it, where the actor's processes are it: nothing more is loaded."""
+
+    def __init__(self, actor: ActorGroup) -> None:
+        self._actor = actor.group
+
+    async def compute_ref_log_prob(self, batch: Table) -> Table:
+        """See `RefPort`."""
+        group = self._actor.over(balanced(batch.tokens, self._actor.num_shards))
+        return await group.call(ActorWorker.compute_ref_log_prob, batch)

@@ -1,28 +1,45 @@
-"""The reward: a function of the user's, run by CPU processes over parts of the batch."""
+"""The reward: a function of the user's, run by CPU processes over parts of the batch, a model, or the sum of both."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ppojob_api.v1alpha1.reward import OnError, RewardWeights
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.rewards import Scorer, load_reward_function
-from ppojob_trainer.rewards.batch import Decoder, score_batch
+from ppojob_trainer.rewards.batch import (
+    REWARD_EXTRAS,
+    REWARD_PREFIX,
+    SOURCE_PREFIX,
+    Decoder,
+    numbers_in,
+    score_batch,
+    scores_by_source,
+)
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
+from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
+from ppojob_trainer.worker_groups.samples import SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
-__all__ = ["RewardGroup", "RewardWorker"]
+__all__ = ["FunctionScores", "RewardGroup", "RewardWorker"]
 
 
 class RewardWorker:
-    """Scores the rows that it is sent."""
+    """Scores the rows that it is sent with the function."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         self.spec = spec
         self._scorer: Scorer | None = None
         self._decoder: Decoder | None = None
+        self._samples = SampleKeeper(seat, spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
@@ -33,6 +50,7 @@ class RewardWorker:
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
         function = self.spec.reward.function
+        assert function is not None, "this reward has no function"
         self._scorer = Scorer(
             load_reward_function(function.module, function.path, function.name, function.extract, function.kwargs),
             on_error=function.on_error.value,
@@ -43,38 +61,104 @@ class RewardWorker:
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """Return token_level_scores; the metrics hold the scores of each data source, row by row.
+        """Return the scores, and as metrics those of each data source and the numbers that the function gave beside.
+
+        They are token_level_scores, or function_scores where a model scores too.
 
         Raises:
             RewardError: the function raised or was too slow.
         """
         assert self._scorer is not None, "load() comes first"
         assert self._decoder is not None, "load() comes first"
-        scores = score_batch(batch, self._scorer, self._decoder).tensor(Keys.TOKEN_LEVEL_SCORES)
-        by_source: dict[str, list[float]] = {}
-        for source, score in zip(batch.array(Keys.DATA_SOURCE), scores.sum(dim=1).tolist(), strict=True):
-            by_source.setdefault(str(source), []).append(score)
-        return DataProto.from_dict({Keys.TOKEN_LEVEL_SCORES: scores}, meta_info={Meta.METRICS: by_source})
+        reward = self.spec.reward
+        scored = score_batch(batch, self._scorer, self._decoder)
+        scores, extras = scored.tensor(Keys.TOKEN_LEVEL_SCORES), scored.array(REWARD_EXTRAS).tolist()
+        metrics = {**scores_by_source(batch, scores), **numbers_in(extras)}
+        if reward.function is not None and reward.function.on_error is OnError.SCORE:
+            metrics[f"{REWARD_PREFIX}error"] = [float("error" in row) for row in extras]
+        if not reward.uses_model:
+            self._samples.keep(batch, scores, self._decoder, extras)
+        name = Keys.FUNCTION_SCORES if reward.uses_model else Keys.TOKEN_LEVEL_SCORES
+        return DataProto.from_dict({name: scores}, meta_info={Meta.METRICS: metrics})
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def add_scores(self, batch: DataProto) -> DataProto:
+        """Return token_level_scores, the weighted sum of function_scores and model_scores, with metrics of each."""
+        of_function, of_model = batch.tensor(Keys.FUNCTION_SCORES), batch.tensor(Keys.MODEL_SCORES)
+        total = weighted(of_function, of_model, self.spec.reward.weights or RewardWeights())
+        assert self._decoder is not None, "load() comes first"
+        self._samples.keep(batch, total, self._decoder)
+        metrics = scores_by_source(batch, total)
+        for name, scores in (("function", of_function), ("model", of_model)):
+            metrics[f"{REWARD_PREFIX}{name}"] = scores.sum(dim=1).tolist()
+        return DataProto.from_dict({Keys.TOKEN_LEVEL_SCORES: total}, meta_info={Meta.METRICS: metrics})
+
+
+def weighted(of_function: Tensor, of_model: Tensor, weights: RewardWeights) -> Tensor:
+    """Return the weighted sum of two scores [B, R]."""
+    return weights.function * of_function + weights.model * of_model
+
+
+class FunctionScores:
+    """The reward function as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[RewardWorker]) -> None:
+        self.group = group
+
+    async def compute_scores(self, batch: Table) -> tuple[Table, dict[str, float]]:
+        """See `ScoresPort`."""
+        table = await self._over(batch).call(RewardWorker.compute_scores, batch)
+        return table, means_of(table.metrics, REWARD_PREFIX)
+
+    async def add(self, batch: Table) -> Table:
+        """Return token_level_scores of rows that have both scores."""
+        return await self._over(batch).call(RewardWorker.add_scores, batch)
+
+    def _over(self, batch: Table) -> WorkerGroup[RewardWorker]:
+        return self.group.over(spread(len(batch), len(self.group)))
 
 
 class RewardGroup:
-    """The reward as the controller calls it."""
+    """The whole reward as the controller calls it: a function, a model, or the sum of both."""
 
-    def __init__(self, group: WorkerGroup[RewardWorker], spec: PPOJobSpec) -> None:
-        self.group = group
+    def __init__(self, function: FunctionScores | None, model: ModelScores | None, spec: PPOJobSpec) -> None:
+        self.function = function
+        self.model = model
         self._validation_samples = spec.rollout.validation.samples_per_prompt
 
-    async def compute_scores(self, batch: Table) -> Table:
+    async def total(self, batch: Table) -> tuple[Table, dict[str, float]]:
         """See `RewardPort`."""
-        group = self.group.over(spread(len(batch), len(self.group)))
-        return await group.call(RewardWorker.compute_scores, batch)
+        if self.function is None or self.model is None:
+            return batch, {}
+        table = await self.function.add(batch)
+        return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
 
     async def validate(self, batch: Table) -> dict[str, float]:
         """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as verl has it, and the mean over all sources."""
-        by_source = (await self.compute_scores(batch)).metrics
-        everything = [score for scores in by_source.values() for score in scores]
-        means = {
-            f"val-core/{source}/score/mean@{self._validation_samples}": sum(scores) / len(scores)
-            for source, scores in by_source.items()
+        ways = [way for way in (self.function, self.model) if way is not None]
+        tables = [table for table, _ in await asyncio.gather(*(way.compute_scores(batch) for way in ways))]
+        if self.function is not None and self.model is not None:
+            tables = [await self.function.add(batch.union(*tables))]
+        means = means_of(tables[0].metrics, SOURCE_PREFIX, suffix="")
+        everything = [value for name, values in tables[0].metrics.items() if is_source(name) for value in values]
+        return {
+            **{
+                f"val-core/{name.removeprefix(SOURCE_PREFIX)}/score/mean@{self._validation_samples}": mean
+                for name, mean in means.items()
+            },
+            "val-core/score/mean": sum(everything) / len(everything),
         }
-        return {**means, "val-core/score/mean": sum(everything) / len(everything)}
+
+
+def is_source(name: str) -> bool:
+    """Whether a metric of a scored batch holds the scores of a data source."""
+    return name.startswith(SOURCE_PREFIX)
+
+
+def means_of(metrics: Mapping[str, Sequence[float]], prefix: str, suffix: str = "/mean") -> dict[str, float]:
+    """Return the mean of each metric whose name begins with `prefix`."""
+    return {
+        f"{name}{suffix}": sum(values) / len(values)
+        for name, values in metrics.items()
+        if name.startswith(prefix) and values
+    }

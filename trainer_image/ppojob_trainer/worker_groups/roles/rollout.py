@@ -1,6 +1,8 @@
 """The rollout: vLLM engines that write the responses, and the way of the policy's weights to them.
 
-One process for each replica; a replica has a GPU, or with device cpu a node. A sample's seed is a hash of run seed,
+One process for each replica; a replica has tensorParallelSize GPUs of a node, or with device cpu a node. A worker of
+vLLM's computes on each GPU; all are children of the replica's process, and the other bundles of the replica only hold
+their GPU's share for them. A sample's seed is a hash of run seed,
 step, prompt and sample number, so responses depend neither on which replica writes them, nor on the order, nor on
 restarts. Where actor and rollout share GPUs, the engine sleeps from the end of generation until the next weights.
 """
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -27,7 +30,12 @@ from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
+if TYPE_CHECKING:
+    # vLLM takes seconds to import.
+    from ppojob_trainer.engines.vllm.engine import Generation
+
 __all__ = [
+    "GpuHolder",
     "RolloutGroup",
     "RolloutOfStep",
     "RolloutWorker",
@@ -39,6 +47,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAD_TOKEN = 0
 """Fills the gaps; packing drops them before a model sees anything."""
 
@@ -74,9 +83,12 @@ class RolloutWorker:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self) -> None:
-        """Start the engine with the initial weights."""
+    @register(dispatch=Dispatch.ALL_TO_ALL)
+    def load(self, other_gpus: Sequence[str]) -> None:
+        """Start the engine with the initial weights, on this process's GPU and those of the replica's holders."""
+        if other_gpus:
+            # Ray shows a process its own bundle's GPU only. vLLM has not looked yet.
+            os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
         self._wait(self._engine.start())
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
@@ -97,14 +109,14 @@ class RolloutWorker:
                 # The same widths in all replicas, or their results could not be put together.
                 data.max_prompt_length,
                 data.max_response_length,
-                [generation.log_probs for generation in written],
+                _log_probs(written),
             )
         )
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def connect_weights(self, place: tuple[WeightLink, int]) -> None:
-        """Connect to the sender of the weights, as receiver number `place[1]`."""
-        self._wait(self._engine.connect_weights(*place))
+    def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> None:
+        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number."""
+        self._wait(self._engine.connect_weights(places))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Receipt:
@@ -133,6 +145,24 @@ class RolloutWorker:
             raise
 
 
+def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
+    """Those of all responses, or None where they were not asked for."""
+    found = [generation.log_probs for generation in written if generation.log_probs is not None]
+    return found if len(found) == len(written) else None
+
+
+class GpuHolder:
+    """Holds a bundle's share of the GPU, on which a replica that began in another bundle computes."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def visible_gpu(self) -> str:
+        """Return the GPU's name for CUDA."""
+        return os.environ[_VISIBLE]
+
+
 @dataclass(frozen=True)
 class RolloutOfStep:
     """See `controller.ports.Rollout`."""
@@ -153,9 +183,20 @@ class RolloutOfStep:
 class RolloutGroup:
     """The rollout as the controller calls it."""
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], spec: PPOJobSpec) -> None:
-        self.group = group
-        self.sleeps = shares_gpus(spec) and spec.device is Device.CUDA
+    def __init__(
+        self, group: WorkerGroup[RolloutWorker], spec: PPOJobSpec, holders: WorkerGroup[GpuHolder] | None = None
+    ) -> None:
+        """`holders`: those of the first replica's other GPUs, then of the second's, ...; None with a GPU each."""
+        self.group, self.holders = group, holders
+        self.num_workers = len(group) + (0 if holders is None else len(holders))
+        self.sleeps = shares_gpus(spec) and spec.rollout.sleep and spec.device is Device.CUDA
+
+    async def load(self) -> None:
+        """Start the engines."""
+        gpus = [] if self.holders is None else await self.holders.call(GpuHolder.visible_gpu)
+        each = len(gpus) // len(self.group)
+        of_replicas = [gpus[replica * each : (replica + 1) * each] for replica in range(len(self.group))]
+        await self.group.call(RolloutWorker.load, of_replicas)
 
     async def generate(self, prompts: Table, step: int) -> RolloutOfStep:
         """See `RolloutPort`."""
@@ -180,10 +221,11 @@ class WeightsGroup:
         self._actor = actor
         self._rollout = rollout.group
         self._sleeps = rollout.sleeps
+        self._workers_of_replica = rollout.num_workers // len(rollout.group)
         self._plans = link_plan(
             spec.device,
             num_ranks=len(actor),
-            num_replicas=len(rollout.group),
+            num_receivers=rollout.num_workers,
             is_shared=spec.placement.rollout == spec.placement.actor,
         )
 
@@ -197,10 +239,10 @@ class WeightsGroup:
         for plan in self._plans:
             link = links[plan.sender_rank]
             assert link is not None, "a rank with a plan has a link"
-            places |= {replica: (link, number + 1) for number, replica in enumerate(plan.replicas)}
-        connected = self._rollout.call(
-            RolloutWorker.connect_weights, [places[replica] for replica in range(len(self._rollout))]
-        )
+            places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
+        size = self._workers_of_replica
+        of_replicas = [[places[first + worker] for worker in range(size)] for first in range(0, len(places), size)]
+        connected = self._rollout.call(RolloutWorker.connect_weights, of_replicas)
         await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
 
     async def push(self, version: int) -> None:
@@ -218,6 +260,7 @@ class WeightsGroup:
         for plan in self._plans:
             receipt = sent[plan.sender_rank]
             assert receipt is not None, "a rank with a plan has sent"
-            verify(receipt, [received[replica] for replica in plan.replicas])
+            # All workers of a replica have the same, or it would have said so.
+            verify(receipt, [received[receiver // self._workers_of_replica] for receiver in plan.receivers])
         if self._sleeps:
             await self._rollout.call(RolloutWorker.wake, "kv_cache")

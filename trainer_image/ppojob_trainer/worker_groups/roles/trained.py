@@ -6,39 +6,80 @@ not exist is found before any process has spent minutes on loading.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Trained
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
-__all__ = ["TrainedWorker", "check_model", "join"]
+if TYPE_CHECKING:
+    # Loads torch; the driver imports this module too.
+    from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+
+__all__ = ["TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
 
 W = TypeVar("W", bound="TrainedWorker")
 
 
-def check_model(path: str, trust_remote_code: bool) -> None:
+def check_model(path: str, trust_remote_code: bool, sizes: Mapping[str, int] | None = None) -> None:
     """Read the configuration of a model, seconds before its weights are loaded.
+
+    Args:
+        sizes: over how many ranks it will be divided, by the spec's fields.
 
     Raises:
         ModelNotFoundError: there is none.
+        ModelUnsupportedError: it has a part that is not computed.
+        ModelMismatchError: it cannot be divided so.
     """
     # Imported here: transformers takes seconds, and the driver imports this module too.
+    from ppojob_trainer.engines.fsdp.divisions import check_divisions
+    from ppojob_trainer.engines.fsdp.families import refuse_unsupported
     from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
 
-    read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+    refuse_unsupported(config)
+    check_divisions(config, sizes or {})
+
+
+def check_fit(role: str, path: str, trust_remote_code: bool, spec: PPOJobSpec) -> None:
+    """Compare a model's configuration with the lengths of the data and with the actor's vocabulary.
+
+    Raises:
+        ModelMismatchError: its context is too short, or it reads other tokens.
+    """
+    from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+    from ppojob_trainer.engines.model_fit import check_context, check_vocabulary
+
+    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+    check_context(role, path, config, spec.data)
+    if path != spec.model.actor.path:
+        check_vocabulary(role, path, config, spec.model)
+
+
+def sizes_of(role: str, training: Trained) -> dict[str, int]:
+    """Return what `check_model` checks of a role that trains."""
+    return {
+        f"{role}.tensorParallelSize": training.tensor_parallel_size,
+        f"{role}.sequenceParallelSize": training.sequence_parallel_size,
+    }
 
 
 class TrainedWorker:
     """A rank of a sharded model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, seat: Seat, spec: PPOJobSpec, training: Trained | None = None) -> None:
+        """`training` says how many ranks work on the same sequences; None: one."""
         self.seat = seat
         self.spec = spec
+        self.training = training
         self._parallel: DataParallel | None = None
+        self._saves: BackgroundSaves | None = None
 
     @property
     def parallel(self) -> DataParallel:
@@ -60,12 +101,32 @@ class TrainedWorker:
         Raises:
             RendezvousError: not all came in time.
         """
-        from ppojob_trainer.engines.fsdp.mesh import init_process_group
+        from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
 
         seat = self.seat
+        training = self.training
+        sizes = PeerSizes()
+        if training is not None:
+            sizes = PeerSizes(training.tensor_parallel_size, training.sequence_parallel_size)
         self._parallel = init_process_group(
-            Device(self.spec.device), seat.rank, seat.world_size, address, port, seat.timeout_s
+            Device(self.spec.device), seat.rank, seat.world_size, address, port, seat.timeout_s, sizes
         )
+
+    def background_saves(self) -> BackgroundSaves:
+        """This rank's save that is under way."""
+        from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+
+        self._saves = self._saves or BackgroundSaves()
+        return self._saves
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def is_saved(self) -> bool:
+        """Whether this rank has written all that `save` began.
+
+        Raises:
+            CheckpointUnwritableError: it could not.
+        """
+        return self._saves is None or self._saves.is_done()
 
 
 async def join(group: WorkerGroup[W]) -> None:

@@ -1,0 +1,265 @@
+"""A reward of function and model together, and users' own workers, on this machine's own Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.workers import WorkerSpec
+from ppojob_trainer.controller.loop import Outcome
+from ppojob_trainer.main import JobFailedError, run_job
+from ppojob_trainer.main.connection import connected
+from ppojob_trainer.main.failures import failure_record
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
+from ppojob_trainer.worker_groups.errors import HookFailedError
+from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
+from ppojob_trainer.worker_groups.partition import Share
+from ppojob_trainer.worker_groups.placement import PlacedPool, place
+from ppojob_trainer.worker_groups.table import Table, store_rows
+from tests.integration.trainer.reward_model import write_reward_model
+from tests.integration.trainer.test_ppo_on_ray import job_of, records_of, spec_of
+from tests.integration.trainer.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(1800)
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[2] / "examples" / "03-custom-worker" / "length_penalty.py"
+PENALTY = {"target_tokens": 4, "per_token": 0.05}
+
+
+def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
+    """The tiny job with a reward of both kinds, the model on two ranks of its own pool, and three user's processes."""
+    raw = spec_of(model)
+    return {
+        **raw,
+        "model": {**raw["model"], "reward": {"path": str(reward_model), "maxTokensPerGPU": 512}},
+        "reward": {
+            "type": "Both",
+            "function": {"path": str(HERE / "judge.py"), "numWorkers": 2},
+            "weights": {"function": 2.0, "model": 0.5},
+        },
+        "workers": [
+            {
+                "name": "length-penalty",
+                "path": str(EXAMPLE),
+                "className": "LengthPenalty",
+                "kwargs": PENALTY,
+                "pool": "critic",
+                "numWorkers": 2,
+                "hooks": [
+                    {"after": "Score", "method": "penalize"},
+                    {"after": "Step", "method": "count_repetitions"},
+                ],
+            },
+            {
+                "name": "recorder",
+                "path": str(HERE / "user_workers.py"),
+                "className": "Recorder",
+                "kwargs": {"folder": str(notes)},
+                "pool": "scoring",
+                "hooks": [{"after": "Step", "method": "write"}],
+            },
+        ],
+        "pools": [
+            {"name": "actor", "gpusPerNode": 1},
+            {"name": "critic", "gpusPerNode": 1},
+            {"name": "scoring", "gpusPerNode": 2},
+        ],
+        "placement": {"actor": "actor", "critic": "critic", "reward": "scoring"},
+        "checkpoint": {"everySteps": 0, "export": "Never"},
+        "trainer": {"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reward_model(tmp_path_factory.mktemp("reward-model"))
+
+
+@pytest.fixture(scope="module")
+def root(model: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; the recorder's notes are in `notes`."""
+    root = tmp_path_factory.mktemp("both")
+    (root / "notes").mkdir()
+    job = job_of(root, both_of(model, reward_model, root / "notes"))
+    assert run_job(job, attempt=0, stop=threading.Event()) == Outcome(2, is_finished=True)
+    return root
+
+
+def notes_of(root: Path) -> list[dict[str, Any]]:
+    return [row for step in (1, 2) for row in json.loads((root / "notes" / f"step-{step}.json").read_text())]
+
+
+def test_the_models_scores_are_those_of_transformers_in_its_own_vocabulary(
+    root: Path, model: Path, reward_model: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    policy, own = (AutoTokenizer.from_pretrained(path) for path in (model, reward_model))
+    classifier = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
+    rows = notes_of(root)
+    assert len(rows) == 16
+    for row in rows:
+        text = policy.decode(row["response"], skip_special_tokens=True)
+        chat = [*row["prompt"], {"role": "assistant", "content": text}]
+        ids = own(own.apply_chat_template(chat, tokenize=False), add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            expected = float(classifier(ids["input_ids"]).logits[0, 0])
+        assert row["model"] == pytest.approx(expected, abs=0.05), text
+
+
+def test_the_score_is_the_weighted_sum_less_what_the_users_worker_takes(root: Path) -> None:
+    for row in notes_of(root):
+        penalty = PENALTY["per_token"] * max(0, len(row["response"]) - PENALTY["target_tokens"])
+        assert row["total"] == pytest.approx(2.0 * row["function"] + 0.5 * row["model"] - penalty, abs=1e-4)
+
+
+def test_each_way_of_scoring_and_each_hook_has_its_metrics(root: Path) -> None:
+    rows, record = notes_of(root)[:8], records_of(root)[1]
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in ("function", "model", "total")}
+
+    assert record["reward/function/mean"] == pytest.approx(means["function"], abs=1e-4)
+    assert record["reward/model/mean"] == pytest.approx(means["model"], abs=1e-4)
+    assert record["critic/score/mean"] == pytest.approx(means["total"], abs=1e-4)
+    assert record["reward/small/mean"] >= 0
+    assert record["reward/is_right/mean"] == 0
+    assert record["reward/clip_ratio"] == 0
+    assert record["length_penalty/mean"] > 0
+    assert record["responses/distinct"] > 0
+    assert record["recorder/rows"] == 8
+    phases = ("reward", "reward_model", "hook_length-penalty", "hook_recorder")
+    assert [phase for phase in phases if f"timing_s/{phase}" not in record] == []
+    assert 0 < record["pool/scoring/busy_fraction"] <= 1
+
+
+def test_validation_shows_the_reward_itself(root: Path) -> None:
+    record = records_of(root)[2]
+
+    (source,) = [name for name in record if name.endswith("/score/mean@1")]
+    assert "products" in source
+    assert record["val-core/score/mean"] == pytest.approx(record[source])
+    assert -5 < record["val-core/score/mean"] < 5
+
+
+def test_every_process_left_its_log(root: Path) -> None:
+    logs = {path.stem for path in (root / "logs" / "attempt-0").iterdir()} - {"driver"}
+
+    assert logs == {
+        "actor-0", "rollout-0", "critic-0", "ref-0", "data-0", "reward-0", "reward-1", "reward_model-0",
+        "reward_model-1", "length-penalty-0", "length-penalty-1", "recorder-0",
+    }  # fmt: skip
+
+
+def test_a_reward_model_that_is_not_there_fails_by_name_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    raw = {**both_of(model, tmp_path / "nothing", tmp_path), "reward": {"type": "Model"}, "workers": []}
+    # Fewer processes: each takes its time to start.
+    raw |= {"pools": [{"name": "one", "gpusPerNode": 1}], "placement": {"actor": "one"}}
+    raw["algorithm"] = {"advantageEstimator": "grpo"}
+    raw["rollout"] = {"samplesPerPrompt": 2}
+
+    with pytest.raises(JobFailedError) as raised:
+        run_job(job_of(tmp_path, raw), attempt=0, stop=threading.Event())
+
+    record = raised.value.record
+    assert (record.reason, record.kind) == (Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT)
+    assert "reward_model rank" in record.message
+    assert str(tmp_path / "nothing") in record.message
+
+
+def test_a_class_that_is_not_there_fails_by_name_before_any_process(
+    model: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    raw = both_of(model, reward_model, tmp_path)
+    raw["workers"][1]["className"] = "Recorders"
+
+    with pytest.raises(JobFailedError) as raised:
+        run_job(job_of(tmp_path, raw), attempt=0, stop=threading.Event())
+
+    record = raised.value.record
+    assert (record.reason, record.kind) == (Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT)
+    assert "workers[1] (recorder)" in record.message
+    assert list((tmp_path / "logs" / "attempt-0").iterdir()) == []
+
+
+# Hooks alone, without models.
+
+
+@pytest.fixture(scope="module")
+def pool(model: Path) -> Iterator[PlacedPool]:
+    spec = job_of(Path("unused"), spec_of(model)).spec
+    with connected(spec):
+        placed = asyncio.run(place(spec, 60))
+        yield placed["actor"]
+        for one in placed.values():
+            one.release()
+
+
+def hooks_of(pool: PlacedPool, logs: Path, *methods: str, **kwargs: Any) -> list[HookCall]:
+    """Start three processes of `Marker`, and return the calls of these methods."""
+    raw = {
+        "name": "marker",
+        "path": str(HERE / "user_workers.py"),
+        "className": "Marker",
+        "kwargs": kwargs,
+        "pool": "actor",
+        "numWorkers": 3,
+        "hooks": [{"after": "Score", "method": method} for method in methods],
+    }
+    user = UserWorkers.of(WorkerSpec.model_validate(raw), 0)
+    group = user.start(Launcher(logs, 60.0), pool, {})
+    asyncio.run(wait_until_up([group]))
+    return user.hooks(group)
+
+
+def table_of(values: list[float]) -> Table:
+    return Table.of_stored(store_rows(DataProto.from_dict({"values": torch.tensor(values)})))
+
+
+async def call(hook: HookCall, table: Table) -> tuple[DataProto, dict[str, float]]:
+    found, metrics = await hook.call(table, 7)
+    return found.rows(Share(tuple(range(len(found))))).pull(30), metrics
+
+
+def test_each_dispatch_mode_gives_a_hook_its_rows(pool: PlacedPool, tmp_path: Path) -> None:
+    mark, count, everybody, first = hooks_of(pool, tmp_path, "mark", "count", "everybody", "first")
+    table = table_of([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    marked, metrics = asyncio.run(call(mark, table))
+    assert marked.tensor("values").tolist() == [2, 4, 6, 8, 10], "the worker's column takes the place of ours"
+    assert marked.tensor("rank").tolist() == [0, 1, 1, 2, 2]
+    assert metrics == {"a": pytest.approx(5 / 3)}
+
+    kept, metrics = asyncio.run(call(count, table))
+    assert kept.tensor("values").tolist() == [1, 2, 3, 4, 5]
+    assert metrics == {"rows/max": 2, "sum/min": 1}
+    assert asyncio.run(call(everybody, table))[1] == {"rows": 5, "step": 7}
+    assert asyncio.run(call(first, table))[1] == {"rank": 0, "sum": 15}
+
+
+def test_a_hook_that_raises_or_loses_rows_is_named(pool: PlacedPool, tmp_path: Path) -> None:
+    mark, drop = hooks_of(pool, tmp_path, "mark", "drop", fail=True)
+    table = table_of([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    with pytest.raises(HookFailedError) as raised:
+        asyncio.run(call(mark, table))
+    record = failure_record(raised.value)
+    assert (record.reason, record.kind) == (Reason.HOOK_FAILED, FailureKind.USER)
+    where = "workers[0] (marker), hook after Score, method mark: marker rank 1 failed in mark: "
+    assert record.message == where + "ZeroDivisionError: of the user's own"
+    with pytest.raises(HookFailedError, match=r"method drop: .*returned \d rows, wanted a DataProto with a row"):
+        asyncio.run(call(drop, table))

@@ -1,0 +1,76 @@
+"""Workers as a user would write them, for the tests of hooks. The trainer reads this file by its path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, register
+
+
+class Recorder:
+    """Writes down what the models saw and gave."""
+
+    def __init__(self, seat: Any, folder: str) -> None:
+        self.seat = seat
+        self.folder = Path(folder)
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def write(self, batch: DataProto) -> dict[str, float]:
+        rows = [
+            {
+                "prompt": list(prompt),
+                "response": response[: int(length)],
+                "model": model,
+                "function": function,
+                "total": total,
+            }
+            for prompt, response, length, model, function, total in zip(
+                batch.array(Keys.RAW_PROMPT),
+                batch.tensor(Keys.RESPONSES).tolist(),
+                batch.tensor(Keys.RESPONSE_MASK).sum(dim=1),
+                batch.tensor(Keys.MODEL_SCORES).sum(dim=1).tolist(),
+                batch.tensor(Keys.FUNCTION_SCORES).sum(dim=1).tolist(),
+                batch.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1).tolist(),
+                strict=True,
+            )
+        ]
+        step = batch.meta_info[Meta.GLOBAL_STEP]
+        (self.folder / f"step-{step}.json").write_text(json.dumps(rows))
+        return {"recorder/rows": float(len(rows))}
+
+
+class Marker:
+    """One method for each way of calling."""
+
+    def __init__(self, seat: Any, fail: bool = False) -> None:
+        self.seat = seat
+        self.fail = fail
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def mark(self, batch: DataProto) -> DataProto:
+        if self.fail and self.seat.rank == 1:
+            raise ZeroDivisionError("of the user's own")
+        ranks = torch.full((len(batch),), self.seat.rank)
+        doubled = 2 * batch.tensor("values")
+        return DataProto.from_dict({"values": doubled, "rank": ranks}, meta_info={Meta.METRICS: {"a": [len(batch)]}})
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def drop(self, batch: DataProto) -> DataProto:
+        return batch[: len(batch) - 1]
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, batch: DataProto) -> dict[str, float]:
+        return {"rows/max": float(len(batch)), "sum/min": float(batch.tensor("values").sum())}
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def everybody(self, batch: DataProto) -> dict[str, float]:
+        return {"rows": float(len(batch)), "step": float(batch.meta_info[Meta.GLOBAL_STEP])}
+
+    @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO)
+    def first(self, batch: DataProto) -> dict[str, float]:
+        return {"rank": float(self.seat.rank), "sum": float(batch.tensor("values").sum())}

@@ -1,0 +1,79 @@
+"""Checkpoints that are written while the steps go on."""
+
+import pytest
+
+from ppojob_api.v1alpha1.training import ScheduleMode
+from tests.unit.trainer.controller.conftest import MakeRun
+
+MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_next_step_does_not_wait_and_the_checkpoint_holds_the_models_of_its_own(
+    make_run: MakeRun, mode: ScheduleMode
+) -> None:
+    run, waiting = make_run(mode, steps=3, save_every=1, write_s=40.0), make_run(mode, steps=3, save_every=1)
+
+    await run()
+    await waiting()
+
+    assert run.world.at("update_actor 2", "start") < run.world.at("write 1", "end")
+    # Numbers, data position and KL state are those of a save that everything waits for.
+    assert run.checkpoints.saved == waiting.checkpoints.saved
+    assert run.monitor.saved_steps == [1, 2, 3]
+
+
+async def test_at_most_one_is_being_written(make_run: MakeRun) -> None:
+    run = make_run(steps=4, save_every=1, write_s=100.0)
+
+    await run()
+
+    for step in (1, 2, 3):
+        assert run.world.at(f"save {step + 1}", "start") >= run.world.at(f"write {step}", "end")
+
+
+async def test_the_end_of_the_run_waits_for_the_last_one(make_run: MakeRun) -> None:
+    run = make_run(steps=2, write_s=500.0)
+
+    outcome = await run()
+
+    assert outcome.is_finished
+    assert run.world.at("export", "start") >= run.world.at("write 2", "end")
+
+
+async def test_a_stop_waits_for_it_too(make_run: MakeRun) -> None:
+    run = make_run(ScheduleMode.SERIAL, steps=5, save_every=1, write_s=500.0)
+    begin = run.world.phase
+
+    async def stopping(what: str, step: int = 0) -> None:
+        if (what, step) == ("generate", 2):
+            run.monitor.stopping.set()
+        await begin(what, step)
+
+    run.world.phase = stopping  # type: ignore[method-assign]
+    outcome = await run()
+
+    assert (outcome.step, outcome.is_finished) == (1, False)
+    assert list(run.checkpoints.saved) == [1]
+
+
+async def test_one_that_fails_ends_the_run_at_the_next_step(make_run: MakeRun) -> None:
+    run = make_run(ScheduleMode.SERIAL, steps=50, save_every=1, write_s=1.0)
+    run.world.failing["write"] = OSError("no space left on the device")
+
+    with pytest.raises(OSError, match="no space left"):
+        await run()
+
+    assert run.world.at("save 1", "end") > 0
+    assert "update_actor 3" not in run.world.names()
+    assert run.monitor.saved_steps == []
+
+
+async def test_the_last_one_that_fails_is_the_runs_failure(make_run: MakeRun) -> None:
+    run = make_run(steps=1, write_s=1.0)
+    run.world.failing["write"] = OSError("no space left on the device")
+
+    with pytest.raises(OSError, match="no space left"):
+        await run()
+
+    assert run.monitor.exports == []

@@ -1,0 +1,130 @@
+"""Replicas of several GPUs: which GPUs each is told of, and which worker of vLLM's meets which sender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink
+from ppojob_trainer.worker_groups.roles.actor import ActorWorker
+from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutGroup, RolloutWorker, WeightsGroup
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+
+
+class Processes:
+    """Answers calls from a table, and remembers their arguments."""
+
+    def __init__(self, number: int, answers: dict[Any, Callable[..., Any]]) -> None:
+        self.number, self.answers = number, answers
+        self.calls: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return self.number
+
+    async def call(self, method: Any, *args: Any) -> Any:
+        self.calls[method] = args[0] if args else None
+        return self.answers.get(method, lambda *_: None)(*args)
+
+
+def as_group(processes: Processes) -> WorkerGroup[Any]:
+    return cast("WorkerGroup[Any]", processes)
+
+
+def spec_of(placement: dict[str, str]) -> PPOJobSpec:
+    return resolve(
+        parse_spec(
+            {
+                "image": "i",
+                "model": {"actor": {"path": "/m"}},
+                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "reward": {"function": {"module": "r"}},
+                "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
+                "placement": placement,
+                "rollout": {"tensorParallelSize": 2},
+                "storage": {"persistentVolumeClaim": "c"},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def replicas() -> Processes:
+    """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
+    return Processes(2, {RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)]})
+
+
+@pytest.fixture
+def holders() -> Processes:
+    return Processes(2, {GpuHolder.visible_gpu: lambda: ["1", "3"]})
+
+
+def receipt(version: int) -> Receipt:
+    return Receipt(version, 1, 8, (version,))
+
+
+def link(plan: LinkPlan | None) -> WeightLink | None:
+    return None if plan is None else WeightLink(plan.backend, f"rank {plan.sender_rank}", 1, len(plan.receivers), 9)
+
+
+def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
+    return Processes(
+        4,
+        {
+            ActorWorker.open_weights: lambda plans: [link(plan) for plan in plans],
+            ActorWorker.push_weights: lambda version: [sends(version)] * 4,
+        },
+    )
+
+
+def places_told(replicas: Processes) -> list[list[tuple[str, int]]]:
+    """For each worker of each replica the sender and the number it connects with."""
+    told = replicas.calls[RolloutWorker.connect_weights]
+    return [[(link.address, number) for link, number in each] for each in told]
+
+
+async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
+    rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), as_group(holders))
+    await rollout.load()
+    assert replicas.calls[RolloutWorker.load] == [["1"], ["3"]]
+
+
+async def test_a_replica_with_a_gpu_of_its_own_is_told_of_no_other(replicas: Processes) -> None:
+    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"})).load()
+    assert replicas.calls[RolloutWorker.load] == [[], []]
+
+
+async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
+    replicas: Processes, holders: Processes
+) -> None:
+    spec = spec_of({"actor": "train"})
+    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    await weights.connect()
+    places = [
+        [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
+    ]
+    assert places == [[("rank 0", 1), ("rank 1", 1)], [("rank 2", 1), ("rank 3", 1)]]
+    await weights.push(1)
+
+
+async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Processes, holders: Processes) -> None:
+    spec = spec_of({"actor": "train", "rollout": "write"})
+    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    await weights.connect()
+    places = [
+        [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
+    ]
+    assert places == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+
+
+async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:
+    spec = spec_of({"actor": "train"})
+    sender = actor(lambda version: receipt(version + 1))
+    weights = WeightsGroup(as_group(sender), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    with pytest.raises(WeightSyncError):
+        await weights.push(1)

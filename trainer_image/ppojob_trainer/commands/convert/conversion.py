@@ -1,0 +1,177 @@
+"""From verl's settings to a PPOJob, and to the list of what it could not take over.
+
+What is written always passes the checks of `ppojob validate`; a value that they refuse is told as the user's to set.
+Called by the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from ppojob_trainer.commands.convert.read import Settings
+from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE, Carried, Needless, Row
+from ppojob_trainer.commands.convert.together import Draft, draft_of
+from ppojob_trainer.commands.convert.values import NotCarriedError
+
+# In a whole configuration these are what nobody has set.
+_UNSET: tuple[Any, ...] = ("", [], {}, "???")
+
+
+class Target(StrEnum):
+    """What became of a setting that is no field now."""
+
+    TO_FILL = "fill in"
+    LOST = "not carried over"
+    REFUSED = "refused"
+    NEEDLESS = "not needed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the list."""
+
+    kind: Target
+    name: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The PPOJob and the list."""
+
+    manifest: Mapping[str, Any]
+    entries: Sequence[Entry]
+
+    @property
+    def lost(self) -> list[Entry]:
+        """What changes the run and could not be carried over."""
+        return [entry for entry in self.entries if entry.kind in (Target.LOST, Target.REFUSED)]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the PPOJob passes all checks."""
+        return not any(entry.kind is Target.REFUSED for entry in self.entries)
+
+    def to_yaml(self) -> str:
+        """Return the file; what the user must fill in stands at its head."""
+        asked = [f"#   spec.{entry.name}: {entry.why}\n" for entry in self.entries if entry.kind is Target.TO_FILL]
+        head = ["# Converted from verl's settings. Look after:\n", *asked] if asked else []
+        body = yaml.safe_dump(dict(self.manifest), sort_keys=False, width=110, allow_unicode=True)
+        return "".join(head) + body
+
+
+def convert(settings: Settings) -> Conversion:
+    """Return the PPOJob that does what verl was told to do, as far as it can."""
+    given = dict(settings.values)
+    if settings.is_whole:
+        given = {key: value for key, value in given.items() if not _is_unset(key, value)}
+    given, unresolved = _resolved(given)
+    draft = draft_of(given)
+    rows = {name: _row_of(name) for name in draft.given}
+    needless = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Needless)]
+    for name, value in draft.given.items():
+        _apply(draft, rows[name], name, value)
+    for target, value in DEFAULTS.items():
+        draft.values.setdefault(target, value)
+    _drop_what_nobody_reads(draft)
+    manifest = _manifest(draft)
+    entries = [
+        *(Entry(Target.TO_FILL, path, None, why) for path, why in draft.to_fill),
+        *(Entry(Target.LOST, name, value, why) for name, value, why in [*unresolved, *draft.lost]),
+        *(Entry(Target.LOST, word, None, "this is no setting: name=value") for word in settings.unread),
+        *_refused(manifest),
+        *([] if settings.is_whole else needless),
+    ]
+    return Conversion(manifest, entries)
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    is_interpolation = isinstance(value, str) and value.startswith("${")
+    return name.endswith("_target_") or is_interpolation or value is None or value in _UNSET
+
+
+def _resolved(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
+    """Follow `${other.setting}` to what is given; what leads nowhere is a loss."""
+    lost: list[tuple[str, Any, str]] = []
+    resolved: dict[str, Any] = {}
+    for name, value in given.items():
+        is_variable = isinstance(value, str) and "$" in value and not value.startswith(("$HOME/", "${HOME}/"))
+        if not is_variable or isinstance(_row_of(name), Needless):
+            resolved[name] = value
+        elif value.startswith("${") and value[2:-1] in given:
+            resolved[name] = given[value[2:-1]]
+        else:
+            lost.append((name, value, "a variable that is not set here: give it a value, or set the field by hand"))
+    return resolved, lost
+
+
+def _row_of(name: str) -> Row | None:
+    return next((row for row in TABLE if fnmatchcase(name, row.name)), None)
+
+
+def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
+    if row is None:
+        draft.lost.append((name, value, "this setting of verl is not known here"))
+    elif value is not None and not isinstance(row, Needless):
+        try:
+            changed = row.change(value)
+        except NotCarriedError as error:
+            draft.lost.append((name, value, str(error)))
+        else:
+            if isinstance(row, Carried):
+                draft.values |= dict.fromkeys(row.targets, changed)
+
+
+def _drop_what_nobody_reads(draft: Draft) -> None:
+    """Take out the critic where no estimator reads it, and the reward function where a model scores alone."""
+    unread: list[str] = []
+    if draft.values.get("algorithm.advantageEstimator", "gae") != "gae":
+        unread += ["critic.", "model.critic."]
+    unread.append("reward.function." if draft.values.get("reward.type") == "Model" else "model.reward.")
+    for target in [target for target in draft.values if target.startswith(tuple(unread))]:
+        del draft.values[target]
+
+
+def _manifest(draft: Draft) -> dict[str, Any]:
+    spec: dict[str, Any] = {}
+    for target, value in sorted(draft.values.items(), key=lambda item: _place(item[0])):
+        *parents, last = target.split(".")
+        node = spec
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return {
+        "apiVersion": constants.API_VERSION,
+        "kind": constants.KIND,
+        "metadata": {"name": draft.name},
+        "spec": spec,
+    }
+
+
+def _place(target: str) -> int:
+    """The order in which people read a PPOJob."""
+    order = (
+        "image", "device", "model", "data", "reward", "algorithm", "actor", "critic", "rollout", "pools", "placement",
+        "storage", "checkpoint", "trainer", "telemetry",
+    )  # fmt: skip
+    return order.index(target.partition(".")[0])
+
+
+def _refused(manifest: Mapping[str, Any]) -> list[Entry]:
+    try:
+        parse_manifest(manifest)
+    except SpecError as error:
+        return [
+            Entry(Target.REFUSED, field.path.removeprefix("spec."), field.value, field.message)
+            for field in error.errors
+        ]
+    return []

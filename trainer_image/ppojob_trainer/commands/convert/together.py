@@ -1,0 +1,272 @@
+"""What needs several of verl's settings at once: data files, rewards, pools, adapters, the length of the run.
+
+Each function takes the settings that it understands out of `Draft.given` and writes fields, things to fill in and
+losses into the draft. `conversion` calls all of them, then `table` for the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
+from ppojob_trainer.commands.convert.values import NotCarriedError, number, whole
+
+MOUNT = "/data"
+_MODEL = "actor_rollout_ref.model"
+_HOME = re.compile(r"^(~|\$HOME|\$\{HOME\})/")
+
+
+@dataclass
+class Draft:
+    """A PPOJob that is being written. `given` shrinks as settings are understood."""
+
+    given: dict[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    """Fields by their dotted paths below spec."""
+    to_fill: list[tuple[str, str]] = field(default_factory=list)
+    """Path of a field, and what the user must see to."""
+    lost: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Setting, value, and why it is not carried over."""
+    name: str = "from-verl"
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """Take settings of the same meaning out; return the first one that says something."""
+        found = [self.given.pop(name, None) for name in names]
+        return next((value for value in found if value is not None), default)
+
+    def path(self, target: str, value: object) -> str:
+        """Return a path as the container sees it, and ask the user to put something there."""
+        text = str(value)
+        moved = _HOME.sub(f"{MOUNT}/", text).replace(f"{MOUNT}{MOUNT}/", f"{MOUNT}/", 1)
+        if "://" in moved:
+            moved = f"{MOUNT}/{moved.rsplit('/', 1)[-1]}"
+        elif not moved.startswith("/"):
+            moved = f"{MOUNT}/{moved}"
+        if moved != text or not moved.startswith(f"{MOUNT}/"):
+            self.to_fill.append((target, f"verl read {text}: the pods must find it at {moved}, or give another path"))
+        return moved
+
+
+def name(draft: Draft) -> None:
+    """The experiment's name becomes the object's."""
+    given = draft.take("trainer.experiment_name")
+    if given is not None:
+        cleaned = re.sub(r"[^a-z0-9]+", "-", str(given).lower()).strip("-")
+        cleaned = cleaned if cleaned[:1].isalpha() else f"job-{cleaned}"
+        draft.name = cleaned[:NAME_MAX_LENGTH].strip("-")
+
+
+def models(draft: Draft) -> None:
+    """Models are folders in the volume; verl also takes names on a hub."""
+    path = draft.take(f"{_MODEL}.path")
+    target = "model.actor.path"
+    if path is None:
+        draft.values[target] = f"{MOUNT}/models/actor"
+        draft.to_fill.append((target, "no model is given: the folder of a HuggingFace checkpoint"))
+    else:
+        draft.values[target] = _model_path(draft, target, path)
+    critic = draft.take("critic.model.path")
+    draft.take("critic.model.tokenizer_path")
+    if critic is not None and critic != path:
+        draft.values["model.critic.path"] = _model_path(draft, "model.critic.path", critic)
+
+
+def adapters(draft: Draft) -> None:
+    """LoRA: rank 0 is none."""
+    for verl, role in ((_MODEL, "actor"), ("critic.model", "critic")):
+        rank = draft.take(f"{verl}.lora_rank", f"{verl}.lora.rank", default=0)
+        alpha = draft.take(f"{verl}.lora_alpha", f"{verl}.lora.alpha")
+        layers = draft.take(f"{verl}.target_modules", f"{verl}.lora.target_modules", default="all-linear")
+        if not rank:
+            continue
+        draft.values[f"model.{role}.lora.rank"] = whole(rank)
+        # verl's default is 16, ours is not.
+        draft.values[f"model.{role}.lora.alpha"] = number(16 if alpha is None else alpha)
+        if role == "actor" and draft.given.get("actor_rollout_ref.ref.model.path") is None:
+            # The reference is the actor with its adapters off, and has nothing of its own to offload.
+            draft.take("actor_rollout_ref.ref.fsdp_config.param_offload")
+        if layers != "all-linear":
+            draft.values[f"model.{role}.lora.targetModules"] = layers if isinstance(layers, list) else [layers]
+
+
+def sources(draft: Draft) -> None:
+    """Training and validation files."""
+    column = draft.take("data.prompt_key")
+    for verl, target in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
+        files = draft.take(verl)
+        if files is None:
+            if target == "data.train":
+                files = [f"{MOUNT}/train.parquet"]
+                draft.to_fill.append((f"{target}.files.paths", "no data.train_files is given: the files to train on"))
+            else:
+                continue
+        paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
+        is_lines = all(path.endswith((".jsonl", ".json")) for path in paths)
+        draft.values[f"{target}.type"] = "JSONL" if is_lines else "Parquet"
+        draft.values[f"{target}.files.paths"] = paths
+        if column is not None:
+            draft.values[f"{target}.files.promptColumn"] = str(column)
+
+
+def overlong_prompts(draft: Draft) -> None:
+    """Prompts above maxPromptLength: filtered, truncated, or an error."""
+    filters = draft.take("data.filter_overlong_prompts", default=False)
+    kind = draft.take("data.truncation", default="error")
+    if filters is True:
+        draft.values["data.overlongPrompts"] = "Filter"
+    elif kind == "left":
+        # verl names the side that is cut off; what is kept here is the end.
+        draft.values["data.overlongPrompts"] = "Truncate"
+    elif kind == "error":
+        draft.values["data.overlongPrompts"] = "Fail"
+    else:
+        why = (
+            "data.overlongPrompts Truncate keeps the end of a prompt; Filter leaves it out, Fail (the default) refuses"
+        )
+        draft.lost.append(("data.truncation", kind, why))
+
+
+def warmups(draft: Draft) -> None:
+    """A warm-up as a share of the run needs the run's length."""
+    total = draft.given.get("trainer.total_training_steps")
+    for verl, role in (("actor_rollout_ref.actor", "actor"), ("critic", "critic")):
+        ratio = draft.take(f"{verl}.optim.lr_warmup_steps_ratio", default=0)
+        given = draft.given.get(f"{verl}.optim.lr_warmup_steps", -1)
+        if not ratio or (isinstance(given, int) and given >= 0):
+            continue
+        target = f"{role}.learningRateWarmupSteps"
+        if isinstance(total, int):
+            draft.given.pop(f"{verl}.optim.lr_warmup_steps", None)
+            draft.values[target] = int(float(ratio) * total)
+        else:
+            why = f"a share of the run's steps, which are not given: set {target}"
+            draft.lost.append((f"{verl}.optim.lr_warmup_steps_ratio", ratio, why))
+
+
+def validation_sampling(draft: Draft) -> None:
+    """Without do_sample, verl takes the likeliest token whatever the temperature."""
+    base = "actor_rollout_ref.rollout.val_kwargs"
+    samples = draft.take(f"{base}.do_sample", default=False)
+    temperature = draft.take(f"{base}.temperature", default=0)
+    draft.values["rollout.validation.temperature"] = number(temperature) if samples else 0.0
+
+
+def mini_batches(draft: Draft) -> None:
+    """The critic's minibatch is the actor's where it is not given."""
+    actor = draft.given.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    if actor is not None and draft.given.get("critic.ppo_mini_batch_size") is None:
+        draft.given["critic.ppo_mini_batch_size"] = actor
+
+
+def rewards(draft: Draft) -> None:
+    """A reward function, a reward model, or verl's own functions by data_source."""
+    path = draft.take("custom_reward_function.path", "reward.custom_reward_function.path")
+    function = draft.take("custom_reward_function.name", "reward.custom_reward_function.name")
+    kwargs = draft.take("custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs")
+    is_model = draft.take("reward_model.enable", "reward.reward_model.enable", default=False)
+    model = draft.take("reward_model.model.path", "reward.reward_model.model_path")
+    if is_model is True:
+        draft.values["reward.type"] = "Model"
+        target = "model.reward.path"
+        draft.values[target] = _model_path(draft, target, model or "models/reward")
+        if model is None:
+            draft.to_fill.append((target, "no reward model is given: the folder of a sequence-classification model"))
+        if path is not None:
+            why = "verl takes the reward model's scores where there is one: for their sum set reward.type Both"
+            draft.lost.append(("custom_reward_function.path", path, why))
+        return
+    where = "reward.function"
+    if path is not None:
+        draft.values[f"{where}.path"] = draft.path(f"{where}.path", path)
+        draft.values[f"{where}.name"] = str(function or "compute_score")
+    else:
+        draft.values[f"{where}.module"] = "verl.utils.reward_score"
+        draft.values[f"{where}.name"] = "default_compute_score"
+        why = (
+            "no custom_reward_function is given, so these are verl's own scores by data_source: install verl in the "
+            "image, or give a function of yours"
+        )
+        draft.to_fill.append((where, why))
+    if kwargs:
+        draft.values[f"{where}.kwargs"] = kwargs
+
+
+def pools(draft: Draft) -> None:
+    """One pool for all roles, as in verl; a split is the user's to choose."""
+    nodes, gpus = draft.take("trainer.nnodes", default=1), draft.take("trainer.n_gpus_per_node", default=8)
+    draft.values["pools"] = [{"name": "gpus", "nodes": whole(nodes), "gpusPerNode": whole(gpus)}]
+    draft.values["placement.actor"] = "gpus"
+    draft.take("critic.enable")
+
+
+def length(draft: Draft) -> None:
+    """verl counts epochs over files that only it has seen."""
+    epochs = draft.take("trainer.total_epochs")
+    if draft.given.get("trainer.total_training_steps") is None:
+        batch = draft.given.get("data.train_batch_size", 1024)
+        why = (
+            f"steps = epochs x (prompts / {batch}), rounded down for each epoch; verl was told {epochs or 30} epochs, "
+            "and how many prompts there are is not known here. Until then it is our default"
+        )
+        draft.to_fill.append(("trainer.totalSteps", why))
+
+
+def resuming(draft: Draft) -> None:
+    """resume_mode auto, disable or resume_path."""
+    mode, path = draft.take("trainer.resume_mode", default="auto"), draft.take("trainer.resume_from_path")
+    draft.values["checkpoint.resume"] = "Never" if mode == "disable" else "Auto"
+    if mode == "resume_path" and path:
+        why = "a checkpoint of verl cannot be read: begin from a HuggingFace folder of it (model.actor.path)"
+        draft.lost.append(("trainer.resume_from_path", path, why))
+
+
+def trackers(draft: Draft) -> None:
+    """Console, TensorBoard and a file are always written."""
+    given = draft.take("trainer.logger", default=[])
+    names = [str(entry).lower() for entry in (given if isinstance(given, list) else [given])]
+    known = {"wandb": "WandB", "mlflow": "MLflow"}
+    draft.values["telemetry.trackers"] = [known[entry] for entry in dict.fromkeys(names) if entry in known]
+    others = [entry for entry in names if entry not in known and entry not in ("console", "tensorboard", "file")]
+    if others:
+        why = "metrics go to the console, metrics.jsonl, TensorBoard, Prometheus, and WandB or MLflow if asked for"
+        draft.lost.append(("trainer.logger", others, why))
+
+
+def cluster(draft: Draft) -> None:
+    """What verl does not know of."""
+    draft.values["image"] = "ppojob-trainer:0.1.0"
+    draft.values["storage.persistentVolumeClaim"] = "ppojob-data"
+    draft.values["storage.mountPath"] = MOUNT
+    draft.to_fill.append(("image", "the trainer's image in your registry"))
+    draft.to_fill.append(("storage.persistentVolumeClaim", "your claim, with the models and the data in it"))
+
+
+def _model_path(draft: Draft, target: str, value: object) -> str:
+    text = str(value)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        moved = f"{MOUNT}/models/{text.rsplit('/', 1)[1]}"
+        draft.to_fill.append((target, f"{text} is a name on a hub: put the model's folder into the volume, at {moved}"))
+        return moved
+    return draft.path(target, value)
+
+
+TOGETHER: tuple[Callable[[Draft], None], ...] = (
+    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, mini_batches, rewards, pools,
+    length, resuming, trackers, cluster,
+)  # fmt: skip
+
+
+def draft_of(given: Mapping[str, Any]) -> Draft:
+    """Return a draft with all that needs several settings; the rest of them is left in `given`."""
+    draft = Draft(dict(given))
+    for part in TOGETHER:
+        before = dict(draft.given)
+        try:
+            part(draft)
+        except NotCarriedError as error:
+            taken = [key for key in before if key not in draft.given]
+            draft.lost += [(key, before[key], str(error)) for key in taken]
+    return draft

@@ -1,0 +1,47 @@
+"""YAML as Kubernetes takes it, which is not quite as PyYAML takes it.
+
+Files, `--set` and `convert` read through it, so that the same text means the same here and in `kubectl apply`.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+# PyYAML takes 1e-5 for a text: YAML 1.1 wants a dot and a sign, kubectl and everybody else do not.
+_FLOAT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+
+
+class Loader(yaml.SafeLoader):
+    """A key given twice is an error, not a silent choice. Merge keys and anchors work."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse a key that stands twice in one mapping; a key that `<<` brings in may be given anew."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.composer.ComposerError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_all(text: str) -> list[Any]:
+    """Return every document of a text.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    return list(yaml.load_all(text, Loader=Loader))
+
+
+def parse(text: str) -> Any:
+    """Return the one document of a text.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    return yaml.load(text, Loader=Loader)

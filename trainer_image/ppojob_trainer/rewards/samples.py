@@ -1,0 +1,117 @@
+"""Some responses with prompt and score, for people: `samples.jsonl` in the job's folder, and a table in the log.
+
+Rank 0 of the reward workers writes them, because text and score are there anyway: nothing goes through the controller.
+A run that resumes does the steps after its checkpoint again, and writes them again: the last lines of a step count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ppojob_trainer.protocol import DataProto, Keys, responses_to_lists
+from ppojob_trainer.rewards.batch import Decoder
+
+__all__ = ["Sample", "SampleLog", "samples_of"]
+
+logger = logging.getLogger(__name__)
+
+MAX_TEXT = 8_000
+MAX_FILE_BYTES = 64 * 1024**2
+"""Then the file is renamed to `samples.1.jsonl`, in the place of an older one."""
+
+_SHOWN = 400
+_TABLE_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response. The texts are whole token sequences, special tokens too, cut to 8000 characters."""
+
+    data_source: str
+    index: int
+    sample: int
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+    extras: Mapping[str, str] = field(default_factory=dict)
+
+
+class SampleLog:
+    """Writes samples. A full disk is logged and stops nothing."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+
+    def write(self, samples: Sequence[Sample], *, phase: str, step: int) -> None:
+        """Append the samples of a step's phase (`reward`, `testing`) to the file, and print them."""
+        title = f"samples of step {step}, {phase}"
+        Console(width=_TABLE_WIDTH, highlight=False, markup=False).print(_table(title, samples))
+        lines = [json.dumps({"step": step, "phase": phase, **asdict(sample)}) + "\n" for sample in samples]
+        try:
+            if self._path.exists() and self._path.stat().st_size > self._max_bytes:
+                self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            logger.warning("the samples of step %d are not in %s: %s", step, self._path, error)
+
+
+def samples_of(
+    batch: DataProto, scores: Tensor, decoder: Decoder, number: int, extras: Sequence[Mapping[str, Any]] = ()
+) -> list[Sample]:
+    """Return `number` rows of the batch, at equal distances, or all where there are not as many.
+
+    Args:
+        scores: [B, R]; their sum over a row is the response's score.
+        extras: what the reward function returned beside each score; empty for none.
+    """
+    rows = list(range(0, len(batch), max(1, len(batch) // max(number, 1))))[:number]
+    if not rows:
+        return []
+    tokens = responses_to_lists(batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK))
+    prompts = decoder.batch_decode([batch.array(Keys.PROMPT_IDS)[row] for row in rows])
+    responses = decoder.batch_decode([tokens[row] for row in rows])
+    totals = scores.sum(dim=1).tolist()
+    return [
+        Sample(
+            str(batch.array(Keys.DATA_SOURCE)[row]),
+            int(batch.array(Keys.INDEX)[row]),
+            int(batch.array(Keys.SAMPLE_INDEX)[row]),
+            prompt[:MAX_TEXT],
+            response[:MAX_TEXT],
+            str(batch.array(Keys.GROUND_TRUTH)[row])[:MAX_TEXT],
+            totals[row],
+            {str(name): str(value)[:_SHOWN] for name, value in (extras[row] if len(extras) else {}).items()},
+        )
+        for row, prompt, response in zip(rows, prompts, responses, strict=True)
+    ]
+
+
+def _table(title: str, samples: Sequence[Sample]) -> Table:
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    for name, ratio in (("prompt", 4), ("response", 4), ("ground truth", 1)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for sample in samples:
+        # The end of a prompt is its question.
+        prompt = sample.prompt if len(sample.prompt) <= _SHOWN else f"...{sample.prompt[-_SHOWN:]}"
+        response = sample.response if len(sample.response) <= _SHOWN else f"{sample.response[:_SHOWN]}..."
+        texts = map(_printable, (prompt, response, sample.ground_truth[:_SHOWN]))
+        table.add_row(f"{sample.score:.3f}", *texts)
+    return table
+
+
+def _printable(text: str) -> str:
+    """Put a dot in the place of what a terminal would obey: a policy writes any bytes, escape sequences too."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)

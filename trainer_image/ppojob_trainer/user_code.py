@@ -1,0 +1,81 @@
+"""Python code that a PPOJob names: an installed module, or a file. It is imported here; each mistake has its sentence.
+
+Called for reward functions and for users' own worker groups. It knows nothing of what the code is for, and calls none
+of it beyond the import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["UserCodeError", "import_user_code"]
+
+
+class UserCodeError(RuntimeError):
+    """The code cannot be had; the message begins with the field of the PPOJob that names it."""
+
+
+def import_user_code(field: str, module: str | None, path: str | Path | None) -> ModuleType:
+    """Import the module of that dotted name, or the Python file; one of the two is given.
+
+    A file becomes a module whose name depends on its path alone, so that all processes that import it mean the same,
+    and is executed once in each.
+
+    Args:
+        field: of the PPOJob, which holds `module` and `path`; for messages.
+
+    Raises:
+        UserCodeError: says what could not be imported, why, and what to do.
+    """
+    if (module is None) == (path is None):
+        raise UserCodeError(f"{field} needs either module or path, not both and not neither")
+    if module is not None:
+        return _import_module(field, module)
+    return _import_file(field, Path(str(path)))
+
+
+def _import_module(field: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # the user's module may raise anything; it becomes a named error
+        raise UserCodeError(f"{field}.module {module!r}: {_reason(field, error)}") from error
+
+
+def _import_file(field: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserCodeError(
+            f"{field}.path {str(path)!r}: there is no such file where the trainer runs. Give the path as the "
+            "container sees it (below storage.mountPath), or put the file into the image"
+        )
+    # Of the path as it is given: where a ConfigMap is mounted it is a link, which leads elsewhere in each pod.
+    name = f"ppojob_user_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserCodeError(f"{field}.path {str(path)!r}: not a Python file (its name must end in .py)")
+    loaded = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look their module up by name.
+    sys.modules[name] = loaded
+    try:
+        spec.loader.exec_module(loaded)
+    except Exception as error:  # the user's file may raise anything; it becomes a named error
+        del sys.modules[name]
+        raise UserCodeError(f"{field}.path {str(path)!r}: {_reason(field, error)}") from error
+    return loaded
+
+
+def _reason(field: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"No module named {error.name!r}. Install the package that has it in the trainer's image, or correct the "
+            f"name; a file of yours is named with {field}.path"
+        )
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno}). Correct the file"
+    return f"its import failed with {type(error).__name__}: {error}. Import it in the trainer's image to see all of it"

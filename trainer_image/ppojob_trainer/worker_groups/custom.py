@@ -1,0 +1,171 @@
+"""Worker groups of the user's own: the class that `spec.workers` names, and its methods at the points of a step.
+
+    workers:
+      - {name: shaper, path: /data/shaper.py, className: Shaper, pool: critic, numWorkers: 2,
+         hooks: [{after: Score, method: shape}]}
+
+A method is called as its `@register` says. It gets the batch so far: with DP_COMPUTE_PROTO and DP_COMPUTE_METRIC each
+process a part of the rows, with ONE_TO_ALL every process and with RANK_ZERO the first one all of them. `meta_info` has
+the step (`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are laid over the batch; the others metrics or
+None. Called by `main`: `UserWorkers.of` before any process is started, so that a typo costs seconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from ppojob_api.v1alpha1.workers import Hook, HookPoint, WorkerSpec
+from ppojob_trainer.protocol import Meta
+from ppojob_trainer.user_code import UserCodeError, import_user_code
+from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, merge_metrics
+from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError
+from ppojob_trainer.worker_groups.launch import Launcher
+from ppojob_trainer.worker_groups.partition import Share, spread
+from ppojob_trainer.worker_groups.placement import PlacedPool
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["HookCall", "UserWorkers", "make_user_worker"]
+
+Method = RemoteMethod[Any, Any, Any, Any, Any]
+
+_MODES = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)
+
+
+@dataclass(frozen=True)
+class UserWorkers:
+    """A checked entry of `spec.workers`: its hooks, each with the method of the class."""
+
+    spec: WorkerSpec
+    where: str
+    methods: tuple[Method, ...]
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, index: int) -> UserWorkers:
+        """Import the class and look its methods up.
+
+        Raises:
+            WorkerImportError: says which entry is wrong, why, and what to do.
+        """
+        where = f"workers[{index}] ({spec.name})"
+        found = _user_class(spec, where)
+        return cls(spec, where, tuple(_method(found, hook, where) for hook in spec.hooks))
+
+    def start(self, launcher: Launcher, pool: PlacedPool, environment: Mapping[str, str]) -> WorkerGroup[Any]:
+        """Start the processes, spread over the pool's bundles, without waiting for them."""
+        bundles = [pool.bundles[number % len(pool.bundles)] for number in range(self.spec.num_workers)]
+        make = partial(make_user_worker, spec=self.spec, where=self.where)
+        fraction = pool.gpu_fraction if self.spec.uses_gpu else 0.0
+        return launcher.start(self.spec.name, make, pool, bundles, gpu_fraction=fraction, environment=environment)
+
+    def hooks(self, group: WorkerGroup[Any]) -> list[HookCall]:
+        """Return the calls of its hooks, in their order."""
+        return [
+            HookCall(group, method, hook.after, self.where)
+            for hook, method in zip(self.spec.hooks, self.methods, strict=True)
+        ]
+
+
+def make_user_worker(seat: Seat, spec: WorkerSpec, where: str) -> Any:
+    """Build the user's object in its process."""
+    return _user_class(spec, where)(seat, **spec.kwargs)
+
+
+class HookCall:
+    """A method at a point of the step; see `controller.ports.HookPort`."""
+
+    def __init__(self, group: WorkerGroup[Any], method: Method, after: HookPoint, where: str) -> None:
+        self.after = after
+        self._group = group
+        self._method = method
+        self._where = where
+
+    @property
+    def worker(self) -> str:
+        """Name of the worker group."""
+        return self._group.role
+
+    async def call(self, batch: Table, step: int) -> tuple[Table, dict[str, float]]:
+        """See `HookPort`.
+
+        Raises:
+            HookFailedError: the method raised or returned something else than it should; names worker and hook.
+            WorkerGroupError: a process was lost, or its node ran out of memory.
+        """
+        try:
+            answer = await self._send(batch, {Meta.GLOBAL_STEP: step})
+        except WorkerFailedError as error:
+            raise self._failed(str(error)) from error
+        if isinstance(answer, Table):
+            means = {name: sum(values) / len(values) for name, values in answer.metrics.items() if values}
+            return batch.replaced_by(answer), means
+        return batch, self._metrics(answer)
+
+    async def _send(self, batch: Table, meta: Mapping[str, Any]) -> Any:
+        if self._method.dispatch.sends_rows:
+            group = self._group.over(spread(len(batch), len(self._group))).using(meta)
+            return await group.call(self._method, batch)
+        everything = batch.rows(Share(tuple(range(len(batch)))), meta)
+        return await self._group.call(self._method, everything)
+
+    def _metrics(self, answer: Any) -> dict[str, float]:
+        answers: Sequence[Any] = answer if isinstance(answer, list) else [answer]
+        for one in answers:
+            if one is not None and not isinstance(one, Mapping):
+                raise self._failed(f"it returned a {type(one).__name__}, wanted metrics (name -> number) or None")
+        try:
+            return merge_metrics([{str(k): float(v) for k, v in one.items()} for one in answers if one is not None])
+        except (TypeError, ValueError) as error:
+            raise self._failed(f"one of its metrics is no number: {error}") from error
+
+    def _failed(self, why: str) -> HookFailedError:
+        return HookFailedError(f"{self._where}, hook after {self.after.value}, method {self._method.__name__}: {why}")
+
+
+def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
+    try:
+        module = import_user_code(where, spec.module, spec.path)
+    except UserCodeError as error:
+        raise WorkerImportError(str(error)) from error.__cause__
+    found = getattr(module, spec.class_name, None)
+    if not isinstance(found, type):
+        own = [name for name, value in vars(module).items() if _is_own_class(value, module.__name__)]
+        raise WorkerImportError(
+            f"{where}: {spec.module or spec.path} has no class {spec.class_name!r}: "
+            f"set className to one of {', '.join(own) or 'its classes; it defines none'}"
+        )
+    try:
+        inspect.signature(found).bind(None, **spec.kwargs)
+    except TypeError as error:
+        raise WorkerImportError(
+            f"{where}: {spec.class_name}{inspect.signature(found)} cannot be called with its seat and the kwargs "
+            f"{', '.join(spec.kwargs) or '(none)'}: {error}"
+        ) from error
+    return cast("type[Any]", found)
+
+
+def _method(owner: type[Any], hook: Hook, where: str) -> Method:
+    what = f"{where}, hook after {hook.after.value}: {owner.__name__}"
+    # The class is the user's, so its method has a name only.
+    found = inspect.getattr_static(owner, hook.method, None)
+    if not isinstance(found, RemoteMethod):
+        registered = [name for name, value in inspect.getmembers_static(owner) if isinstance(value, RemoteMethod)]
+        fault = "has no method" if found is None else "has no @register on its method"
+        raise WorkerImportError(f"{what} {fault} {hook.method!r}; registered are {', '.join(registered) or 'none'}")
+    if found.dispatch not in _MODES or found.blocking:
+        modes = ", ".join(mode.name for mode in _MODES)
+        raise WorkerImportError(f"{what}.{hook.method}: register it with one of {modes}, not blocking")
+    if hook.after is HookPoint.STEP and found.dispatch is Dispatch.DP_COMPUTE_PROTO:
+        raise WorkerImportError(
+            f"{what}.{hook.method} returns columns, which nobody reads after Step: register it with DP_COMPUTE_METRIC"
+        )
+    return found
+
+
+def _is_own_class(value: object, module: str) -> bool:
+    return isinstance(value, type) and value.__module__ == module

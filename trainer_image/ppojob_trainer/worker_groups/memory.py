@@ -1,0 +1,58 @@
+"""A role that ran out of memory: whose memory it was, when, and which settings take less of it.
+
+Called by `futures`. Three can say that memory is short: torch (of a GPU, or of the process), Python, and Ray, which
+ends a process before its node is full. The settings are named as the user writes them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+
+from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
+
+__all__ = ["explain_memory"]
+
+_USAGE_OF_NODE = re.compile(r"was (\S+ used / \S+ limit)")
+_SENTENCE_ENDS = re.compile(r"(?<=[.!])\s")
+_NUM_SENTENCES = 3
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+_MORE_ROOM_ON_A_GPU = "rollout.gpuMemoryUtilization where vLLM is on the same GPU"
+_MORE_ROOM_ON_A_NODE = "give the pool more memory (resourcesPerGPU.memory)"
+
+LESS_OF = {
+    "actor": "actor.maxTokensPerGPU",
+    "critic": "critic.maxTokensPerGPU",
+    "ref": "actor.maxTokensPerGPU, which is ref's too",
+    "rollout": "rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib",
+    "reward": "reward.function.numWorkers",
+    "reward_model": "model.reward.maxTokensPerGPU",
+}
+"""Role -> the settings that make it take less."""
+
+
+def explain_memory(error: BaseException, role: str, rank: int, method: str) -> WorkerOutOfMemoryError | None:
+    """Return what to say of an error that a call met, or None where memory was not the matter."""
+    who, lower = f"{role} rank {rank}", f"lower {LESS_OF[role]}, or " if role in LESS_OF else ""
+    if isinstance(error, NodeOutOfMemoryError):
+        # Ray's message is a page long; the numbers are what matters of it.
+        found = _USAGE_OF_NODE.search(str(error))
+        usage = f" ({found[1]})" if found else ""
+        said = f"{who} was ended because its node ran out of memory{usage} during {method}"
+        return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
+    if isinstance(error, torch.OutOfMemoryError):
+        # Without `lower` the role is of the user's own, and only making room is left.
+        room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
+        return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({_beginning(error)}): {lower}{room}")
+    if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
+        said = f"{who} ran out of memory during {method} ({_beginning(error)})"
+        return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
+    return None
+
+
+def _beginning(error: BaseException) -> str:
+    """Return the first sentences of a message, or the error's class if it has none."""
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return " ".join(_SENTENCE_ENDS.split(first_line)[:_NUM_SENTENCES])

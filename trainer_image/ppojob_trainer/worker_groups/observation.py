@@ -1,0 +1,148 @@
+"""What the calls of a process do to its GPU, and what may be seen of them: memory, utilization, profiles, stacks.
+
+In a process, an `Observer` goes around each call. Its `Observed` comes back as a small answer of its own beside the
+call's, so it costs no call; in the controller, `Observations` gathers them and makes metrics of a step. On CPU there is
+nothing to see, and no metric.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from ppojob_api.v1alpha1.telemetry import ProfileSpec
+from ppojob_trainer.telemetry.current_phase import CurrentPhase, within_phase
+from ppojob_trainer.worker_groups.gpu_sampler import GpuSampler, GpuUse
+from ppojob_trainer.worker_groups.profiling import Profiler
+from ppojob_trainer.worker_groups.watchdog import watched
+
+__all__ = ["Observations", "Observed", "Observer", "observed_metrics"]
+
+_BYTES_PER_GB = 1e9
+_MAX_PENDING = 10_000
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One call of one process.
+
+    allocated_peak_bytes: the most that torch had allocated during the call; None without CUDA. gpu: samples since the
+    process's last call; None without a GPU.
+    """
+
+    role: str
+    step: int
+    allocated_peak_bytes: int | None = None
+    gpu: GpuUse | None = None
+
+
+class Observer:
+    """Goes around the calls of one process."""
+
+    def __init__(self, role: str, rank: int, profile: ProfileSpec | None, profile_folder: Path | None) -> None:
+        self._role = role
+        self._who = f"{role} rank {rank}"
+        gpu_ids = ray.get_gpu_ids()
+        self._has_gpu = bool(gpu_ids)
+        self._sampler = GpuSampler.open(gpu_ids)
+        self._profiler = Profiler(f"{role}-rank{rank}", profile, profile_folder) if profile and profile_folder else None
+
+    @contextmanager
+    def around(self, method: str, phase: CurrentPhase | None) -> Iterator[None]:
+        """Let the block know its phase, and look at it."""
+        with ExitStack() as stack:
+            stack.enter_context(within_phase(phase))
+            stack.enter_context(watched(self._who, method, phase))
+            if self._profiler is not None:
+                stack.enter_context(self._profiler.around(method, phase))
+            yield
+
+    def observed(self, phase: CurrentPhase | None) -> Observed:
+        """Return what was seen since the last call of this."""
+        step = 0 if phase is None else phase.step
+        if not self._has_gpu:
+            return Observed(self._role, step)
+        return Observed(self._role, step, _allocated_peak(), self._gpu_use())
+
+    def _gpu_use(self) -> GpuUse | None:
+        if self._sampler is not None:
+            return self._sampler.take()
+        import torch
+
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return GpuUse(total - free)
+
+
+class Observations:
+    """What the calls of all groups of a job gave, until it is asked for."""
+
+    def __init__(self) -> None:
+        self._refs: deque[ObjectRef[Observed]] = deque(maxlen=_MAX_PENDING)
+        self._later: list[Observed] = []
+
+    def add(self, ref: ObjectRef[Any]) -> None:
+        """Note a call that was sent."""
+        self._refs.append(ref)
+
+    def take(self, step: int) -> list[Observed]:
+        """Return what is known of the calls up to `step`, once; what belongs to later steps is kept. Never waits."""
+        refs = list(self._refs)
+        if refs:
+            ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            self._refs = deque(waiting, maxlen=_MAX_PENDING)
+            self._later += [observed for ref in ready if (observed := _answer(ref)) is not None]
+        found = [observed for observed in self._later if observed.step <= step]
+        self._later = [observed for observed in self._later if observed.step > step]
+        return found
+
+
+def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -> dict[str, float]:
+    """Return the metrics of a step's calls; memory in GB (1e9 bytes), the largest over ranks and GPUs.
+
+    perf/max_memory_allocated_gb/<role>: by torch. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
+    processes. pool/<name>/gpu_utilization: mean share of the time in which a kernel ran, from 0 to 1.
+    """
+    metrics: dict[str, float] = {}
+    utilizations: dict[str, list[GpuUse]] = {}
+    for call in observed:
+        if call.allocated_peak_bytes is not None:
+            _raise_to(metrics, f"perf/max_memory_allocated_gb/{call.role}", call.allocated_peak_bytes / _BYTES_PER_GB)
+        pool = pool_of.get(call.role)
+        if call.gpu is not None and pool is not None:
+            _raise_to(metrics, f"pool/{pool}/memory_peak_gb", call.gpu.memory_peak_bytes / _BYTES_PER_GB)
+            utilizations.setdefault(pool, []).append(call.gpu)
+    for pool, uses in utilizations.items():
+        number = sum(use.num_utilizations for use in uses)
+        if number:
+            metrics[f"pool/{pool}/gpu_utilization"] = sum(use.utilization_sum for use in uses) / number
+    return metrics
+
+
+def _raise_to(metrics: dict[str, float], name: str, value: float) -> None:
+    metrics[name] = max(metrics.get(name, 0.0), value)
+
+
+def _allocated_peak() -> int | None:
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def _answer(ref: ObjectRef[Observed]) -> Observed | None:
+    try:
+        return ray.get(ref)
+    except Exception:  # noqa: BLE001 - a call that failed has nothing to show, and its own answer says why
+        return None

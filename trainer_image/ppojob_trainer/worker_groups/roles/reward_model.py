@@ -1,0 +1,126 @@
+"""The reward model: ranks that score responses with one sharded sequence classifier, in the reward's pool.
+
+The policy's tokenizer turns a response into text, the reward model's own turns prompt and response into what it reads
+(`rewards.model_input`), so the two need not have a vocabulary in common.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.rewards.batch import (
+    REWARD_PREFIX,
+    Decoder,
+    response_texts,
+    scores_by_source,
+    scores_on_last_token,
+)
+from ppojob_trainer.rewards.errors import RewardModelError
+from ppojob_trainer.rewards.model_input import ModelInput
+from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.partition import balanced
+from ppojob_trainer.worker_groups.roles.data import load_tokenizer
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
+from ppojob_trainer.worker_groups.samples import SampleKeeper
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+if TYPE_CHECKING:
+    # Loads transformers; the driver and the other roles do without it.
+    from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
+
+__all__ = ["ModelScores", "RewardModelWorker"]
+
+
+class RewardModelWorker(TrainedWorker):
+    """One rank of the reward model."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        assert spec.model.reward is not None, "this reward has no model"
+        self._model = spec.model.reward
+        self._input: ModelInput | None = None
+        self._decoder: Decoder | None = None
+        self._engine: RewardModelEngine | None = None
+        self._samples = SampleKeeper(seat, spec)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def check(self) -> None:
+        """Read the configuration, and load both tokenizers.
+
+        Raises:
+            ModelNotFoundError: there is no model or no tokenizer at a path.
+            ModelUnsupportedError: it is no sequence classifier, or has no such label.
+            RewardModelError: there is no chat template and one is asked for.
+        """
+        from ppojob_trainer.engines.fsdp.reward import check_reward_model, longest_input
+
+        model = self._model
+        config = check_reward_model(model.path, model.label, model.trust_remote_code)
+        self._input = ModelInput(load_tokenizer(model), model.input, model.max_length or longest_input(config))
+        self._decoder = load_tokenizer(self.spec.model.actor)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self) -> None:
+        """Load and shard the model, after `check` and `join`."""
+        from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
+
+        model = self._model
+        self._engine = RewardModelEngine(
+            self.parallel,
+            model.path,
+            label=model.label,
+            trust_remote_code=model.trust_remote_code,
+            max_tokens_per_gpu=model.max_tokens_per_gpu,
+        )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """Return the scores, and as metrics those of each data source. Collective.
+
+        They are token_level_scores, or model_scores where a function scores too.
+
+        Raises:
+            RewardModelError: the chat template refuses a conversation, or a score is not finite.
+        """
+        assert self._engine is not None, "load() comes first"
+        assert self._input is not None, "check() comes first"
+        assert self._decoder is not None, "check() comes first"
+        indices = batch.array(Keys.INDEX).tolist()
+        token_lists = self._input.token_ids(
+            batch.array(Keys.RAW_PROMPT).tolist(), response_texts(batch, self._decoder), indices
+        )
+        scores = self._engine.score(token_lists)
+        for index, score in zip(indices, scores.tolist(), strict=True):
+            if score - score != 0:
+                raise RewardModelError(f"the reward model's score of prompt {index} is {score}: it must be finite")
+        mask = batch.tensor(Keys.RESPONSE_MASK)
+        placed = scores_on_last_token(scores, mask)
+        # Copies that fill up a rank's share have no response tokens.
+        kept = mask.bool().any(dim=1)
+        metrics = scores_by_source(batch[kept], placed[kept])
+        longest = self._input.max_length
+        metrics[f"{REWARD_PREFIX}clip_ratio"] = [
+            float(len(tokens) >= longest) for tokens, is_row in zip(token_lists, kept.tolist(), strict=True) if is_row
+        ]
+        if not self.spec.reward.uses_function:
+            self._samples.keep(batch[kept], placed[kept], self._decoder)
+        name = Keys.MODEL_SCORES if self.spec.reward.uses_function else Keys.TOKEN_LEVEL_SCORES
+        return DataProto.from_dict({name: placed}, meta_info={Meta.METRICS: metrics})
+
+
+class ModelScores:
+    """The reward model as the controller calls it."""
+
+    def __init__(self, group: WorkerGroup[RewardModelWorker]) -> None:
+        self.group = group
+
+    async def compute_scores(self, batch: Table) -> tuple[Table, dict[str, float]]:
+        """See `ScoresPort`."""
+        group = self.group.over(balanced(batch.tokens, len(self.group)))
+        table = await group.call(RewardModelWorker.compute_scores, batch)
+        clipped = table.metrics.get(f"{REWARD_PREFIX}clip_ratio", [])
+        return table, {f"{REWARD_PREFIX}clip_ratio": sum(clipped) / len(clipped)} if clipped else {}

@@ -1,0 +1,39 @@
+"""Which process keeps samples of responses, and of which calls: the first of a role that gives the final scores.
+
+The reward's workers call it with every batch that they have scored. It knows the step from the phase that the call
+serves; a call outside of any phase keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.rewards.batch import Decoder
+from ppojob_trainer.rewards.samples import SampleLog, samples_of
+from ppojob_trainer.telemetry import RunFiles, current_phase
+from ppojob_trainer.worker_groups.worker_process import Seat
+
+__all__ = ["SampleKeeper"]
+
+
+class SampleKeeper:
+    """Keeps `spec.telemetry.samplesPerStep` rows of a batch; none on the other ranks."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        self._number = spec.telemetry.samples_per_step
+        is_asked = seat.rank == 0 and seat.run_folder is not None and self._number > 0
+        self._log = SampleLog(RunFiles(seat.run_folder).samples) if is_asked and seat.run_folder else None
+
+    def keep(
+        self, batch: DataProto, scores: Tensor, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Write some rows of a scored batch; scores [B, R], and what the reward function returned beside each."""
+        phase = current_phase()
+        if self._log is not None and phase is not None:
+            samples = samples_of(batch, scores, decoder, self._number, extras)
+            self._log.write(samples, phase=phase.phase, step=phase.step)
