@@ -1,0 +1,58 @@
+"""The least time that each phase can take on a device: operations at its peak, bytes at its memory's bandwidth.
+
+Formulas as in `engines.fsdp.flops` (PaLM, appendix B), with the recomputation that gradient checkpointing adds, because
+the phase does it. Generation: for each token that all sequences write, the weights and the sequences' keys and values
+are read once. Called by `bench_split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ppojob_trainer.engines.fsdp.flops import peak_flops
+from tests.bench.workload import Size
+
+# Bytes per second of the memory, from the vendor's data sheets, by a part of the device's name.
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
+
+
+def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dict[str, float]:
+    """Return seconds by phase; empty where the device's figures are not known.
+
+    Args:
+        shape: the model's, see `workload.SHAPES`.
+        gpus: of the roles actor, rollout, critic and ref.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.device("cuda", 0)
+    peak = peak_flops(device)
+    name = torch.cuda.get_device_name(device)
+    bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
+    if peak is None or bandwidth is None:
+        return {}
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    head = hidden // shape["num_attention_heads"]
+    key_values = 2 * 2 * head
+    matrices = layers * (2 * hidden * hidden + hidden * key_values + 3 * hidden * shape["intermediate_size"])
+    output = size.vocabulary * hidden
+    length = size.prompt_tokens + size.response_tokens
+    tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
+    attention = 2 * layers * hidden * length * tokens
+    backbone = 2 * matrices * tokens + attention
+    head_cost = 2 * output * written
+    # Generation reads, for each of the written places, all weights once and every sequence's keys and values.
+    mean_length = size.prompt_tokens + size.response_tokens / 2
+    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * key_values * 2
+    generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
+    return {
+        "gen": generation,
+        "old_log_prob": (backbone + head_cost) / peak / gpus["actor"],
+        "ref": (backbone + head_cost) / peak / gpus["ref"],
+        "values": backbone / peak / gpus["critic"],
+        # Forward, forward again, and backward, which is twice a forward.
+        "update_actor": (4 * backbone + 4 * head_cost) / peak / gpus["actor"],
+        "update_critic": 4 * backbone / peak / gpus["critic"],
+    }

@@ -1,0 +1,137 @@
+"""Workload W: what the benchmark trains, made from nothing, so that it needs neither a hub nor a data set.
+
+A Qwen2 of 0.5B or 1.5B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly 512
+(the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl 0.9.1
+was measured on the same work. Called by `bench_split`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NUM_PROMPTS = 256
+PROMPT_TOKENS = 130
+RESPONSE_TOKENS = 512
+NUM_MINIBATCHES = 4
+VOCABULARY = 151_936
+
+SHAPES: dict[str, dict[str, int]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    # For trying the benchmark itself on a machine without a GPU.
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+REWARD = '''"""A reward that costs nothing and depends on the response alone."""
+
+
+def compute_score(*, data_source, solution_str, ground_truth, extra_info):
+    words = solution_str.split()
+    return sum(len(word) % 2 for word in words) / max(1, len(words))
+'''
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much work a step is."""
+
+    shape: str = "0.5B"
+    num_prompts: int = NUM_PROMPTS
+    prompt_tokens: int = PROMPT_TOKENS
+    response_tokens: int = RESPONSE_TOKENS
+    vocabulary: int = VOCABULARY
+
+
+def prepare(folder: Path, size: Size, num_steps: int) -> None:
+    """Write model, tokenizer, prompts and reward function into `folder`, unless they are there."""
+    if (folder / "finished").exists():
+        return
+    _write_model(folder / "model", size)
+    generator = random.Random(1)
+    # With the chat template's own two the prompt has exactly `prompt_tokens`.
+    num_letters = size.prompt_tokens - 2
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        for index in range(size.num_prompts * num_steps):
+            text = "".join(generator.choices(string.ascii_letters, k=num_letters))
+            row = {
+                "data_source": "workload",
+                "prompt": [{"role": "user", "content": text}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index},
+            }
+            file.write(json.dumps(row) + "\n")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "finished").touch()
+
+
+def _write_model(folder: Path, size: Size) -> None:
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+    # A token for each byte and no merges, so that a letter is a token; the rest of the vocabulary are fillers.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    special = ["<|endoftext|>", "<|user|>", "<|assistant|>"]
+    fillers = size.vocabulary - len(letters) - len(special)
+    vocabulary |= {f"<filler {number}>": len(letters) + number for number in range(fillers)}
+    vocabulary |= {word: len(vocabulary) + number for number, word in enumerate(special)}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}<|assistant|>"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=vocabulary["<|endoftext|>"],
+        **SHAPES[size.shape],
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, device: str) -> dict[str, Any]:
+    """Return a PPOJob that trains the workload.
+
+    Args:
+        layout: `pools`, `placement`, `schedule`, and further sections that are merged over these.
+    """
+    is_cuda = device == "cuda"
+    minibatch = size.num_prompts // NUM_MINIBATCHES
+    spec: dict[str, Any] = {
+        "image": "none",
+        "device": device,
+        "model": {"actor": {"path": str(folder / "model")}, "critic": {}},
+        "data": {
+            "train": {"type": "JSONL", "files": {"paths": [str(folder / "prompts.jsonl")]}},
+            "trainBatchSize": size.num_prompts,
+            "maxPromptLength": size.prompt_tokens,
+            "maxResponseLength": size.response_tokens,
+        },
+        "reward": {"function": {"path": str(folder / "reward.py"), "numWorkers": 4 if is_cuda else 1}},
+        "algorithm": {"kl": {"inReward": True}},
+        "actor": {"miniBatchSize": minibatch, "maxTokensPerGPU": 49_152},
+        "critic": {"miniBatchSize": minibatch, "maxTokensPerGPU": 49_152},
+        "rollout": {
+            "ignoreEos": True,
+            "gpuMemoryUtilization": 0.4,
+            "sleep": False,
+            "maxNumSeqs": 256,
+            "logProbs": False,
+        },
+        "storage": {"persistentVolumeClaim": "none", "mountPath": str(folder)},
+        "checkpoint": {"everySteps": 0, "export": "Never"},
+        "trainer": {"totalSteps": num_steps, "validateEverySteps": 0},
+    }
+    for section, values in layout.items():
+        spec[section] = {**spec.get(section, {}), **values} if isinstance(values, Mapping) else values
+    return {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": {"name": "bench"}, "spec": spec}
