@@ -184,7 +184,6 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     weights = 513.0
     plain = seen["gradient checkpointing"]
     assert plain.peak < seen["nothing"].peak
-    assert seen["checkpointing, activation offload"].peak < plain.peak
     assert plain.idle == pytest.approx(3 * weights, abs=150)
     assert seen["checkpointing, parameter offload"].idle == pytest.approx(2 * weights, abs=150)
     assert seen["checkpointing, optimizer offload"].idle == pytest.approx(weights, abs=150)
@@ -192,3 +191,39 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     assert seen["checkpointing, LoRA"].idle < weights / 2 + 200
     assert seen["checkpointing, LoRA"].peak < plain.peak - weights
     assert seen["checkpointing, LoRA, all offloads"].idle < 200
+
+
+def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: DataParallel, tmp_path: Path) -> None:
+    """With a small vocabulary the layers' inputs are most of the peak; with a large one the output layer hides them."""
+    torch.manual_seed(7)
+    layers, width, sequences, length = 24, 512, 64, 1024
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(1024, (sequences, length), generator=generator).tolist()
+    tensors = rollout_batch([row[:8] for row in rows], [row[8:] for row in rows], 0)
+    tensors[Keys.ADVANTAGES] = torch.randn(tensors[Keys.RESPONSE_MASK].shape, generator=generator)
+    batch = DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+    peaks = {}
+    for is_asked in (False, True):
+        _forget()
+        training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=sequences * length)
+        model = ActorModel(path=str(tmp_path), activation_offload=is_asked)
+        engine = PolicyEngine(parallel, model, training, KL(), total_steps=1)
+        old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+        torch.cuda.reset_peak_memory_stats()
+        engine.update(batch.union(old))
+        peaks[is_asked] = torch.cuda.max_memory_allocated()
+        del engine
+    inputs = layers * sequences * length * width * 2
+    print(
+        f"\nactivation offload: {peaks[False] / MIB:.0f} -> {peaks[True] / MIB:.0f} MiB; inputs {inputs / MIB:.0f} MiB"
+    )
+    assert peaks[True] < peaks[False] - inputs / 2

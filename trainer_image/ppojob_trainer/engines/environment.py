@@ -20,17 +20,9 @@ def base_environment(device: Device, num_threads: int | None = None) -> dict[str
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    # Roles share the cores. OpenMP's threads spin at each barrier by default, and then mostly wait for a thread that
+    # another spinning process keeps off its core: on device cpu generation was five times slower.
+    common |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     if device is Device.CUDA:
         return common | {"NCCL_NVLS_ENABLE": "0"}
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return (
-        common
-        | threads
-        | {
-            # Roles share the cores. OpenMP's threads spin at each barrier by default, and then mostly wait for a thread
-            # that another spinning process keeps off its core: generation was five times slower.
-            "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "0",
-            "KMP_BLOCKTIME": "0",
-        }
-    )
+    return common if num_threads is None else common | {"OMP_NUM_THREADS": str(num_threads)}

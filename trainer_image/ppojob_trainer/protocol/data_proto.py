@@ -168,6 +168,12 @@ class DataProto:
             del self.meta_info[key]
         return taken
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors and arrays; of arrays of objects only the references."""
+        tensors = sum(tensor.nbytes for tensor in self.tensors().values())
+        return tensors + sum(array.nbytes for array in self.non_tensor_batch.values())
+
     def with_fields(
         self,
         tensors: Mapping[str, Tensor] | None = None,

@@ -1,12 +1,13 @@
-"""What the calls of a process do to its GPU, and what may be seen of them: memory, utilization, profiles, stacks.
+"""What the calls of a process do: its GPU's memory and utilization, the data that they move, profiles, stacks.
 
 In a process, an `Observer` goes around each call. Its `Observed` comes back as a small answer of its own beside the
-call's, so it costs no call; in the controller, `Observations` gathers them and makes metrics of a step. On CPU there is
-nothing to see, and no metric.
+call's, so it costs no call; in the controller, `Observations` gathers them and makes metrics of a step. On CPU only the
+data that a call moved is seen.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,10 +24,28 @@ from ppojob_trainer.worker_groups.gpu_sampler import GpuSampler, GpuUse
 from ppojob_trainer.worker_groups.profiling import Profiler
 from ppojob_trainer.worker_groups.watchdog import watched
 
-__all__ = ["Observations", "Observed", "Observer", "observed_metrics"]
+__all__ = ["Moved", "Observations", "Observed", "Observer", "observed_metrics"]
 
 _BYTES_PER_GB = 1e9
+_BYTES_PER_MB = 1e6
 _MAX_PENDING = 10_000
+
+
+@dataclass
+class Moved:
+    """What one call took to fetch its rows and to put its answer into the node's store. num_bytes: of the rows."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -34,13 +53,15 @@ class Observed:
     """One call of one process.
 
     allocated_peak_bytes: the most that torch had allocated during the call; None without CUDA. gpu: samples since the
-    process's last call; None without a GPU.
+    process's last call; None without a GPU. phase: which the call served. moved: its data; None where it had none.
     """
 
     role: str
     step: int
     allocated_peak_bytes: int | None = None
     gpu: GpuUse | None = None
+    phase: str = ""
+    moved: Moved | None = None
 
 
 class Observer:
@@ -64,12 +85,13 @@ class Observer:
                 stack.enter_context(self._profiler.around(method, phase))
             yield
 
-    def observed(self, phase: CurrentPhase | None) -> Observed:
+    def observed(self, phase: CurrentPhase | None, moved: Moved) -> Observed:
         """Return what was seen since the last call of this."""
-        step = 0 if phase is None else phase.step
+        step, name = (0, "") if phase is None else (phase.step, phase.phase)
+        data = moved if moved.num_bytes else None
         if not self._has_gpu:
-            return Observed(self._role, step)
-        return Observed(self._role, step, _allocated_peak(), self._gpu_use())
+            return Observed(self._role, step, phase=name, moved=data)
+        return Observed(self._role, step, _allocated_peak(), self._gpu_use(), name, data)
 
     def _gpu_use(self) -> GpuUse | None:
         if self._sampler is not None:
@@ -110,12 +132,18 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
 
     perf/max_memory_allocated_gb/<role>: by torch. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
     processes. pool/<name>/gpu_utilization: mean share of the time in which a kernel ran, from 0 to 1.
+    comm_s/<phase>: seconds that the slowest rank took to fetch its rows and to store its answer, which are part of
+    timing_s/<phase>. comm_mb/<phase>: the rows that all ranks fetched, in MB (1e6 bytes).
     """
     metrics: dict[str, float] = {}
     utilizations: dict[str, list[GpuUse]] = {}
     for call in observed:
         if call.allocated_peak_bytes is not None:
             _raise_to(metrics, f"perf/max_memory_allocated_gb/{call.role}", call.allocated_peak_bytes / _BYTES_PER_GB)
+        if call.moved is not None and call.phase:
+            _raise_to(metrics, f"comm_s/{call.phase}", call.moved.seconds)
+            megabytes = call.moved.num_bytes / _BYTES_PER_MB
+            metrics[f"comm_mb/{call.phase}"] = metrics.get(f"comm_mb/{call.phase}", 0.0) + megabytes
         pool = pool_of.get(call.role)
         if call.gpu is not None and pool is not None:
             _raise_to(metrics, f"pool/{pool}/memory_peak_gb", call.gpu.memory_peak_bytes / _BYTES_PER_GB)

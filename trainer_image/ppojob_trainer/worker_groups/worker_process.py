@@ -22,12 +22,14 @@ from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
-from ppojob_trainer.worker_groups.observation import Observed, Observer
+from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
 from ppojob_trainer.worker_groups.table import Rows, StoredRows, store_rows
 
 __all__ = ["Seat", "WorkerProcess", "num_threads"]
 
 logger = logging.getLogger(__name__)
+
+THREADS_BESIDE_GPU = 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class WorkerProcess:
         # Before the worker exists: all that it and its children write goes to the storage too.
         self._tee = tee_output(seat.log_file)
         configure_logging()
-        _limit_threads(num_threads(seat.local_ranks))
+        _limit_threads(num_threads(seat.local_ranks, has_gpu=bool(ray.get_gpu_ids())))
         self._seat = replace(seat, address=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         folder = None if seat.run_folder is None else RunFiles(seat.run_folder).profiles
         self._observer = Observer(seat.role, seat.rank, seat.profile, folder)
@@ -83,12 +85,16 @@ class WorkerProcess:
 
         `stores` keeps the answer here and returns where it lies; `is_wanted` False drops it, because a peer has it too.
         """
+        moved = Moved()
         with self._observer.around(method.__name__, phase):
-            pulled = tuple(arg.pull(self._seat.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
+            with moved.timed():
+                pulled = tuple(arg.pull(self._seat.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
+            moved.num_bytes = sum(batch.num_bytes for batch in pulled if isinstance(batch, DataProto))
             answer = method.function(self._worker, *pulled, **kwargs)
-            answer = store_rows(_with_each_row(answer, pulled[0])) if stores else answer
+            with moved.timed():
+                answer = store_rows(_with_each_row(answer, pulled[0])) if stores else answer
             answer = answer if is_wanted else None
-        return answer, self._observer.observed(phase)
+        return answer, self._observer.observed(phase, moved)
 
 
 def _with_each_row(answer: Any, sent: Any) -> DataProto:
@@ -99,9 +105,13 @@ def _with_each_row(answer: Any, sent: Any) -> DataProto:
     return answer
 
 
-def num_threads(local_ranks: int) -> int:
-    """Return how many threads a process may use when its role has `local_ranks` processes on this node."""
-    return max(1, _num_cores() // max(1, local_ranks))
+def num_threads(local_ranks: int, *, has_gpu: bool = False) -> int:
+    """Return how many threads a process may use when its role has `local_ranks` processes on this node.
+
+    A process with a GPU only cuts batches on the CPU: many threads of many such processes would wait for each other.
+    """
+    threads = max(1, _num_cores() // max(1, local_ranks))
+    return min(threads, THREADS_BESIDE_GPU) if has_gpu else threads
 
 
 def _num_cores() -> int:

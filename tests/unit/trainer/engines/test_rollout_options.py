@@ -51,4 +51,5 @@ def test_the_environment_of_a_cpu_engine() -> None:
 
 def test_the_environment_of_a_cuda_engine() -> None:
     assert environment(CUDA)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert "OMP_WAIT_POLICY" not in environment(CUDA)
+    assert environment(CUDA)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "OMP_NUM_THREADS" not in environment(CUDA)

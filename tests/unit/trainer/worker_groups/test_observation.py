@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.telemetry import CurrentPhase, current_phase, within_phase
 from ppojob_trainer.worker_groups.gpu_sampler import GpuSampler, GpuUse
-from ppojob_trainer.worker_groups.observation import Observed, observed_metrics
+from ppojob_trainer.worker_groups.observation import Moved, Observed, observed_metrics
 from ppojob_trainer.worker_groups.profiling import Profiler
 from ppojob_trainer.worker_groups.samples import SampleKeeper
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -53,6 +53,16 @@ def test_metrics_of_a_step_are_the_largest_over_ranks_and_the_mean_over_samples(
         "pool/a/memory_peak_gb": 20.0,
         "pool/a/gpu_utilization": 0.875,
     }
+
+
+def test_what_a_phase_moved_is_the_slowest_rank_and_all_bytes() -> None:
+    observed = [
+        Observed("actor", 3, phase="old_log_prob", moved=Moved(0.25, 2_000_000)),
+        Observed("actor", 3, phase="old_log_prob", moved=Moved(0.5, 1_000_000)),
+        Observed("actor", 3, phase="update_weights"),
+    ]
+
+    assert observed_metrics(observed, {"actor": "a"}) == {"comm_s/old_log_prob": 0.5, "comm_mb/old_log_prob": 3.0}
 
 
 def test_on_cpu_there_is_nothing_to_see() -> None:

@@ -63,3 +63,4 @@ def test_the_distance_between_engines_is_of_probabilities_on_response_tokens() -
 def test_processes_of_a_role_share_the_cores_of_a_node() -> None:
     assert num_threads(1) >= num_threads(2) >= 1
     assert num_threads(10_000) == 1
+    assert num_threads(1, has_gpu=True) == min(num_threads(1), 4)
