@@ -13,6 +13,7 @@ from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.reward import RewardType
+from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ SPEC_RULES = [
         ),
         message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
+    ),
+    Rule(
+        rule=(
+            "!has(self.schedule.without) || size(self.schedule.without) == 0 || "
+            "self.schedule.mode in ['Auto', 'Overlapped']"
+        ),
+        message="only mode Overlapped has overlaps to do without",
+        field_path=".schedule.without",
     ),
     Rule(
         rule="(self.reward.type == 'Function') != has(self.model.reward)",
@@ -130,6 +139,17 @@ def _modes_fit_the_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
         yield "schedule.mode", spec.schedule.mode.value, remedy
 
 
+def _only_overlapped_does_without(spec: "PPOJobSpec") -> Iterator[Problem]:
+    schedule = spec.schedule
+    if schedule.without and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
+        value = [overlap.value for overlap in schedule.without]
+        yield (
+            "schedule.without",
+            value,
+            f"mode {schedule.mode} overlaps nothing of this: use Overlapped, or take it out",
+        )
+
+
 def _sources_have_their_blocks(spec: "PPOJobSpec") -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
         if source is not None and (block := source.missing_block):
@@ -197,6 +217,7 @@ _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _placement_names_pools,
     *BATCH_CHECKS,
     _modes_fit_the_pools,
+    _only_overlapped_does_without,
     _sources_have_their_blocks,
     _reward_has_what_its_type_reads,
     _reward_weights_weigh,

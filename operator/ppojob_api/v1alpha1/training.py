@@ -148,11 +148,26 @@ class ScheduleMode(StrEnum):
     OVERLAPPED = "Overlapped"
 
 
+class Overlap(StrEnum):
+    """What mode Overlapped does at the same time, or saves."""
+
+    VALUES = "Values"
+    REFERENCE = "Reference"
+    WEIGHT_SYNC = "WeightSync"
+    NEXT_GENERATION = "NextGeneration"
+    OLD_LOG_PROB = "OldLogProb"
+
+
 class ScheduleSpec(ApiModel):
     """Which phases of a step run at the same time; all modes give the same numbers for the same seed."""
 
     mode: ScheduleMode = ScheduleMode.AUTO
     """Auto: Overlapped if actor and critic are in different pools, else Serial."""
+    without: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
+    """Overlaps that mode Overlapped does without, to measure what each is worth. Values: values and reward beside the
+    actor's log-probs. Reference: the reference's log-probs beside them. WeightSync: the weights go out before the
+    critic is done; NextGeneration: so does the next generation begin. OldLogProb: the actor's log-probs before the
+    update are not computed where they are those of the update (one minibatch, one epoch, no KL in the reward)."""
 
 
 class ExportPolicy(StrEnum):

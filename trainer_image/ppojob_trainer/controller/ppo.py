@@ -12,6 +12,7 @@
   is laid over the batch.
 * The weights go out when the actor is done. They never wait for the critic, and neither does the next generation.
 * values N+1 wait for update_critic N, so every number is that of the serial order.
+* With one minibatch and one epoch the policy that updates is the one that generated: old_log_prob is left out.
 
 `loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (which cannot). The
 samples of a step are drawn with seeds of their own (see `RolloutPort.generate`), so dropping a generation and doing
@@ -47,12 +48,14 @@ class PPOSettings:
     """What a step must know of the spec.
 
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
-    steps at the start that update the critic alone.
+    steps at the start that update the critic alone. is_one_update: each batch is updated on once and nothing else reads
+    the log-probs from before, so the ratio to them is 1.
     """
 
     pool_of: Mapping[str, str]
     max_response_length: int
     critic_warmup_steps: int = 0
+    is_one_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class PPO(Generic[B]):
         """Update the policy and push its weights."""
         step, batch = prepared.step, prepared.batch
         updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
-        if not self._schedule.next_generation:
+        if not self._schedule.weight_sync:
             await self.critic_metrics()
         await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
         return updated
@@ -188,11 +191,11 @@ class PPO(Generic[B]):
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""
         works = self._forward_phases(generated)
+        if self._schedule.old_log_prob and self._settings.is_one_update:
+            del works[Phase.OLD_LOG_PROB]
         chains: dict[str, list[str]] = {}
         for name, (role, _) in works.items():
-            # The reward function takes no GPU, so it is in no pool's chain.
-            pool = "(no pool)" if name == Phase.REWARD else self._settings.pool_of[role]
-            chains.setdefault(pool if self._schedule.forward else "", []).append(name)
+            chains.setdefault(self._chain_of(name, role), []).append(name)
         found: dict[str, tuple[B, Metrics]] = {}
 
         async def follow(names: list[str]) -> None:
@@ -204,6 +207,14 @@ class PPO(Generic[B]):
         metrics = {key: value for name in works for key, value in found[name][1].items()}
         batch, total = await self._run(Phase.REWARD, "reward", generated.step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
+
+    def _chain_of(self, phase: str, role: str) -> str:
+        """Return which phases this one waits for: those before it in the same chain."""
+        schedule, pool_of = self._schedule, self._settings.pool_of
+        if not (schedule.reference if phase == Phase.REF else schedule.values):
+            return pool_of["actor"]
+        # The reward function takes no GPU, so it is in no pool's chain.
+        return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
     def _forward_phases(self, generated: Generated[B]) -> dict[str, tuple[str, _Work[B]]]:
         """Return phase -> (role, work), in the serial order."""

@@ -1,46 +1,77 @@
-"""Which phases of a step run at the same time. One row of a table for each `schedule.mode`.
+"""Which phases of a step run at the same time: one row of a table for each `schedule.mode`, a switch for each overlap.
 
 Read by `ppo` and `loop`. A schedule changes when things happen and never what is computed: in all modes the same
-calls get the same arguments, so the same seed gives the same numbers.
+calls get the same arguments, so the same seed gives the same numbers. (Where old_log_prob is left out, the update takes
+the log-probs that it computes anyway in its place; that is the one phase that a schedule can save.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 
-__all__ = ["Schedule", "schedule_of"]
+__all__ = ["Schedule", "is_one_update", "schedule_of"]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What may overlap.
 
-    forward: values and reward, and ref where it is placed, beside old_log_prob.
-    updates: the critic's update beside the actor's; the weights then go out as soon as the actor is done.
+    values: values and reward beside old_log_prob. reference: ref, where it is placed, beside old_log_prob.
+    updates: the critic's update beside the actor's.
+    weight_sync: the weights go out as soon as the actor is done, whatever the critic does.
     next_generation: the next step's generation beside the critic's update.
+    old_log_prob: the phase is left out where the ratio is 1 by construction.
     """
 
-    forward: bool
-    updates: bool
-    next_generation: bool
+    values: bool = False
+    reference: bool = False
+    updates: bool = False
+    weight_sync: bool = False
+    next_generation: bool = False
+    old_log_prob: bool = False
 
 
 _SCHEDULES: Final = {
-    ScheduleMode.SERIAL: Schedule(forward=False, updates=False, next_generation=False),
-    ScheduleMode.PARALLEL_UPDATE: Schedule(forward=False, updates=True, next_generation=False),
-    ScheduleMode.OVERLAPPED: Schedule(forward=True, updates=True, next_generation=True),
+    ScheduleMode.SERIAL: Schedule(),
+    ScheduleMode.PARALLEL_UPDATE: Schedule(updates=True),
+    ScheduleMode.OVERLAPPED: Schedule(
+        values=True, reference=True, updates=True, weight_sync=True, next_generation=True, old_log_prob=True
+    ),
+}
+_SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
+    Overlap.VALUES: {"values": False},
+    Overlap.REFERENCE: {"reference": False},
+    Overlap.NEXT_GENERATION: {"next_generation": False},
+    # A generation cannot begin before it has its weights.
+    Overlap.WEIGHT_SYNC: {"weight_sync": False, "next_generation": False},
+    Overlap.OLD_LOG_PROB: {"old_log_prob": False},
 }
 
 
-def schedule_of(mode: ScheduleMode) -> Schedule:
-    """Return the schedule of a resolved spec's mode.
+def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedule:
+    """Return the schedule of a resolved spec's mode, less some overlaps.
 
     Raises:
         ValueError: the mode is Auto, which `resolve` replaces.
     """
     if mode not in _SCHEDULES:
         raise ValueError(f"schedule.mode {mode} is not resolved: resolve() puts {', '.join(_SCHEDULES)} in its place")
-    return _SCHEDULES[mode]
+    schedule = _SCHEDULES[mode]
+    for overlap in without:
+        schedule = replace(schedule, **_SWITCHED_OFF[overlap])
+    return schedule
+
+
+def is_one_update(spec: PPOJobSpec) -> bool:
+    """Whether each batch is updated on once, and nothing but the update reads the log-probs from before it.
+
+    Then the policy that updates is the one whose log-probs these are, and the ratio is 1. A KL term in the reward reads
+    them earlier, and so may the users' own workers.
+    """
+    is_whole = spec.actor.mini_batch_size == spec.data.train_batch_size and spec.algorithm.epochs == 1
+    return is_whole and not spec.algorithm.kl.in_reward and not spec.workers

@@ -22,7 +22,7 @@ from ppojob_trainer.checkpoints import CheckpointStore
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
-from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
@@ -132,10 +132,15 @@ class _Attempt:
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
         spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
-        schedule = schedule_of(spec.schedule.mode)
+        schedule = schedule_of(spec.schedule.mode, spec.schedule.without)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
-        settings = PPOSettings(pools_of_roles(spec), spec.data.max_response_length, spec.critic.warmup_steps)
+        settings = PPOSettings(
+            pools_of_roles(spec),
+            spec.data.max_response_length,
+            spec.critic.warmup_steps,
+            is_one_update=is_one_update(spec),
+        )
         ppo = PPO(ports, schedule, phases, settings, kl)
         saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt)
         loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(spec))

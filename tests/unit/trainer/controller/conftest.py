@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
-from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.maths.kl import AdaptiveKLController
 from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
 
@@ -42,13 +42,13 @@ def make_run() -> MakeRun:
     """Return a factory of runs."""
 
     def make(
-        mode: ScheduleMode = ScheduleMode.OVERLAPPED,
+        mode: ScheduleMode | Schedule = ScheduleMode.OVERLAPPED,
         *,
         steps: int = 3,
         validate_every: int = 0,
         save_every: int = 0,
         pool_of: Mapping[str, str] = SPLIT,
-        warmup: int = 0,
+        settings: Mapping[str, Any] = {},
         write_s: float | None = None,
         found: tuple[int, Mapping[str, Any]] | None = None,
         **ports: Any,
@@ -56,19 +56,18 @@ def make_run() -> MakeRun:
         world = World()
         if write_s is not None:
             world.durations["write"] = write_s
-        settings = LiveSettings(
+        live = LiveSettings(
             total_steps=steps,
             validate_every_steps=validate_every,
             checkpoint_every_steps=save_every,
             checkpoint_keep=1,
         )
-        monitor, checkpoints = FakeMonitor(settings), FakeCheckpoints(world, found)
+        monitor, checkpoints = FakeMonitor(live), FakeCheckpoints(world, found)
         phases = Phases(pool_of, 1000.0, clock=lambda: world.time.now)
-        schedule, plugged = schedule_of(mode), fake_ports(world, **ports)
+        schedule = mode if isinstance(mode, Schedule) else schedule_of(mode)
+        plugged = fake_ports(world, **ports)
         kl = AdaptiveKLController(0.1, target=1.0, horizon=100)
-        ppo = PPO(
-            plugged, schedule, phases, PPOSettings(pool_of, max_response_length=8, critic_warmup_steps=warmup), kl
-        )
+        ppo = PPO(plugged, schedule, phases, PPOSettings(pool_of, 8, **settings), kl)
         loop_settings = LoopSettings(
             has_validation=True,
             validates_first=True,

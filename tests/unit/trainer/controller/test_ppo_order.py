@@ -2,7 +2,8 @@
 
 import pytest
 
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
@@ -101,7 +102,7 @@ async def test_without_critic_and_reference_the_actors_group_computes_advantages
 
 
 async def test_the_warmup_of_the_critic_leaves_the_actor_alone(make_run: MakeRun) -> None:
-    run = make_run(OVERLAPPED, steps=2, warmup=1)
+    run = make_run(OVERLAPPED, steps=2, settings={"critic_warmup_steps": 1})
 
     await run()
 
@@ -127,3 +128,63 @@ async def test_a_critic_update_that_fails_ends_the_run_before_the_next_values(ma
         await run()
 
     assert "values 2" not in run.world.names()
+
+
+async def test_without_values_they_wait_for_old_log_prob_and_ref_does_not(make_run: MakeRun) -> None:
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.VALUES]), steps=1)
+
+    await run()
+
+    world = run.world
+    assert world.at("values 1", "start") >= world.at("old_log_prob 1", "end")
+    assert world.at("ref 1", "start") == world.at("generate 1", "end")
+
+
+async def test_without_reference_it_waits_for_old_log_prob_and_values_do_not(make_run: MakeRun) -> None:
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.REFERENCE]), steps=1)
+
+    await run()
+
+    world = run.world
+    assert world.at("ref 1", "start") >= world.at("old_log_prob 1", "end")
+    assert world.overlap("values 1", "old_log_prob 1")
+
+
+async def test_without_weight_sync_the_weights_wait_for_the_critic(make_run: MakeRun) -> None:
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.WEIGHT_SYNC]), steps=2)
+
+    await run()
+
+    world = run.world
+    assert world.overlap("update_actor 1", "update_critic 1")
+    assert world.at("push 1", "start") >= world.at("update_critic 1", "end")
+
+
+async def test_without_next_generation_only_the_weights_go_ahead_of_the_critic(make_run: MakeRun) -> None:
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.NEXT_GENERATION]), steps=2)
+
+    await run()
+
+    world = run.world
+    assert world.at("push 1", "start") < world.at("update_critic 1", "end")
+    assert world.at("generate 2", "start") >= world.at("update_critic 1", "end")
+
+
+@pytest.mark.parametrize(
+    ("mode", "without", "is_one_update", "is_computed"),
+    [
+        (OVERLAPPED, [], True, False),
+        (OVERLAPPED, [Overlap.OLD_LOG_PROB], True, True),
+        (OVERLAPPED, [], False, True),
+        (PARALLEL, [], True, True),
+        (SERIAL, [], True, True),
+    ],
+)
+async def test_old_log_prob_is_left_out_of_overlapped_where_the_ratio_is_one(
+    make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], is_one_update: bool, is_computed: bool
+) -> None:
+    run = make_run(schedule_of(mode, without), steps=1, settings={"is_one_update": is_one_update})
+
+    await run()
+
+    assert ("old_log_prob 1" in run.world.names()) == is_computed

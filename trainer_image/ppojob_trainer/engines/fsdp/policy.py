@@ -80,15 +80,18 @@ class PolicyEngine:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Run PPO's minibatches over this rank's shard; return the metrics, equal on all ranks.
 
-        Reads the fields of `compute_log_prob`, old_log_probs, advantages, with KL in the loss ref_log_prob, and the
-        meta_info entries of `EngineMeta`. The metrics are means over the optimizer steps.
+        Reads the fields of `compute_log_prob`, old_log_probs (absent: the policy has not changed since the batch was
+        generated and is updated once), advantages, with KL in the loss ref_log_prob, and the meta_info entries of
+        `EngineMeta`. The metrics are means over the optimizer steps.
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
         """
         temperature = temperature_of(batch)
-        fields = [Keys.RESPONSE_MASK, Keys.OLD_LOG_PROBS, Keys.ADVANTAGES]
+        fields = [Keys.RESPONSE_MASK, Keys.ADVANTAGES]
+        if Keys.OLD_LOG_PROBS in batch.tensors():
+            fields.append(Keys.OLD_LOG_PROBS)
         if self.kl.in_loss:
             fields.append(Keys.REF_LOG_PROB)
 
@@ -131,7 +134,8 @@ class PolicyEngine:
         fields, training = micro.fields, self.training
         mask, aggregation = fields[Keys.RESPONSE_MASK], training.loss_aggregation.value
         clipping = Clipping(training.clip_ratio_low, training.clip_ratio_high, training.clip_ratio_dual)
-        old_log_prob, advantages = fields[Keys.OLD_LOG_PROBS], fields[Keys.ADVANTAGES]
+        # Without them this is the only update on the batch, so they are those of now.
+        old_log_prob, advantages = fields.get(Keys.OLD_LOG_PROBS, log_prob.detach()), fields[Keys.ADVANTAGES]
         loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask, denominators, clipping, aggregation)
         if training.entropy_coefficient == 0:
             entropy = entropy.detach()
