@@ -87,6 +87,10 @@ golden: install ## Compare the examples' manifests with those that were reviewed
 	$(if $(UPDATE),$(PYTHON) tests/golden/golden_manifests.py --update)
 	$(PYTEST) tests/golden
 
+.PHONY: bench
+bench: install ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
+	$(PYTHON) -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
+
 .PHONY: oracles
 oracles: install ## Compare the formulas with verl's and TRL's, each in an environment of its own.
 	$(PYTEST) tests/oracles

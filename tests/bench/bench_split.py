@@ -156,8 +156,8 @@ def main() -> None:
         results.append(measure(name, job, output / name))
         console.print(f"{name}: {results[-1].step_s:.3f} s a step")
     actor_gpus = (arguments.gpus + 1) // 2
-    gpus = {"actor": actor_gpus, "rollout": actor_gpus, "critic": max(1, arguments.gpus - actor_gpus)}
-    show(results, size, {**gpus, "ref": gpus["critic"]}, console)
+    critic_gpus = max(1, arguments.gpus - actor_gpus)
+    show(results, size, {"actor": actor_gpus, "critic": critic_gpus, "ref": critic_gpus}, console)
     rows = [{"name": r.name, "first_step_s": r.first_step_s, **r.metrics} for r in results]
     (output / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

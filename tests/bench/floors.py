@@ -19,12 +19,7 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
 
 
 def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dict[str, float]:
-    """Return seconds by phase; empty where the device's figures are not known.
-
-    Args:
-        shape: the model's, see `workload.SHAPES`.
-        gpus: of the roles actor, rollout, critic and ref.
-    """
+    """Return `floors_of` this machine's device; empty where its figures are not known."""
     if not torch.cuda.is_available():
         return {}
     device = torch.device("cuda", 0)
@@ -33,6 +28,20 @@ def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dic
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
     if peak is None or bandwidth is None:
         return {}
+    return floors_of(shape, size, peak, bandwidth, gpus)
+
+
+def floors_of(
+    shape: Mapping[str, int], size: Size, peak: float, bandwidth: float, gpus: Mapping[str, int]
+) -> dict[str, float]:
+    """Return seconds by phase.
+
+    Args:
+        shape: the model's, see `workload.SHAPES`.
+        peak: operations per second of a GPU.
+        bandwidth: bytes per second of its memory.
+        gpus: of the roles actor (and rollout), critic and ref.
+    """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head = hidden // shape["num_attention_heads"]
     key_values = 2 * 2 * head
@@ -45,7 +54,7 @@ def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dic
     head_cost = 2 * output * written
     # Generation reads, for each of the written places, all weights once and every sequence's keys and values.
     mean_length = size.prompt_tokens + size.response_tokens / 2
-    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * key_values * 2
+    cache = size.num_prompts / gpus["actor"] * mean_length * layers * key_values * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
     return {
         "gen": generation,

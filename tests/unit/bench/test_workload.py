@@ -1,0 +1,49 @@
+"""What the benchmark asks for: valid jobs in every layout, and exactly the tokens that the workload is defined by."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bench import bench_split, workload
+from tests.bench.floors import floors_of
+
+TINY = workload.Size("tiny", num_prompts=8, prompt_tokens=20, response_tokens=16, vocabulary=512)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 4])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -> None:
+    for layout in bench_split.layouts(num_gpus).values():
+        _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, layout, 3, device))
+        assert sum(pool.gpus for pool in spec.pools) == num_gpus
+
+
+def test_one_gpu_cannot_be_split() -> None:
+    assert list(bench_split.layouts(1)) == ["colocated"]
+
+
+def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    workload.prepare(tmp_path, TINY, num_steps=2)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lengths = {
+        len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)) for row in rows
+    }
+    assert (len(rows), lengths, len(tokenizer)) == (16, {20}, 512)
+
+
+def test_the_least_times_of_workload_w_by_hand() -> None:
+    """0.5B on a device of 1 PFLOP/s and 5 TB/s: 164,352 tokens, 131,072 of them written."""
+    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, {"actor": 1, "critic": 1, "ref": 1})
+
+    matrices = 24 * (2 * 896 * 896 + 896 * 256 + 3 * 896 * 4864)
+    attention = 2 * 24 * 896 * 642 * 164_352
+    forward = 2 * matrices * 164_352 + attention
+    assert least["values"] == pytest.approx(forward / 1e15)
+    assert least["old_log_prob"] == pytest.approx((forward + 2 * 151_936 * 896 * 131_072) / 1e15)
+    assert least["update_critic"] == pytest.approx(4 * forward / 1e15)
