@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.main.memory_fit import check_memory
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
@@ -34,7 +35,7 @@ from ppojob_trainer.worker_groups.roles.rollout import (
     WeightsGroup,
     rollout_environment,
 )
-from ppojob_trainer.worker_groups.roles.trained import join
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, join
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
@@ -176,6 +177,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
     await wait_until_up(groups.all())
     logger.info("all processes are up")
     await _check(groups, phases)
+    if spec.device is Device.CUDA:
+        await _check_memory(groups, spec, phases)
     logger.info("model paths, data and reward are in order; loading the models")
     await _load_all(groups, spec, phases)
     await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
@@ -196,6 +199,21 @@ async def _check(groups: Groups, phases: Phases) -> None:
     if groups.own_ref is not None:
         checks["ref"] = groups.own_ref.group.call(RefWorker.check)
     await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
+
+
+async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+    actor, critic, ref = spec.model.actor, spec.model.critic, spec.model.ref
+    sized: dict[str, Any] = {
+        "actor": groups.actor.group.call(TrainedWorker.size, actor.path, actor.trust_remote_code, True)
+    }
+    if groups.critic is not None:
+        path = critic.path or actor.path
+        sized["critic"] = groups.critic.group.call(TrainedWorker.size, path, critic.trust_remote_code, False)
+    if groups.own_ref is not None:
+        path, own = (ref.path, ref) if ref.path else (actor.path, actor)
+        sized["ref"] = groups.own_ref.group.call(TrainedWorker.size, path, own.trust_remote_code, True)
+    found = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, size) for role, size in sized.items()))
+    check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
 async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:

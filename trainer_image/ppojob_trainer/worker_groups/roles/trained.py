@@ -7,7 +7,8 @@ not exist is found before any process has spent minutes on loading.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     # Loads torch; the driver imports this module too.
     from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 
-__all__ = ["TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
+__all__ = ["ModelSize", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
 
 W = TypeVar("W", bound="TrainedWorker")
 
@@ -70,6 +71,14 @@ def sizes_of(role: str, training: Trained) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes."""
+
+    num_parameters: int
+    gpu_bytes: int
+
+
 class TrainedWorker:
     """A rank of a sharded model."""
 
@@ -111,6 +120,21 @@ class TrainedWorker:
         self._parallel = init_process_group(
             Device(self.spec.device), seat.rank, seat.world_size, address, port, seat.timeout_s, sizes
         )
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def size(self, path: str, trust_remote_code: bool, has_output_layer: bool) -> ModelSize:
+        """Count a model's parameters without loading it, and look how large this process's GPU is."""
+        import torch
+        from transformers import AutoModel, AutoModelForCausalLM
+
+        from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+
+        config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+        kind: Any = AutoModelForCausalLM if has_output_layer else AutoModel
+        with torch.device("meta"):
+            module = kind.from_config(config, trust_remote_code=trust_remote_code)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        return ModelSize(count, torch.cuda.get_device_properties(0).total_memory)
 
     def background_saves(self) -> BackgroundSaves:
         """This rank's save that is under way."""

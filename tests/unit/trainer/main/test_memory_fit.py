@@ -1,0 +1,98 @@
+"""What the roles of a pool need at the least, by hand, and when a placement is refused."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.main.memory_fit import check_memory, needs
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
+from ppojob_trainer.worker_groups.worker_process import Seat
+from tests.integration.trainer.tiny_model import write_tiny_model
+
+GB = 10**9
+
+
+def spec_of(gpus: int = 2, rollout: dict[str, Any] | None = None, **model: Any) -> PPOJobSpec:
+    raw = {
+        "image": "i",
+        "model": {"actor": {"path": "/m", **model}},
+        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "reward": {"function": {"module": "r"}},
+        "algorithm": {"kl": {"inReward": True}},
+        "rollout": rollout or {},
+        "pools": [{"name": "a", "gpusPerNode": gpus}, {"name": "c", "gpusPerNode": 1}],
+        "placement": {"actor": "a", "critic": "c"},
+        "storage": {"persistentVolumeClaim": "c"},
+    }
+    return resolve(parse_spec(raw))
+
+
+def sizes(billions: float, gpu_gb: float = 80) -> dict[str, ModelSize]:
+    size = ModelSize(int(billions * GB), int(gpu_gb * GB))
+    return {"actor": size, "critic": size, "ref": size}
+
+
+def test_needs_by_hand() -> None:
+    """1 B parameters: 4 GB weights, 4 GB gradients and 8 GB moments, halved over two GPUs; the reference 2 GB."""
+    found = needs(spec_of(), sizes(1))
+
+    (actor,), (critic, ref) = found["a"], found["c"]
+    assert (actor.weights, actor.gradients, actor.optimizer, actor.resident) == (2 * GB, 2 * GB, 4 * GB, 6 * GB)
+    assert (critic.total, critic.resident) == (16 * GB, 12 * GB)
+    assert (ref.total, ref.resident) == (2 * GB, 2 * GB)
+
+
+def test_adapters_and_offload_need_less() -> None:
+    (lora,) = needs(spec_of(lora={"rank": 8}), sizes(1))["a"][:1]
+    assert (lora.total, lora.resident) == (1 * GB, 1 * GB)
+
+    (away,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
+    assert (away.total, away.resident) == (8 * GB, 0)
+
+
+def test_what_fits_passes() -> None:
+    check_memory(spec_of(), sizes(3))
+
+
+def test_a_critic_that_is_too_large_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelMismatchError) as refusal:
+        check_memory(spec_of(), sizes(5))
+
+    words = str(refusal.value)
+    assert "pool c cannot hold its models: each GPU has 80.0 GB, and at least 90.0 GB are needed" in words
+    assert "critic 80.0 (weights 20.0, gradients 20.0, optimizer 40.0); ref 10.0 (weights 10.0)" in words
+
+
+def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> None:
+    # The actor takes 64 of 80 GB in its update and 48 between them; the engine half of the GPU.
+    small = {"actor": ModelSize(4 * GB, 80 * GB)}
+    check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.4}), small)
+    with pytest.raises(ModelMismatchError, match=r"rollout 32\.0 \(gpuMemoryUtilization 0.4\)"):
+        check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.4, "sleep": False}), small)
+    with pytest.raises(ModelMismatchError, match=r"at least 88\.0 GB"):
+        check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.5}), small)
+
+
+@pytest.mark.parametrize("has_output_layer", [True, False])
+def test_parameters_are_counted_without_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_output_layer: bool
+) -> None:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    path = str(write_tiny_model(tmp_path / "model"))
+    gpu = types.SimpleNamespace(total_memory=123)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    worker = TrainedWorker(Seat("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
+
+    size = worker.size(path, False, has_output_layer)
+
+    kind = AutoModelForCausalLM if has_output_layer else AutoModel
+    model = kind.from_pretrained(path)
+    assert size == ModelSize(sum(parameter.numel() for parameter in model.parameters()), 123)
