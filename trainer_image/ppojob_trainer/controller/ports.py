@@ -193,8 +193,8 @@ class AdvantagePort(Protocol[B]):
 class WeightsPort(Protocol):
     """The way of the policy's weights to the rollout engines."""
 
-    async def push(self, version: int) -> None:
-        """Make the engines generate with the policy as it is now; checked before it returns."""
+    async def push(self, version: int) -> Metrics:
+        """Make the engines generate with the policy as it is now; checked before it returns what it moved."""
         ...
 
 

@@ -144,8 +144,8 @@ class PPO(Generic[B]):
         updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
         if not self._schedule.weight_sync:
             await self.critic_metrics()
-        await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
-        return updated
+        moved = await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
+        return {**updated, **moved}
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""

@@ -279,9 +279,10 @@ class FakeWeights:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def push(self, version: int) -> None:
+    async def push(self, version: int) -> dict[str, float]:
         await self.world.phase("push", version)
         self.world.rollout = self.world.actor
+        return {"comm_mb/update_weights": 269.0}
 
 
 def fake_ports(

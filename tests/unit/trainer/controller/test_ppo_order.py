@@ -188,3 +188,11 @@ async def test_old_log_prob_is_left_out_of_overlapped_where_the_ratio_is_one(
     await run()
 
     assert ("old_log_prob 1" in run.world.names()) == is_computed
+
+
+async def test_what_the_weights_moved_is_in_the_record_of_the_step(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+
+    await run()
+
+    assert {record.get("comm_mb/update_weights") for step, record in run.monitor.records.items() if step} == {269.0}
