@@ -247,8 +247,8 @@ class WeightsGroup:
         await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
 
     async def push(self, version: int) -> dict[str, float]:
-        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes); comm_s/update_weights: how
-        long they took, without waking the engines up.
+        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/update_weights:
+        how long they took, without waking the engines up.
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
