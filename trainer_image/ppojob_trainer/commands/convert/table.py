@@ -196,6 +196,7 @@ TABLE: tuple[Row, ...] = (
     _field(f"{_R}.enable_prefix_caching", "rollout.enablePrefixCaching", truth),
     _field(f"{_R}.enforce_eager", "rollout.enforceEager", truth),
     _field(f"{_R}.free_cache_engine", "rollout.sleep", truth),
+    _field(f"{_R}.calculate_log_probs", "rollout.logProbs", truth),
     _field(f"{_R}.tensor_model_parallel_size", "rollout.tensorParallelSize", whole),
     _field(f"{_R}.val_kwargs.n", "rollout.validation.samplesPerPrompt", whole),
     _field(f"{_R}.val_kwargs.top_p", "rollout.validation.topP", number),
@@ -221,7 +222,7 @@ TABLE: tuple[Row, ...] = (
     *_needless(
         _R,
         "mode nnodes n_gpus_per_node scheduling_policy load_format layered_summon logprobs_mode disable_log_stats "
-        "multi_stage_wake_up multi_turn.* agent.* calculate_log_probs checkpoint_engine.* trace.* skip_tokenizer_init "
+        "multi_stage_wake_up multi_turn.* agent.* checkpoint_engine.* trace.* skip_tokenizer_init "
         "moe_* prometheus.* quantization_config_file cudagraph_capture_sizes router_config_path limit_images mtp.* "
         "disaggregation.* update_weights_*",
         "vLLM runs inside the job, and needs no setting of this",
