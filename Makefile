@@ -79,7 +79,7 @@ tools: install ## Build helm, which some checks call.
 	@$(PYTHON) -m tests.cluster build helm
 
 .PHONY: unit
-unit: tools ## Run the unit tests, but for those marked slow (`make integration` has them).
+unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has them).
 	$(PYTEST_PARALLEL) tests/unit -m "not slow"
 
 .PHONY: golden
@@ -116,10 +116,14 @@ cluster-down: install ## End it and remove all that it left on the machine.
 images: install ## Build the operator's and the trainer's image into the running cluster.
 	$(PYTHON) -m tests.cluster image operator trainer
 
-.PHONY: integration
-integration: install ## Run the tests of several parts together, and the slow unit tests; needs the cluster.
+.PHONY: trainer
+trainer: install ## Run the trainer's parts together on a real Ray (about 30 minutes), and the slow unit tests.
 	$(PYTEST) tests/unit -m slow
-	$(PYTEST) tests/integration
+	$(PYTEST) tests/integration/trainer
+
+.PHONY: integration
+integration: install ## Run operator, chart and CRD against the cluster.
+	$(PYTEST) tests/integration --ignore=tests/integration/trainer
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.

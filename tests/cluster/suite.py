@@ -1,7 +1,7 @@
 """`make test`: every part of the tests in order, with the slow builds in the background, and a table at the end.
 
-    foreground   lint types contracts generate-check unit golden oracles architecture ─┬─ integration ─ e2e ─ table
-    background   binaries, cluster, images  ───────────────────────────────────────────┘
+    foreground   lint types contracts generate-check unit golden oracles architecture trainer ─┬─ integration ─ e2e ─ table
+    background   binaries, cluster, images  ───────────────────────────────────────────────────┘
 
 A part that fails does not stop the next one, so that one run shows everything; a failed background build ends the run
 at once, because nothing after it could pass. A cluster that ran before stays; one that this started is taken down.
@@ -38,6 +38,8 @@ QUICK_PARTS = {
     "golden": 900,
     "oracles": 1800,
     "architecture": 600,
+    # It needs no cluster, and there is much to build meanwhile.
+    "trainer": 5400,
 }
 PASSED = "passed"
 CLUSTER_PARTS = {"integration": 3600, "e2e": 5400}
