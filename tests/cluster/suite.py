@@ -1,6 +1,6 @@
 """`make test`: every part of the tests in order, with the slow builds in the background, and a table at the end.
 
-    foreground   lint types contracts generate-check unit golden oracles architecture trainer ─┬─ integration ─ e2e ─ table
+    foreground   lint types contracts generate-check unit golden oracles architecture trainer ─┬─ integration ─ e2e
     background   binaries, cluster, images  ───────────────────────────────────────────────────┘
 
 A part that fails does not stop the next one, so that one run shows everything; a failed background build ends the run
