@@ -28,7 +28,7 @@ SPLIT = {
     "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"},
 }
-TIMES = ("timing", "perf/", "pool/", "overlap/")
+TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_")
 PHASES = (
     "data", "gen", "reward", "old_log_prob", "values", "ref", "adv", "update_critic", "update_actor", "update_weights",
 )  # fmt: skip
