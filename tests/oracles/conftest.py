@@ -19,6 +19,12 @@ def cases() -> dict[str, dict[str, Tensor]]:
     return {name: make_case(name) for name in CASES}
 
 
+@pytest.fixture
+def case(cases: dict[str, dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+    """The inputs of a name; each oracle's file says which names it can answer."""
+    return cases[name]
+
+
 @pytest.fixture(scope="module")
 def answers_of(
     cases: dict[str, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory

@@ -34,11 +34,6 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def case(cases: dict[str, Case], name: str) -> Case:
-    return cases[name]
-
-
-@pytest.fixture
 def trl(all_answers: Answers, name: str) -> Answers:
     return {key.removeprefix(f"{name}/"): value for key, value in all_answers.items() if key.startswith(f"{name}/")}
 
