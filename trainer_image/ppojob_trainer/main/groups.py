@@ -202,16 +202,8 @@ async def _check(groups: Groups, phases: Phases) -> None:
 
 
 async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
-    actor, critic, ref = spec.model.actor, spec.model.critic, spec.model.ref
-    sized: dict[str, Any] = {
-        "actor": groups.actor.group.call(TrainedWorker.size, actor.path, actor.trust_remote_code, True)
-    }
-    if groups.critic is not None:
-        path = critic.path or actor.path
-        sized["critic"] = groups.critic.group.call(TrainedWorker.size, path, critic.trust_remote_code, False)
-    if groups.own_ref is not None:
-        path, own = (ref.path, ref) if ref.path else (actor.path, actor)
-        sized["ref"] = groups.own_ref.group.call(TrainedWorker.size, path, own.trust_remote_code, True)
+    loading = {"actor": groups.actor, "critic": groups.critic, "ref": groups.own_ref}
+    sized = {role: one.group.call(TrainedWorker.size) for role, one in loading.items() if one is not None}
     found = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, size) for role, size in sized.items()))
     check_memory(spec, dict(zip(sized, found, strict=True)))
 

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.memory_fit import check_memory, needs
-from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
 from ppojob_trainer.worker_groups.worker_process import Seat
 from tests.integration.trainer.tiny_model import write_tiny_model
 
@@ -90,8 +90,9 @@ def test_parameters_are_counted_without_loading(
     gpu = types.SimpleNamespace(total_memory=123)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     worker = TrainedWorker(Seat("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
+    worker.source = ModelSource(path, trust_remote_code=False, has_output_layer=has_output_layer)
 
-    size = worker.size(path, False, has_output_layer)
+    size = worker.size()
 
     kind = AutoModelForCausalLM if has_output_layer else AutoModel
     model = kind.from_pretrained(path)

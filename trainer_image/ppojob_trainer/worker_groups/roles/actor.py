@@ -13,7 +13,7 @@ from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, with_metrics
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -30,6 +30,7 @@ class ActorWorker(TrainedWorker):
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         super().__init__(seat, spec, spec.actor)
+        self.source = ModelSource(spec.model.actor.path, spec.model.actor.trust_remote_code)
         self._engine: PolicyEngine | None = None
         self._sender: WeightSender | None = None
 

@@ -12,7 +12,7 @@ from ppojob_trainer.worker_groups.advantages import compute_advantages
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -29,6 +29,9 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         super().__init__(seat, spec, spec.critic)
+        critic = spec.model.critic
+        path = critic.path or spec.model.actor.path
+        self.source: ModelSource = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
         self._engine: CriticEngine | None = None
 
     @property
@@ -42,10 +45,9 @@ class CriticWorker(TrainedWorker):
         """Raise ModelNotFoundError where there is no model at the path, ModelUnsupportedError where a part of it is not
         computed, ModelMismatchError where it does not fit the job or cannot be divided as asked.
         """
-        model = self.spec.model
-        path = model.critic.path or model.actor.path
-        check_model(path, model.critic.trust_remote_code, sizes_of("critic", self.spec.critic))
-        check_fit("critic", path, model.critic.trust_remote_code, self.spec)
+        path, trust = self.source.path, self.source.trust_remote_code
+        check_model(path, trust, sizes_of("critic", self.spec.critic))
+        check_fit("critic", path, trust, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:

@@ -9,7 +9,7 @@ from ppojob_trainer.protocol import DataProto, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -27,17 +27,16 @@ class RefWorker(TrainedWorker):
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         # Divided as the actor is, whose sequences it reads.
         super().__init__(seat, spec, spec.actor)
-        self._path = spec.model.ref.path or spec.model.actor.path
         # Without a path of its own it is the actor's model, and runs the actor's code.
         own = spec.model.ref if spec.model.ref.path else spec.model.actor
-        self._trust_remote_code = own.trust_remote_code
+        self.source: ModelSource = ModelSource(own.path or spec.model.actor.path, own.trust_remote_code)
         self._engine: ReferenceEngine | None = None
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
         """Raise ModelNotFoundError where there is no model at the path, ModelMismatchError where it does not fit."""
-        check_model(self._path, self._trust_remote_code, sizes_of("actor", self.spec.actor))
-        check_fit("ref", self._path, self._trust_remote_code, self.spec)
+        check_model(self.source.path, self.source.trust_remote_code, sizes_of("actor", self.spec.actor))
+        check_fit("ref", self.source.path, self.source.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
@@ -46,8 +45,8 @@ class RefWorker(TrainedWorker):
 
         self._engine = ReferenceEngine(
             self.parallel,
-            self._path,
-            trust_remote_code=self._trust_remote_code,
+            self.source.path,
+            trust_remote_code=self.source.trust_remote_code,
             offload=self.spec.model.ref.offload,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
         )

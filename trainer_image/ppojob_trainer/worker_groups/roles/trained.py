@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # Loads torch; the driver imports this module too.
     from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 
-__all__ = ["ModelSize", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
+__all__ = ["ModelSize", "ModelSource", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
 
 W = TypeVar("W", bound="TrainedWorker")
 
@@ -72,6 +72,15 @@ def sizes_of(role: str, training: Trained) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class ModelSource:
+    """Which checkpoint a role loads."""
+
+    path: str
+    trust_remote_code: bool
+    has_output_layer: bool = True
+
+
+@dataclass(frozen=True)
 class ModelSize:
     """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes."""
 
@@ -87,6 +96,7 @@ class TrainedWorker:
         self.seat = seat
         self.spec = spec
         self.training = training
+        self.source: ModelSource | None = None
         self._parallel: DataParallel | None = None
         self._saves: BackgroundSaves | None = None
 
@@ -122,17 +132,19 @@ class TrainedWorker:
         )
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def size(self, path: str, trust_remote_code: bool, has_output_layer: bool) -> ModelSize:
-        """Count a model's parameters without loading it, and look how large this process's GPU is."""
+    def size(self) -> ModelSize:
+        """Count the parameters of `source` without loading it, and look how large this process's GPU is."""
         import torch
         from transformers import AutoModel, AutoModelForCausalLM
 
         from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
 
-        config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
-        kind: Any = AutoModelForCausalLM if has_output_layer else AutoModel
+        assert self.source is not None, "the role says in its constructor which model it loads"
+        trust = self.source.trust_remote_code
+        config = read_config(self.source.path, LoadOptions(trust_remote_code=trust))
+        kind: Any = AutoModelForCausalLM if self.source.has_output_layer else AutoModel
         with torch.device("meta"):
-            module = kind.from_config(config, trust_remote_code=trust_remote_code)
+            module = kind.from_config(config, trust_remote_code=trust)
         count = sum(parameter.numel() for parameter in module.parameters())
         return ModelSize(count, torch.cuda.get_device_properties(0).total_memory)
 
