@@ -1,11 +1,12 @@
 """How long each phase takes on another number of GPUs, fitted to what was measured. Pure; `recommendation` and the
 benchmark call it, and put the step together from its answers by `step_time`.
 
-A phase takes `fixed + work x tokens / GPUs`. The two parts can be told apart only where the tokens for each GPU differed:
-in runs on several layouts, or with batches of different lengths. Then they are fitted by least squares. From one layout
-and one batch size nobody can tell them apart, and the fixed part is *assumed*: a share of the time on one GPU, by
-Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For generation longer responses tell
-nothing: they take more steps of the engine, each with its latency, so only another number of GPUs does.
+A phase takes `fixed + work x tokens / GPUs`. The two parts can be told apart only where the tokens for each GPU
+differed enough: in runs on several layouts, or with batches of different lengths. Then they are fitted by least
+squares. From one layout and one batch size nobody can tell them apart, and the fixed part is *assumed*: a share of
+the time on one GPU, by Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For generation
+longer responses tell nothing: they take more steps of the engine, each with its latency, so only another number of
+GPUs does.
 
 What the model does not know: networks (the gathers of a pool that is spread over nodes for the first time), memory
 (fewer tokens to a pass), and sleeping and waking where roles share a GPU.

@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.schedule import Schedule
 
-__all__ = ["Layout", "StepTime", "role_of", "step_time"]
+__all__ = ["Layout", "StepTime", "is_of_step", "role_of", "step_time"]
 
 _FORWARD = (
     (Phase.REWARD, "reward"),
@@ -64,6 +64,11 @@ class StepTime:
 
     seconds: float
     busy: Mapping[str, float]
+
+
+def is_of_step(phase: str) -> bool:
+    """Whether each step has the phase, as far as the job has its role."""
+    return phase in _ROLES or phase == Phase.ADVANTAGES or phase.startswith(_HOOK)
 
 
 def role_of(phase: str, roles: Mapping[str, object]) -> str:
