@@ -82,7 +82,7 @@ def _alone(results: list[Result], size: workload.Size, output: Path) -> dict[int
         number = report.prompts_of_a_replica(result, size)
         if number not in found:
             job = output / result.name / "job.yaml"
-            found[number] = measure_alone(job, number, len(result.steps), output / f"vllm-alone-{number}.txt")
+            found[number] = measure_alone(job, number, len(result.steps), output / f"vllm-alone-{number}")
     return found
 
 

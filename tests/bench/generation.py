@@ -1,9 +1,9 @@
 """Generation by vLLM alone: the same prompts, options and sampling as a job's rollout, with nothing of ours around it.
 
-    python -m tests.bench.generation job.yaml --prompts 256 --batches 6
+    python -m tests.bench.generation job.yaml seconds.json --prompts 256 --batches 6
 
-It is a process of its own, because vLLM wants its environment before it is imported. Prints one JSON object: the
-seconds of each batch. `bench_split` starts it and compares the median with the rollout's.
+`bench_split` starts it, as a process of its own with the environment that the engine wants, and compares the median of
+the batches' seconds, which it writes, with the rollout's.
 """
 
 from __future__ import annotations
@@ -29,41 +29,53 @@ WARM_UP_BATCHES = 2
 RUN_LIMIT_S = 600.0
 
 
-def measure_alone(job: Path, num_prompts: int, num_batches: int, log: Path) -> float:
-    """Return the median seconds of a batch, after the warm-up; runs this module in a process of its own.
+def measure_alone(job: Path, num_prompts: int, num_batches: int, folder: Path) -> float:
+    """Return the median seconds of a batch, after the warm-up; log and seconds go to `folder`.
 
     Raises:
         RuntimeError: it failed; the message says where its log is.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    log, result = folder / "log.txt", folder / "seconds.json"
     wanted = ["--prompts", str(num_prompts), "--batches", str(WARM_UP_BATCHES + num_batches)]
-    command = [sys.executable, "-m", "tests.bench.generation", str(job), *wanted]
-    with log.open("w", encoding="utf-8") as errors:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, timeout=RUN_LIMIT_S, check=False)
+    command = [sys.executable, "-m", "tests.bench.generation", str(job), str(result), *wanted]
+    surroundings = {**os.environ, **environment(_options(_spec(job)))}
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=surroundings, timeout=RUN_LIMIT_S, check=False
+        )
     if done.returncode != 0:
         raise RuntimeError(f"vLLM alone ended with {done.returncode}: see {log}\n{log.read_text()[-3000:]}")
-    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    seconds = json.loads(result.read_text(encoding="utf-8"))
     return statistics.median(seconds[WARM_UP_BATCHES:])
 
 
 def main() -> None:
-    """Generate, and print the seconds."""
+    """Generate, and write the seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
+    parser.add_argument("result", type=Path)
     parser.add_argument("--prompts", type=int, required=True, help="of a batch, as a replica gets them")
     parser.add_argument("--batches", type=int, default=6)
     arguments = parser.parse_args()
-    _, _, spec = parse_manifest(yaml.safe_load(arguments.job.read_text(encoding="utf-8")))
-    seconds = _generate(resolve(spec), arguments.prompts, arguments.batches)
-    sys.stdout.write(json.dumps({"seconds": seconds}) + "\n")
+    seconds = _generate(_spec(arguments.job), arguments.prompts, arguments.batches)
+    arguments.result.write_text(json.dumps(seconds), encoding="utf-8")
+
+
+def _spec(job: Path) -> PPOJobSpec:
+    _, _, spec = parse_manifest(yaml.safe_load(job.read_text(encoding="utf-8")))
+    return resolve(spec)
+
+
+def _options(spec: PPOJobSpec) -> RolloutOptions:
+    return RolloutOptions.from_spec(spec, is_shared=False)
 
 
 def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> list[float]:
-    options = RolloutOptions.from_spec(spec, is_shared=False)
-    os.environ.update(environment(options))
     from vllm import LLM
 
     prompts = _prompts(spec)
-    engine = LLM(**engine_arguments(options))
+    engine = LLM(**engine_arguments(_options(spec)))
     seconds = []
     for batch in range(num_batches):
         first = batch * num_prompts % len(prompts)

@@ -44,6 +44,7 @@ def table(results: Sequence[Result], size: workload.Size, alone_s: Mapping[int, 
     _row(shown, "weight sync, GB/s", results, lambda result: _number(sync_bandwidth(result)))
     if alone_s:
         _row(shown, "gen: vLLM alone / ours", results, lambda result: _number(_gen_ratio(result, size, alone_s)))
+    _row(shown, "most memory in use on a GPU, GB", results, lambda result: _number(memory_peak(result)))
     _row(shown, "start to first step, s", results, lambda result: f"{result.first_step_s:.1f}")
     shown.add_section()
     for key in _others(results):
@@ -60,6 +61,12 @@ def sync_bandwidth(result: Result) -> float | None:
     """Return the bytes that all senders sent over the seconds that it took, in GB/s (1e9)."""
     megabytes, seconds = (result.metrics.get(f"comm_{what}/update_weights") for what in ("mb", "s"))
     return None if megabytes is None or not seconds else megabytes / 1e3 / seconds
+
+
+def memory_peak(result: Result) -> float | None:
+    """Return the most that was in use on any GPU of any pool, in GB (1e9); None on CPU."""
+    peaks = [v for name, v in result.metrics.items() if name.startswith("pool/") and name.endswith("/memory_peak_gb")]
+    return max(peaks, default=None)
 
 
 def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]) -> float | None:
