@@ -100,7 +100,7 @@ class Machine:
 def outermost(paths: Iterable[Path]) -> list[Path]:
     """The paths that lie in no other of them, each once."""
     found: list[Path] = []
-    for path in sorted(set(paths), key=lambda path: len(path.parts)):
+    for path in sorted(dict.fromkeys(paths), key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(other) for other in found):
             found.append(path)
     return found

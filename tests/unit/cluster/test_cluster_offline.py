@@ -83,13 +83,15 @@ def test_an_image_names_its_layer_and_has_the_programs(tmp_path: Path) -> None:
         (root / "etc" / name).write_text(name)
 
     layer = host_image.root_layer(root)
-    archive = tarfile.open(fileobj=io.BytesIO(host_image.image_archive("localhost/a:1", layer, {"User": "1000"})))
+    image = host_image.image_archive("localhost/a:1", layer, {"User": "1000"})
 
-    (manifest,) = json.loads(_content(archive, "manifest.json"))
-    config = json.loads(_content(archive, manifest["Config"]))
+    with tarfile.open(fileobj=io.BytesIO(image)) as archive:
+        (manifest,) = json.loads(_content(archive, "manifest.json"))
+        config = json.loads(_content(archive, manifest["Config"]))
+    with tarfile.open(fileobj=io.BytesIO(layer)) as archive:
+        members = {member.name: member for member in archive.getmembers()}
     assert manifest["RepoTags"] == ["localhost/a:1"]
     assert config["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
-    members = {member.name: member for member in tarfile.open(fileobj=io.BytesIO(layer)).getmembers()}
     assert members["bin"].linkname == "usr/bin"
     assert members["tmp"].mode == 0o1777
     assert members["ppojob/bin/ray"].mode == 0o755
