@@ -137,15 +137,14 @@ def pack(
     python_version: Annotated[
         str, typer.Option(help="Of the other machine's Python; empty if that has the operator's packages.")
     ] = "3.12",
-    dictionary: Annotated[str, typer.Option(help="xz's dictionary: larger is smaller, and slower.")] = "192MiB",
+    compression: Annotated[str, typer.Option(help="xz's options for its LZMA2 filter.")] = "preset=9e,dict=192MiB",
+    programs: Annotated[bool, typer.Option(help="Without: the sources alone; the programs' parts stay.")] = True,
 ) -> None:
     """Pack the cluster for a machine without a network, in parts of at most 59 MB."""
     stages = Stages()
-    parts = offline.pack(Layout.from_environment(), output, offline.Options(python_version, dictionary), stages)
+    offline.pack(Layout.from_environment(), output, offline.Options(python_version, compression, programs), stages)
     stages.print_table()
-    print(
-        f"{output / 'unpack.sh'} joins the {len(parts)} parts: unpack.sh DIR, then DIR/ppojob-cluster/start.sh --help"
-    )
+    print(f"{output / 'unpack.sh'} joins the parts: unpack.sh DIR, then DIR/ppojob-cluster/start.sh --help")
 
 
 def main() -> int:

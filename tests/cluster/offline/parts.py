@@ -20,7 +20,9 @@ from tests.cluster.node import CNI_PLUGINS
 from tests.cluster.stages import Stages
 
 PART_BYTES = 59_000_000
-PART = "cluster-part-"
+# Two archives, because one takes minutes to compress and seldom changes, and the other seconds.
+PROGRAMS = "cluster-programs"
+SOURCES = "cluster-sources"
 PACK_LIMIT_SECONDS = 1800.0
 # module -> its programs that travel; kube-proxy needs iptables, and images come as archives
 _PROGRAMS = {
@@ -42,16 +44,21 @@ _UNPACK = """#!/usr/bin/env bash
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
-cat "$here"/{part}* | xz -dT0 | tar -x -C "$1"
+for archive in {archives}; do cat "$here/$archive"-part-* | xz -dT0 | tar -x --no-same-owner -C "$1"; done
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """`python_version`: of the other machine's interpreter, "" if that has the operator's packages already."""
+    """What is packed, and how.
+
+    `python_version`: of the other machine's interpreter, "" if that has the operator's packages already.
+    `compression`: xz's options for its filter. `has_programs`: False leaves the parts of an earlier pack as they are.
+    """
 
     python_version: str = "3.12"
-    dictionary: str = "192MiB"
+    compression: str = "preset=9e,dict=192MiB"
+    has_programs: bool = True
 
 
 def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list[Path]:
@@ -61,29 +68,34 @@ def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list
         StageFailed: a stage failed; it has been reported.
     """
     output.mkdir(parents=True, exist_ok=True)
+    parts: list[Path] = []
     with tempfile.TemporaryDirectory(dir=output) as temporary:
-        top = Path(temporary) / "ppojob-cluster"
-        with stages.stage("programs"):
-            copy_programs(layout, top)
-            copy_system(top / "system")
-        with stages.stage("sources"):
-            copy_sources(PROJECT, top)
-        with stages.stage("the operator's Python packages") as stage:
-            (top / "packages").mkdir()
+        programs, sources = (Path(temporary) / name / "ppojob-cluster" for name in (PROGRAMS, SOURCES))
+        if options.has_programs:
+            with stages.stage("programs") as stage:
+                copy_programs(layout, programs)
+                copy_system(programs / "system")
+                parts += compress(programs, output, PROGRAMS, options.compression)
+                stage.note = _sizes(parts)
+        with stages.stage("sources, and the operator's Python packages") as stage:
+            copy_sources(PROJECT, sources)
+            (sources / "packages").mkdir()
             if options.python_version:
-                _install_packages(top / "packages", options.python_version)
-            stage.note = f"for Python {options.python_version}" if options.python_version else "left out"
-        with stages.stage("compress") as stage:
-            parts = compress(top, output, options.dictionary)
-            stage.note = ", ".join(f"{part.name}: {part.stat().st_size / 1e6:.1f} MB" for part in parts)
+                _install_packages(sources / "packages", options.python_version)
+            written = compress(sources, output, SOURCES, options.compression)
+            stage.note = _sizes(written)
     write_unpack(output)
-    return parts
+    return [*parts, *written]
+
+
+def _sizes(parts: list[Path]) -> str:
+    return ", ".join(f"{part.name}: {part.stat().st_size / 1e6:.1f} MB" for part in parts)
 
 
 def write_unpack(output: Path) -> None:
     """Write the script that joins the parts, beside them."""
     script = output / "unpack.sh"
-    script.write_text(_UNPACK.format(part=PART))
+    script.write_text(_UNPACK.format(archives=f"{PROGRAMS} {SOURCES}"))
     script.chmod(0o755)
 
 
@@ -160,14 +172,15 @@ def _install_packages(target: Path, python_version: str) -> None:
     shutil.rmtree(target / "bin", ignore_errors=True)
 
 
-def compress(top: Path, output: Path, dictionary: str, part_bytes: int = PART_BYTES) -> list[Path]:
-    """Write the folder `top` as parts of `part_bytes` each into `output`; return them, earlier ones are removed."""
-    for old in output.glob(f"{PART}*"):
+def compress(top: Path, output: Path, name: str, compression: str, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Write the folder `top` into `output` as parts of `part_bytes` each; return them. Earlier ones are removed."""
+    pattern = f"{name}-part-"
+    for old in output.glob(f"{pattern}*"):
         old.unlink()
     # One stream with a large dictionary: the programs have much code in common, and are far apart.
-    compressor = f"xz -T1 --x86 --lzma2=preset=9e,dict={dictionary}"
+    compressor = f"xz -T1 --x86 --lzma2={compression}"
     members = f"tar --sort=name --owner=0 --group=0 --mtime=@0 -C {top.parent} -c {top.name}"
-    split = f"split --numeric-suffixes --bytes={part_bytes} - {output / PART}"
+    split = f"split --numeric-suffixes --bytes={part_bytes} - {output / pattern}"
     command = f"set -o pipefail; {members} | {compressor} | {split}"
     run(["bash", "-c", command], limit=PACK_LIMIT_SECONDS)
-    return sorted(output.glob(f"{PART}*"))
+    return sorted(output.glob(f"{pattern}*"))

@@ -26,16 +26,19 @@ from tests.cluster.offline.start import missing_libraries
 
 
 def test_the_parts_are_joined_by_their_own_script(tmp_path: Path) -> None:
-    top = tmp_path / "made" / "ppojob-cluster"
-    parts.copy_sources(PROJECT, top)
+    programs, sources = (tmp_path / name / "ppojob-cluster" for name in ("a", "b"))
+    (programs / "cache").mkdir(parents=True)
+    parts.copy_sources(PROJECT, sources)
 
-    written = parts.compress(top, tmp_path, "1MiB", part_bytes=100_000)
+    parts.compress(programs, tmp_path, parts.PROGRAMS, "preset=0")
+    written = parts.compress(sources, tmp_path, parts.SOURCES, "preset=0", part_bytes=100_000)
     parts.write_unpack(tmp_path)
     subprocess.run([tmp_path / "unpack.sh", tmp_path / "there"], check=True, timeout=60)
 
     assert len(written) > 1
     assert {path.stat().st_size for path in written[:-1]} == {100_000}
     there = tmp_path / "there" / "ppojob-cluster"
+    assert (there / "cache").is_dir()
     assert (there / "start.sh").stat().st_mode & 0o100
     assert (there / "source/charts/ppojob/Chart.yaml").read_text() == (PROJECT / "charts/ppojob/Chart.yaml").read_text()
     assert (there / "source/tests/__init__.py").is_file()
