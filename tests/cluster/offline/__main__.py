@@ -22,17 +22,20 @@ app = typer.Typer(help="The one-node cluster on a machine without a network.", n
 
 @app.command()
 def compare(
-    output: Annotated[Path, typer.Option(help="Folder for results and logs.")],
-    site: Annotated[Path | None, typer.Option(help="Packages of the trainer that the interpreter has not.")] = None,
-    devices: Annotated[Path, typer.Option(help="Where the device nodes nvidia0, nvidia1, ... lie.")] = Path("/dev"),
+    site: Annotated[
+        Path | None, typer.Option(resolve_path=True, help="Packages of the trainer that the interpreter has not.")
+    ] = None,
+    devices: Annotated[
+        Path, typer.Option(resolve_path=True, help="Where the device nodes nvidia0, nvidia1, ... lie.")
+    ] = Path("/dev"),
     shape: Annotated[str, typer.Option(help="The workload's model: 0.5B, 1.5B or tiny.")] = "0.5B",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     steps: Annotated[int, typer.Option(min=5, help="Steps of each run.")] = 10,
     limit: Annotated[int, typer.Option(min=30, help="Seconds that each of the two runs may take.")] = 210,
 ) -> None:
     """Start the cluster, run workload W in it and outside, print the two step times; the cluster stays."""
-    output.mkdir(parents=True, exist_ok=True)
-    machine = Machine(PACK, site.absolute() if site else None, output.absolute(), devices.absolute())
+    machine = Machine(PACK, site, devices)
+    machine.output.mkdir(exist_ok=True)
     stages = Stages()
     try:
         start.up(machine, stages)
@@ -45,7 +48,7 @@ def compare(
 def down() -> None:
     """End the cluster and remove all that it left on the machine."""
     stages = Stages()
-    cluster.down(Machine(PACK, None, PACK).layout, stages)
+    cluster.down(Machine(PACK, None).layout, stages)
     stages.print_table()
 
 

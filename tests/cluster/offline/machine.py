@@ -27,18 +27,22 @@ class Machine:
     """One machine without a network.
 
     `folder`: the unpacked pack. `site`: packages that the trainer has beside those of this interpreter; None if it has
-    all. `devices`: where the GPUs' device nodes lie. Logs and results go to `output`.
+    all. `devices`: where the GPUs' device nodes lie.
     """
 
     folder: Path
     site: Path | None
-    output: Path
     devices: Path = Path("/dev")
 
     @property
     def layout(self) -> Layout:
         """The cluster's folders, all below the pack but for the sockets."""
         return Layout(cache=self.folder / "cache", state=self.folder / "state")
+
+    @property
+    def output(self) -> Path:
+        """Results, and what was asked about them."""
+        return self.folder / "output"
 
     @property
     def system(self) -> Path:

@@ -69,7 +69,7 @@ def test_no_mounted_folder_lies_in_another() -> None:
 
 
 def test_the_trainer_has_the_site_and_the_operator_its_own_packages(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, tmp_path / "site", tmp_path / "output")
+    machine = Machine(tmp_path, tmp_path / "site")
 
     trainer, operator = machine.trainer_environment(), machine.operator_environment()
 
