@@ -72,16 +72,16 @@ def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list
     with tempfile.TemporaryDirectory(dir=output) as temporary:
         programs, sources = (Path(temporary) / name / "ppojob-cluster" for name in (PROGRAMS, SOURCES))
         if options.has_programs:
-            with stages.stage("programs") as stage:
+            with stages.stage("programs, and the operator's Python packages") as stage:
                 copy_programs(layout, programs)
                 copy_system(programs / "system")
+                (programs / "packages").mkdir()
+                if options.python_version:
+                    _install_packages(programs / "packages", options.python_version)
                 parts += compress(programs, output, PROGRAMS, options.compression)
                 stage.note = _sizes(parts)
-        with stages.stage("sources, and the operator's Python packages") as stage:
+        with stages.stage("sources") as stage:
             copy_sources(PROJECT, sources)
-            (sources / "packages").mkdir()
-            if options.python_version:
-                _install_packages(sources / "packages", options.python_version)
             written = compress(sources, output, SOURCES, options.compression)
             stage.note = _sizes(written)
     write_unpack(output)
