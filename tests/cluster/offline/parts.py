@@ -75,9 +75,7 @@ def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list
             with stages.stage("programs, and the operator's Python packages") as stage:
                 copy_programs(layout, programs)
                 copy_system(programs / "system")
-                (programs / "packages").mkdir()
-                if options.python_version:
-                    _install_packages(programs / "packages", options.python_version)
+                _install_packages(programs / "packages", options.python_version)
                 parts += compress(programs, output, PROGRAMS, options.compression)
                 stage.note = _sizes(parts)
         with stages.stage("sources") as stage:
@@ -160,6 +158,9 @@ def _found(program: str) -> Path:
 
 
 def _install_packages(target: Path, python_version: str) -> None:
+    target.mkdir()
+    if not python_version:
+        return
     uv = shutil.which("uv") or PROJECT / ".build" / "uv" / "bin" / "uv"
     run(
         [
