@@ -46,7 +46,11 @@ _UNPACK = """#!/usr/bin/env bash
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
-for archive in {archives}; do cat "$here/$archive"-part-* | {decompress} | tar -x --no-same-owner -C "$1"; done
+for first in "$here"/cluster-*-part-00; do
+  archive=${first%-part-00}
+  case $archive in *.xz) decompress="xz -dT0" ;; *) decompress="gzip -d" ;; esac
+  cat "$archive"-part-* | $decompress | tar -x --no-same-owner -C "$1"
+done
 """
 
 
@@ -55,7 +59,8 @@ class Options:
     """What is packed, and how.
 
     `python_version`: of the other machine's interpreter, "" if that has the operator's packages already.
-    `is_quick`: gzip instead of xz, which is seconds instead of minutes and twice the size. `has_programs`: False leaves the parts of an earlier pack as they are.
+    `is_quick`: gzip instead of xz, which is seconds instead of minutes and twice the size.
+    `has_programs`: False leaves the parts of an earlier pack as they are.
     """
 
     python_version: str = "3.12"
@@ -84,7 +89,7 @@ def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list
             copy_sources(PROJECT, sources)
             written = compress(sources, output, SOURCES, is_quick=options.is_quick)
             stage.note = _sizes(written)
-    write_unpack(output, is_quick=options.is_quick)
+    write_unpack(output)
     return [*parts, *written]
 
 
@@ -92,11 +97,10 @@ def _sizes(parts: list[Path]) -> str:
     return ", ".join(f"{part.name}: {part.stat().st_size / 1e6:.1f} MB" for part in parts)
 
 
-def write_unpack(output: Path, *, is_quick: bool) -> None:
-    """Write the script that joins the parts, beside them; `is_quick` is how all of them were compressed."""
+def write_unpack(output: Path) -> None:
+    """Write the script that joins the parts, beside them."""
     script = output / "unpack.sh"
-    decompress = "gzip -d" if is_quick else "xz -dT0"
-    script.write_text(_UNPACK.format(archives=f"{PROGRAMS} {SOURCES}", decompress=decompress))
+    script.write_text(_UNPACK)
     script.chmod(0o755)
 
 
@@ -178,10 +182,9 @@ def _install_packages(target: Path, python_version: str) -> None:
 
 def compress(top: Path, output: Path, name: str, *, is_quick: bool, part_bytes: int = PART_BYTES) -> list[Path]:
     """Write the folder `top` into `output` as parts of `part_bytes` each; return them. Earlier ones are removed."""
-    pattern = f"{name}-part-"
-    for old in output.glob(f"{pattern}*"):
+    for old in output.glob(f"{name}.tar.*"):
         old.unlink()
-    compressor = "gzip -1" if is_quick else _XZ
+    pattern, compressor = (f"{name}.tar.gz-part-", "gzip -1") if is_quick else (f"{name}.tar.xz-part-", _XZ)
     members = f"tar --sort=name --owner=0 --group=0 --mtime=@0 -C {top.parent} -c {top.name}"
     split = f"split --numeric-suffixes --bytes={part_bytes} - {output / pattern}"
     command = f"set -o pipefail; {members} | {compressor} | {split}"
