@@ -91,7 +91,9 @@ class Cluster:
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
         """Write the operator's part of the status; False if that object is gone, or another has its name."""
         key, manager = job.key, constants.FIELD_MANAGER_OPERATOR
-        return await self._api.apply_status(key.namespace, key.name, job.uid, status=status, manager=manager)
+        return await self._api.apply_status(
+            key.namespace, key.name, job.uid, status_of=lambda _: status, manager=manager
+        )
 
     async def delete_cluster(self, namespace: str, name: str) -> None:
         """Delete a RayCluster with its pods; it is no error if it is gone."""

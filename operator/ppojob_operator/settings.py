@@ -6,9 +6,9 @@ downward API fills in (POD_NAMESPACE, POD_NAME). It reads no file and knows noth
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -71,6 +71,15 @@ class Settings(BaseModel):
     extra_names: str = ""
     """Further names of the status endpoint for its certificate, separated by commas."""
 
+    lease_name: str = "ppojob-operator-leader"
+    """Lease by which the replicas agree on one leader."""
+    lease_duration: Annotated[int, Field(ge=1, le=3600)] = 15
+    """How long the others wait after the leader's last renewal before one of them leads."""
+    lease_renew_deadline: Seconds = 10.0
+    """How long the leader leads after its last renewal; shorter than lease_duration."""
+    lease_retry_period: Seconds = 2.0
+    """Time between two tries to take or renew the Lease; shorter than lease_renew_deadline."""
+
     dashboard_access: DashboardAccess = DashboardAccess.SERVICE
     """How Ray's dashboards are reached."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
@@ -83,6 +92,15 @@ class Settings(BaseModel):
     """Longest time for one look at one job; it is then tried again."""
     idle_interval: Seconds = 300.0
     """Longest time between two looks at a job that is not finished, whatever the watches say."""
+
+    @model_validator(mode="after")
+    def _two_never_lead(self) -> Self:
+        if not self.lease_retry_period < self.lease_renew_deadline < self.lease_duration:
+            raise ValueError(
+                "PPOJOB_LEASE_RETRY_PERIOD < PPOJOB_LEASE_RENEW_DEADLINE < PPOJOB_LEASE_DURATION must hold; they are "
+                f"{self.lease_retry_period:g}, {self.lease_renew_deadline:g} and {self.lease_duration}"
+            )
+        return self
 
     @property
     def certificate_names(self) -> tuple[str, ...]:
@@ -102,7 +120,10 @@ class Settings(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             problems = [
+                # A rule about several variables names them itself.
                 f"{names[str(detail['loc'][0])]}={detail['input']!r}: {detail['msg']}"
+                if detail["loc"]
+                else detail["msg"]
                 for detail in error.errors(include_url=False)
             ]
             raise SettingsError("; ".join(problems)) from error

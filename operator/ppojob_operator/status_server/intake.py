@@ -63,7 +63,7 @@ class Intake:
             raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
         current = _check_job(job, key, report)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, progress_status(report, current, arrived), is_last=is_last)
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
         return progress_reply(current)

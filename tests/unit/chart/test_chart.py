@@ -23,6 +23,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
     "guarded": {"networkPolicy.enabled": True},
     "asleep": {"replicas": 0},
+    "alone": {"replicas": 1},
 }
 
 EVERYTHING: dict[str, Any] = {
@@ -101,8 +102,12 @@ def test_every_combination_fits_together(helm: Any, chosen: list[str]) -> None:
     secrets = {name for kind, _, name in names if kind == "Secret"}
     environment = environment_of(objects)
     assert secrets == {name for name in (environment.get("PPOJOB_CERTIFICATE_SECRET"),) if name}
-    own = {name for rule in role_of(objects, "ppojob-own")["rules"] for name in rule.get("resourceNames", [])}
-    assert own == secrets | {environment["PPOJOB_DASHBOARD_SECRET"]}
+    own = [rule for rule in role_of(objects, "ppojob-own")["rules"] if rule.get("resourceNames")]
+    named = {(rule["resources"][0], name) for rule in own for name in rule["resourceNames"]}
+    assert named == {
+        *(("secrets", name) for name in secrets | {environment["PPOJOB_DASHBOARD_SECRET"]}),
+        ("leases", environment["PPOJOB_LEASE_NAME"]),
+    }
 
 
 def test_all_values_at_once_reach_the_deployment(helm: Any) -> None:
@@ -114,8 +119,9 @@ def test_all_values_at_once_reach_the_deployment(helm: Any) -> None:
     assert container["imagePullPolicy"] == "Always"
     assert container["resources"] == EVERYTHING["resources"]
     assert environment_of(objects)["PPOJOB_LOG_LEVEL"] == "DEBUG"
-    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "affinity", "priorityClassName"):
+    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
         assert pod["spec"][name] == EVERYTHING[name]
+    assert pod["spec"]["affinity"].items() >= EVERYTHING["affinity"].items()
     assert pod["metadata"]["annotations"] == {"a/b": "c"}
     assert pod["metadata"]["labels"]["team"] == "rl"
     assert only(objects, "ServiceAccount")["metadata"]["annotations"] == {"role": "x"}
@@ -153,6 +159,49 @@ def test_the_pod_is_restricted_and_its_root_is_read_only(helm: Any) -> None:
     }
     assert container["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
     assert not any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
+
+
+def test_replicas_prefer_different_nodes_unless_the_values_say_otherwise(helm: Any) -> None:
+    objects = helm.objects({})
+    [term] = pod_of(objects)["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    mine = {"requiredDuringSchedulingIgnoredDuringExecution": []}
+
+    labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert labels.items() <= pod_of(objects)["metadata"]["labels"].items()
+    assert pod_of(helm.objects({"affinity.podAntiAffinity": mine}))["spec"]["affinity"] == {"podAntiAffinity": mine}
+
+
+def test_one_replica_is_always_there(helm: Any) -> None:
+    objects = helm.objects({})
+    deployment, budget = only(objects, "Deployment"), only(objects, "PodDisruptionBudget")
+
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+    }
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+
+
+@pytest.mark.parametrize("values", [{"replicas": 1}, {"replicas": 0}, {"podDisruptionBudget.enabled": False}])
+def test_a_budget_is_made_only_where_it_lets_a_node_be_drained(helm: Any, values: dict[str, Any]) -> None:
+    assert "PodDisruptionBudget" not in {manifest["kind"] for manifest in helm.objects(values)}
+
+
+def test_the_times_of_the_election_reach_the_operator(helm: Any) -> None:
+    times = {"leaseDurationSeconds": 30, "renewDeadlineSeconds": 20, "retryPeriodSeconds": 5}
+
+    settings = Settings.from_environment(environment_of(helm.objects({"leaderElection": times})))
+
+    assert (settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period) == (30, 20, 5)
+
+
+def test_times_with_which_two_would_lead_are_refused(helm: Any) -> None:
+    done = helm.template({"leaderElection.renewDeadlineSeconds": 15})
+
+    assert done.returncode != 0
+    assert "renewDeadlineSeconds (15) < leaseDurationSeconds (15) must hold" in done.stderr
 
 
 def test_the_probes_ask_for_progress(helm: Any) -> None:
@@ -253,7 +302,7 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
     ("name", "value", "words"),
     [
         ("replica", 1, "replica"),
-        ("replicas", 2, "replicas"),
+        ("replicas", 6, "replicas"),
         ("replicas", "1", "replicas"),
         ("image.repository", "", "repository"),
         ("image.repository", None, "image"),
@@ -280,6 +329,9 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("metrics.serviceMonitor.interval", "often", "interval"),
         ("networkPolicy.enabled", "true", "enabled"),
         ("autoscaling", {}, "autoscaling"),
+        ("leaderElection.leaseDuration", "15s", "leaseDuration"),
+        ("leaderElection.retryPeriodSeconds", 0, "retryPeriodSeconds"),
+        ("podDisruptionBudget.minAvailable", 1, "minAvailable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Any, name: str, value: Any, words: str) -> None:
