@@ -15,7 +15,7 @@ _SELECTOR = "--selector=app.kubernetes.io/name=ppojob-operator"
 
 @contextmanager
 def paused(kubectl: Callable[..., str]) -> Iterator[None]:
-    """Scale them to 0, and back to what they were at the end; `kubectl` runs it with the arguments and returns its output."""
+    """Scale them to 0, and back at the end; `kubectl` runs it with the arguments and returns its output."""
     deployments = _of_all_namespaces(kubectl)
     try:
         for namespace, name, _ in deployments:

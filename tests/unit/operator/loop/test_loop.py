@@ -282,7 +282,11 @@ async def test_retries_are_counted_once_they_are_written() -> None:
     loop._hooks = Hooks(count_retries=lambda cause, count: counted.append((cause, count)))
     job = read_job({**_job(GOOD), "status": {"retries": {"user": 1, "infrastructure": 0, "total": 1}}})
 
-    for retries in ({"user": 1, "infrastructure": 0}, {"user": 2, "infrastructure": 0}, {"user": 1, "infrastructure": 1}):
+    for retries in (
+        {"user": 1, "infrastructure": 0},
+        {"user": 2, "infrastructure": 0},
+        {"user": 1, "infrastructure": 1},
+    ):
         await loop._write(job, Plan(status={"retries": retries}))
 
     assert counted == [("user", 1), ("infrastructure", 1)]
