@@ -20,6 +20,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiError, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
@@ -158,7 +159,8 @@ class Loop:
         while not stop.is_set():
             key = await self._queue.take(_IDLE_TICK)
             if key is not None and not stop.is_set():
-                await self._guarded_look(key)
+                with logs.about(key):
+                    await self._guarded_look(key)
             if key is not None:
                 self._queue.done(key)
             self._hooks.beat()
@@ -213,6 +215,7 @@ class Loop:
             self._told.discard(key)
             return "gone"
         job = read_job(raw)
+        logs.set_attempt(job.status.attempt)
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
         if plan.wanted_log:

@@ -24,6 +24,7 @@ import aiohttp
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.leadership import Election, ElectionTimes
@@ -58,7 +59,7 @@ def main() -> None:
     """Run the operator: the command `ppojob-operator`."""
     try:
         settings = Settings.from_environment(os.environ)
-        logging.basicConfig(level=settings.log_level.value, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logs.set_up(settings.log_level.value, settings.log_format)
         # Kopf tells of every call of a handler, and each of ours only notes a name; that it leaves the process' signals
         # alone is meant.
         logging.getLogger("kopf").setLevel(logging.WARNING)

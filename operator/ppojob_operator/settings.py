@@ -10,6 +10,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ppojob_operator.logs import LogFormat
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -51,6 +53,8 @@ class Settings(BaseModel):
     """Namespace of the PPOJobs. Empty: all namespaces."""
     log_level: LogLevel = LogLevel.INFO
     """Level of the log."""
+    log_format: LogFormat = LogFormat.TEXT
+    """How a line of the log is written."""
 
     service_name: str = "ppojob-operator"
     """Service of the status endpoint."""

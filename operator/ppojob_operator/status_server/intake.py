@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.authentication import Authenticator
@@ -52,6 +53,7 @@ class Intake:
         """
         arrived = self._clock()
         report = parse_report(body)
+        logs.set_attempt(report.attempt)
         key = JobIdentity(namespace, name, report.uid)
         try:
             await self._authenticator.check(authorization, key)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, StatusOf
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
@@ -144,7 +145,8 @@ class ProgressWriter:
     async def _work(self) -> None:
         while True:
             key = await self._queue.get()
-            await self._write(key)
+            with logs.about(key):
+                await self._write(key)
 
     async def _write(self, key: JobIdentity) -> None:
         job = self._jobs[key]

@@ -114,3 +114,19 @@ def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, j
 
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+
+def test_what_comes_again_is_one_event_that_is_counted(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    for _ in range(2):
+        kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
+        kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    selector = f"involvedObject.name={name},reason={Reason.CLUSTER_SUSPENDED}"
+    [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
+    assert event["count"] == 2
+    assert event["lastTimestamp"] > event["firstTimestamp"]

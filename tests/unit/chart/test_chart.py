@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_operator.settings import Settings
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -21,6 +23,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "given certificates": {"certificates.existingSecret": "from-cert-manager"},
     "given account": {"serviceAccount.create": False, "serviceAccount.name": "mine"},
     "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
+    "observed": {
+        "metrics.podMonitor.enabled": True,
+        "metrics.alerts.enabled": True,
+        "metrics.dashboards.enabled": True,
+        "logFormat": "JSON",
+    },
     "guarded": {"networkPolicy.enabled": True},
     "asleep": {"replicas": 0},
     "alone": {"replicas": 1},
@@ -280,6 +288,63 @@ def test_the_service_monitor_finds_the_service(helm: Any) -> None:
     assert monitor["metadata"]["labels"]["team"] == "rl"
 
 
+@pytest.mark.parametrize(
+    ("values", "where"), [({}, {"any": True}), ({"watchNamespace": "rl-team"}, {"matchNames": ["rl-team"]})]
+)
+def test_the_pod_monitor_finds_the_ports_of_the_jobs_pods(
+    helm: Any, values: dict[str, Any], where: dict[str, Any]
+) -> None:
+    spec = only(helm.objects({**values, "metrics.podMonitor.enabled": True}), "PodMonitor")["spec"]
+
+    assert spec["namespaceSelector"] == where
+    assert spec["selector"]["matchExpressions"] == [{"key": constants.LABEL_JOB, "operator": "Exists"}]
+    ports = {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
+    assert ports <= {*constants.RAY_HEAD_PORTS, constants.METRICS_PORT_NAME}
+
+
+def test_dashboards_are_grafanas_json_with_a_place_for_each_panel(helm: Any) -> None:
+    values = {"metrics.dashboards.enabled": True, "metrics.dashboards.labels": {"grafana_dashboard": "yes"}}
+    objects = [each for each in helm.objects(values) if each["kind"] == "ConfigMap"]
+
+    assert {each["metadata"]["name"] for each in objects} == {
+        "ppojob-dashboard-operator",
+        "ppojob-dashboard-training",
+    }
+    for manifest in objects:
+        assert manifest["metadata"]["labels"]["grafana_dashboard"] == "yes"
+        [(name, text)] = manifest["data"].items()
+        dashboard = json.loads(text)
+        assert name == f"{dashboard['uid']}.json"
+        ids = [panel["id"] for panel in dashboard["panels"]]
+        assert len(ids) == len(set(ids))
+        cells = [cell for panel in dashboard["panels"] for cell in cells_of(panel["gridPos"])]
+        assert len(cells) == len(set(cells))
+        variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+        assert set(re.findall(r"\$(\w+)", text)) <= variables
+
+
+def cells_of(place: dict[str, int]) -> list[tuple[int, int]]:
+    """Return the cells of Grafana's grid that a panel takes, 24 in a row."""
+    assert place["x"] + place["w"] <= 24
+    columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+    return [(column, row) for column in columns for row in rows]
+
+
+def test_alerts_are_about_this_release_and_say_what_to_do(helm: Any) -> None:
+    rule = only(
+        helm.objects({"metrics.alerts.enabled": True, "metrics.alerts.labels": {"team": "rl"}}), "PrometheusRule"
+    )
+
+    assert rule["metadata"]["labels"]["team"] == "rl"
+    operator, training = rule["spec"]["groups"]
+    for each in operator["rules"]:
+        assert 'namespace="system",service="ppojob"' in each["expr"]
+    for each in (*operator["rules"], *training["rules"]):
+        assert "OPERATOR" not in each["expr"]
+        assert each["labels"]["severity"] in ("warning", "critical")
+        assert each["annotations"].keys() == {"summary", "description"}
+
+
 def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     everywhere = only(helm.objects({"networkPolicy.enabled": True}), "NetworkPolicy")["spec"]
     one = only(helm.objects({"networkPolicy.enabled": True, "watchNamespace": "rl-team"}), "NetworkPolicy")["spec"]
@@ -312,6 +377,10 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("watchNamespace", "a,b", "watchNamespace"),
         ("watchNamespace", ["a"], "watchNamespace"),
         ("logLevel", "debug", "logLevel"),
+        ("logFormat", "json", "logFormat"),
+        ("metrics.podMonitor.port", 9464, "port"),
+        ("metrics.alerts.rules", [], "rules"),
+        ("metrics.dashboards.labels", {"grafana_dashboard": True}, "grafana_dashboard"),
         ("resources.request", {}, "request"),
         ("resources.limits", {"memory": "much"}, "limits"),
         ("tolerations", [{"effect": "Never"}], "effect"),
