@@ -29,7 +29,7 @@ from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
-from ppojob_operator.plan import Surroundings
+from ppojob_operator.plan import JobNetwork, Surroundings
 from ppojob_operator.settings import Settings, SettingsError
 from ppojob_operator.status_server import (
     CertificateError,
@@ -87,11 +87,12 @@ async def run(settings: Settings) -> None:
         metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
         await server.prepare()
+        network = _job_network(settings)
         term = Term(
             settings,
             client,
             session,
-            lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key),
+            lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key, network),
             health,
             metrics,
         )
@@ -102,6 +103,12 @@ async def run(settings: Settings) -> None:
         leading = election.run(stop, lambda over: term.run(over, election.check))
         await run_together(stop, {"status server": server.run(stop), "election": leading})
     logger.info("stopped in order")
+
+
+def _job_network(settings: Settings) -> JobNetwork | None:
+    if not settings.job_network_policy:
+        return None
+    return JobNetwork(settings.namespace, settings.labels_of_operator, settings.metrics_namespace)
 
 
 def _election(settings: Settings, api: ApiServer, health: Health) -> Election:

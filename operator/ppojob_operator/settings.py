@@ -84,6 +84,15 @@ class Settings(BaseModel):
     lease_retry_period: Seconds = 2.0
     """Time between two tries to take or renew the Lease; shorter than lease_renew_deadline."""
 
+    job_network_policy: bool = False
+    """Make a NetworkPolicy for each job: only its own pods and the operator reach it."""
+    operator_labels: Annotated[str, Field(pattern=r"^[^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*$")] = (
+        "app.kubernetes.io/name=ppojob-operator"
+    )
+    """Labels of the operator's pods for these policies, as name=value separated by commas."""
+    metrics_namespace: str = ""
+    """Namespace whose pods may scrape the jobs' metrics, where the jobs have policies. Empty: none."""
+
     dashboard_access: DashboardAccess = DashboardAccess.SERVICE
     """How Ray's dashboards are reached."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
@@ -110,6 +119,12 @@ class Settings(BaseModel):
     def certificate_names(self) -> tuple[str, ...]:
         """The further names of the certificate."""
         return tuple(name.strip() for name in self.extra_names.split(",") if name.strip())
+
+    @property
+    def labels_of_operator(self) -> dict[str, str]:
+        """The labels of the operator's pods."""
+        pairs = (pair.partition("=") for pair in self.operator_labels.split(","))
+        return {name: value for name, _, value in pairs}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Settings":

@@ -95,7 +95,7 @@ def free_port() -> int:
 
 def render_chart(namespace: str) -> list[dict[str, Any]]:
     """Return the chart's objects for one namespace."""
-    values = ["crds.install=false", f"watchNamespace={namespace}"]
+    values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true"]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
         [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False

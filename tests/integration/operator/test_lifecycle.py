@@ -8,7 +8,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
-OWNED = "rayclusters,configmaps,serviceaccounts,secrets,pods"
+OWNED = "rayclusters,configmaps,serviceaccounts,secrets,networkpolicies,pods"
 
 
 def names(kubectl: Any, job: str) -> list[str]:
@@ -25,6 +25,7 @@ def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, j
     found = names(kubectl, name)
     assert {each for each in found if not each.startswith("Pod/")} == {
         f"ConfigMap/{name}-job",
+        f"NetworkPolicy/{name}-ray",
         f"RayCluster/{cluster}",
         f"Secret/{cluster}-ray",
         f"ServiceAccount/{name}-trainer",

@@ -11,8 +11,11 @@ from tests.integration.operator.hiding_proxy import HidingProxy, Right
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
-BY_APPLY = {Right("create", "ray.io", "rayclusters"), Right("create", "", "configmaps")} | {
-    Right("create", "", "serviceaccounts")
+BY_APPLY = {
+    Right("create", "ray.io", "rayclusters"),
+    Right("create", "networking.k8s.io", "networkpolicies"),
+    Right("create", "", "configmaps"),
+    Right("create", "", "serviceaccounts"),
 }
 """Server-side apply takes `create` besides `patch` where the object is new."""
 ELSEWHERE = {

@@ -30,6 +30,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "logFormat": "JSON",
     },
     "guarded": {"networkPolicy.enabled": True},
+    "guarded jobs": {"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"},
     "asleep": {"replicas": 0},
     "alone": {"replicas": 1},
 }
@@ -356,6 +357,19 @@ def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     assert one["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
 
 
+def test_jobs_get_a_network_policy_by_choice_and_the_right_to_make_it_comes_with_it(helm: Any) -> None:
+    with_it = helm.objects({"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"})
+    without = helm.objects({})
+    settings = Settings.from_environment(environment_of(with_it))
+
+    assert settings.job_network_policy
+    assert settings.metrics_namespace == "monitoring"
+    assert settings.labels_of_operator.items() <= pod_of(with_it)["metadata"]["labels"].items()
+    assert not Settings.from_environment(environment_of(without)).job_network_policy
+    rules = [[rule["resources"] for rule in role_of(each, "system-ppojob")["rules"]] for each in (with_it, without)]
+    assert [["networkpolicies"] in resources for resources in rules] == [True, False]
+
+
 def test_an_old_kubernetes_is_refused(helm: Any) -> None:
     done = helm.template({}, kubernetes="1.29.9")
 
@@ -397,6 +411,8 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("metrics.enabled", True, "enabled"),
         ("metrics.serviceMonitor.interval", "often", "interval"),
         ("networkPolicy.enabled", "true", "enabled"),
+        ("jobNetworkPolicy.egress", [], "egress"),
+        ("jobNetworkPolicy.metricsNamespace", "a,b", "metricsNamespace"),
         ("autoscaling", {}, "autoscaling"),
         ("leaderElection.leaseDuration", "15s", "leaseDuration"),
         ("leaderElection.retryPeriodSeconds", 0, "retryPeriodSeconds"),

@@ -41,6 +41,9 @@ def test_an_empty_variable_is_not_set() -> None:
         ("PPOJOB_REQUEST_TIMEOUT", "-1"),
         ("PPOJOB_DASHBOARD_ACCESS", "Ingress"),
         ("PPOJOB_LOG_LEVEL", "loud"),
+        ("PPOJOB_LOG_FORMAT", "XML"),
+        ("PPOJOB_JOB_NETWORK_POLICY", "maybe"),
+        ("PPOJOB_OPERATOR_LABELS", "app"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None:
