@@ -159,7 +159,7 @@ def _alone(cluster: Any) -> Iterator[None]:
 def rights(kubectl: Any, _alone: None) -> Iterator[Rights]:
     """The chart's account, roles and Secrets, applied to the module's namespace."""
     chart = render_chart(kubectl.namespace)
-    wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
+    wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service", "Pod")]
     done = kubectl.apply(*wanted)
     assert done.returncode == 0, done.stderr
     kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))

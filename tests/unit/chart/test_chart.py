@@ -370,6 +370,25 @@ def test_jobs_get_a_network_policy_by_choice_and_the_right_to_make_it_comes_with
     assert [["networkpolicies"] in resources for resources in rules] == [True, False]
 
 
+@pytest.mark.parametrize("values", [{}, {"watchNamespace": "rl-team"}], ids=["everywhere", "one namespace"])
+def test_helm_test_asks_with_the_operators_image_and_rights(helm: Any, values: dict[str, Any]) -> None:
+    objects = helm.objects(values)
+    test, pod = only(objects, "Pod"), pod_of(objects)["spec"]
+    [container], [operators] = test["spec"]["containers"], pod["containers"]
+    *_, script, probe, jobs, lease = container["command"]
+
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert container["image"] == operators["image"]
+    assert test["spec"]["serviceAccountName"] == pod["serviceAccountName"]
+    assert script.strip() == (CHART / "files" / "installation_test.py").read_text().strip()
+    compile(script, "installation_test.py", "exec")
+    assert probe == f"http://{only(objects, 'Service')['metadata']['name']}.system.svc:8081/readyz"
+    assert jobs.endswith("/namespaces/rl-team/ppojobs" if values else "/v1alpha1/ppojobs")
+    assert lease.endswith(f"/namespaces/system/leases/{environment_of(objects)['PPOJOB_LEASE_NAME']}")
+    # Its labels are not those that the Service and the budget select.
+    assert test["metadata"]["labels"]["app.kubernetes.io/name"] != "ppojob-operator"
+
+
 def test_an_old_kubernetes_is_refused(helm: Any) -> None:
     done = helm.template({}, kubernetes="1.29.9")
 
