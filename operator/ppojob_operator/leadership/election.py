@@ -112,9 +112,11 @@ class Election:
         while not stop.is_set():
             if await self._try():
                 return True
-            if self.leader != told:
-                told = self.leader
-                logger.info("standing by: %s leads", told or "nobody")
+            # Where the Lease cannot be read, this one may be the last holder that it knows of.
+            others = self.leader if self.leader != self._identity else ""
+            if others != told:
+                told = others
+                logger.info("standing by: %s leads", told or "nobody that is known")
             await _wait(stop, self._times.retry_period * random.uniform(1.0, _JITTER))
         return False
 

@@ -118,7 +118,7 @@ def test_a_leader_that_is_cut_off_stands_by_when_it_comes_back(jobs: Any, replic
     jobs.wait_until(replicas.processes[1 - first].leads)
     assert replicas.leader() == 1 - first
     replicas.proxies[first].mend()
-    jobs.wait_until(lambda: "standing by: replica" in replicas.processes[first].log.read_text())
+    jobs.wait_until(lambda: f"standing by: replica-{1 - first}_" in replicas.processes[first].log.read_text())
     jobs.wait_for(jobs.create(), Condition.ACCEPTED, "True", Reason.VALID)
 
     assert replicas.leader() == 1 - first
