@@ -36,6 +36,15 @@ def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, j
     assert names(kubectl, name) == []
 
 
+def test_the_pods_of_a_job_meet_the_restricted_standard(kubectl: Any, jobs: Any) -> None:
+    kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+    name = jobs.create()
+
+    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in names(kubectl, name)) == 3, limit=90)
+
+    kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce-")
+
+
 def test_status_has_two_owners_who_leave_each_others_fields_alone(kubectl: Any, jobs: Any) -> None:
     name = jobs.create()
     jobs.wait(name, lambda status: status.get("phase") == "Starting")
