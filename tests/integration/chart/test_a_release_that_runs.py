@@ -64,6 +64,11 @@ def leader(kubectl: Any) -> str:
     return holder.rpartition("_")[0]
 
 
+def is_rolled_out(kubectl: Any) -> bool:
+    done = kubectl.run("rollout", "status", "deployment/ppojob", "--watch=false")
+    return "successfully rolled out" in done.stdout
+
+
 def wait_until(is_so: Callable[[], bool], limit: float = 90) -> None:
     end = time.monotonic() + limit
     while not is_so():
@@ -92,22 +97,21 @@ def test_a_leader_whose_pod_is_killed_is_followed(kubectl: Any, release: str) ->
     kubectl("delete", "pod", first, "--force", "--grace-period=0")
 
     wait_until(lambda: leader(kubectl) not in ("", first))
-    kubectl("rollout", "status", "deployment/ppojob", "--timeout=120s")
+    wait_until(lambda: is_rolled_out(kubectl))
 
 
 def test_an_upgrade_never_leaves_the_service_without_a_replica(kubectl: Any, release: str, settings: list[str]) -> None:
     before = set(replicas(kubectl))
     helm(kubectl.namespace, "upgrade", release, str(CHART), *settings, "--set=logFormat=JSON")
 
-    is_done, fewest = False, 2
-    while not is_done:
-        status = kubectl.json("get", "deployment", "ppojob")["status"]
-        fewest = min(fewest, status.get("availableReplicas", 0))
-        done = kubectl.run("rollout", "status", "deployment/ppojob", "--watch=false")
-        is_done = "successfully rolled out" in done.stdout
-        time.sleep(0.5)
+    available: list[int] = []
 
-    assert fewest == 2
+    def is_over() -> bool:
+        available.append(kubectl.json("get", "deployment", "ppojob")["status"].get("availableReplicas", 0))
+        return is_rolled_out(kubectl)
+
+    wait_until(is_over, limit=240)
+    assert min(available) == 2
     assert not before & set(replicas(kubectl))
     wait_until(lambda: leader(kubectl) in replicas(kubectl))
     log = kubectl("logs", leader(kubectl))
@@ -115,7 +119,7 @@ def test_an_upgrade_never_leaves_the_service_without_a_replica(kubectl: Any, rel
 
 
 def test_a_drain_takes_one_replica_at_a_time(kubectl: Any, release: str) -> None:
-    kubectl("rollout", "status", "deployment/ppojob", "--timeout=120s")
+    wait_until(lambda: is_rolled_out(kubectl))
     wait_until(lambda: kubectl.json("get", "pdb", "ppojob")["status"]["disruptionsAllowed"] == 1)
     first, second = (evict(kubectl, name) for name in replicas(kubectl)[:2])
 
