@@ -5,6 +5,7 @@ machine only and speaks plain HTTP.
 """
 
 import asyncio
+import contextlib
 import ssl
 import threading
 from types import TracebackType
@@ -82,7 +83,9 @@ class HidingProxy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         if self._is_cut:
-            raise ConnectionResetError("cut")
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
         if self.is_hiding and request.path.startswith(f"/apis/{self._hidden}"):
             words = {"kind": "Status", "message": "the server could not find the requested resource", "code": 404}
             return web.json_response(words, status=404)
@@ -106,10 +109,12 @@ class HidingProxy:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                while self.are_watches_frozen and "watch" in request.query:
-                    await asyncio.sleep(0.1)
-                await response.write(chunk)
+            # Who asked may be gone by now.
+            with contextlib.suppress(ConnectionResetError):
+                async for chunk in answer.content.iter_any():
+                    while self.are_watches_frozen and "watch" in request.query:
+                        await asyncio.sleep(0.1)
+                    await response.write(chunk)
             return response
 
 
