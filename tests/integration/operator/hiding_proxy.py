@@ -5,7 +5,6 @@ machine only and speaks plain HTTP.
 """
 
 import asyncio
-import contextlib
 import ssl
 import threading
 from types import TracebackType
@@ -97,6 +96,8 @@ class HidingProxy:
         self._answering.add(task)
         try:
             return await self._pass_on(request)
+        except ConnectionResetError:  # Who asked is gone.
+            return web.Response()
         finally:
             self._answering.discard(task)
 
@@ -109,12 +110,10 @@ class HidingProxy:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
-            # Who asked may be gone by now.
-            with contextlib.suppress(ConnectionResetError):
-                async for chunk in answer.content.iter_any():
-                    while self.are_watches_frozen and "watch" in request.query:
-                        await asyncio.sleep(0.1)
-                    await response.write(chunk)
+            async for chunk in answer.content.iter_any():
+                while self.are_watches_frozen and "watch" in request.query:
+                    await asyncio.sleep(0.1)
+                await response.write(chunk)
             return response
 
 
