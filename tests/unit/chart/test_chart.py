@@ -2,15 +2,14 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ppojob_api.v1alpha1 import constants
 from ppojob_operator.settings import Settings
+from tests.unit.chart.rendered import environment_of, identity, only, pod_of, role_of
 
 PROJECT = Path(__file__).resolve().parents[3]
 CHART = PROJECT / "charts" / "ppojob"
@@ -58,30 +57,6 @@ def combinations() -> list[Any]:
 
 def values_of(chosen: list[str]) -> dict[str, Any]:
     return {name: value for switch in chosen for name, value in SWITCHES[switch].items()}
-
-
-def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    [found] = [manifest for manifest in objects if manifest["kind"] == kind]
-    return found
-
-
-def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
-    metadata = manifest["metadata"]
-    return manifest["kind"], metadata.get("namespace", ""), metadata["name"]
-
-
-def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    template: dict[str, Any] = only(objects, "Deployment")["spec"]["template"]
-    return template
-
-
-def role_of(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    [found] = [m for m in objects if m["kind"] in ("Role", "ClusterRole") and m["metadata"]["name"] == name]
-    return found
-
-
-def environment_of(objects: list[dict[str, Any]]) -> dict[str, str]:
-    return {entry["name"]: entry.get("value", "") for entry in pod_of(objects)["spec"]["containers"][0]["env"]}
 
 
 def test_helm_finds_nothing_to_complain_about(helm: Any) -> None:
@@ -170,49 +145,6 @@ def test_the_pod_is_restricted_and_its_root_is_read_only(helm: Any) -> None:
     assert not any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
 
 
-def test_replicas_prefer_different_nodes_unless_the_values_say_otherwise(helm: Any) -> None:
-    objects = helm.objects({})
-    [term] = pod_of(objects)["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    mine = {"requiredDuringSchedulingIgnoredDuringExecution": []}
-
-    labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
-    assert labels.items() <= pod_of(objects)["metadata"]["labels"].items()
-    assert pod_of(helm.objects({"affinity.podAntiAffinity": mine}))["spec"]["affinity"] == {"podAntiAffinity": mine}
-
-
-def test_one_replica_is_always_there(helm: Any) -> None:
-    objects = helm.objects({})
-    deployment, budget = only(objects, "Deployment"), only(objects, "PodDisruptionBudget")
-
-    assert deployment["spec"]["replicas"] == 2
-    assert deployment["spec"]["strategy"] == {
-        "type": "RollingUpdate",
-        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
-    }
-    assert budget["spec"]["maxUnavailable"] == 1
-    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
-
-
-@pytest.mark.parametrize("values", [{"replicas": 1}, {"replicas": 0}, {"podDisruptionBudget.enabled": False}])
-def test_a_budget_is_made_only_where_it_lets_a_node_be_drained(helm: Any, values: dict[str, Any]) -> None:
-    assert "PodDisruptionBudget" not in {manifest["kind"] for manifest in helm.objects(values)}
-
-
-def test_the_times_of_the_election_reach_the_operator(helm: Any) -> None:
-    times = {"leaseDurationSeconds": 30, "renewDeadlineSeconds": 20, "retryPeriodSeconds": 5}
-
-    settings = Settings.from_environment(environment_of(helm.objects({"leaderElection": times})))
-
-    assert (settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period) == (30, 20, 5)
-
-
-def test_times_with_which_two_would_lead_are_refused(helm: Any) -> None:
-    done = helm.template({"leaderElection.renewDeadlineSeconds": 15})
-
-    assert done.returncode != 0
-    assert "renewDeadlineSeconds (15) < leaseDurationSeconds (15) must hold" in done.stderr
-
-
 def test_the_probes_ask_for_progress(helm: Any) -> None:
     [container] = pod_of(helm.objects({}))["spec"]["containers"]
 
@@ -277,73 +209,6 @@ def test_the_operators_certificates_come_empty_so_that_an_upgrade_leaves_them_al
 
     assert "data" not in secret
     assert "stringData" not in secret
-
-
-def test_the_service_monitor_finds_the_service(helm: Any) -> None:
-    objects = helm.objects(SWITCHES["monitored"])
-    monitor, service = only(objects, "ServiceMonitor"), only(objects, "Service")
-
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    [endpoint] = monitor["spec"]["endpoints"]
-    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert monitor["metadata"]["labels"]["team"] == "rl"
-
-
-@pytest.mark.parametrize(
-    ("values", "where"), [({}, {"any": True}), ({"watchNamespace": "rl-team"}, {"matchNames": ["rl-team"]})]
-)
-def test_the_pod_monitor_finds_the_ports_of_the_jobs_pods(
-    helm: Any, values: dict[str, Any], where: dict[str, Any]
-) -> None:
-    spec = only(helm.objects({**values, "metrics.podMonitor.enabled": True}), "PodMonitor")["spec"]
-
-    assert spec["namespaceSelector"] == where
-    assert spec["selector"]["matchExpressions"] == [{"key": constants.LABEL_JOB, "operator": "Exists"}]
-    ports = {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
-    assert ports <= {*constants.RAY_HEAD_PORTS, constants.METRICS_PORT_NAME}
-
-
-def test_dashboards_are_grafanas_json_with_a_place_for_each_panel(helm: Any) -> None:
-    values = {"metrics.dashboards.enabled": True, "metrics.dashboards.labels": {"grafana_dashboard": "yes"}}
-    objects = [each for each in helm.objects(values) if each["kind"] == "ConfigMap"]
-
-    assert {each["metadata"]["name"] for each in objects} == {
-        "ppojob-dashboard-operator",
-        "ppojob-dashboard-training",
-    }
-    for manifest in objects:
-        assert manifest["metadata"]["labels"]["grafana_dashboard"] == "yes"
-        [(name, text)] = manifest["data"].items()
-        dashboard = json.loads(text)
-        assert name == f"{dashboard['uid']}.json"
-        ids = [panel["id"] for panel in dashboard["panels"]]
-        assert len(ids) == len(set(ids))
-        cells = [cell for panel in dashboard["panels"] for cell in cells_of(panel["gridPos"])]
-        assert len(cells) == len(set(cells))
-        variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-        assert set(re.findall(r"\$(\w+)", text)) <= variables
-
-
-def cells_of(place: dict[str, int]) -> list[tuple[int, int]]:
-    """Return the cells of Grafana's grid that a panel takes, 24 in a row."""
-    assert place["x"] + place["w"] <= 24
-    columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
-    return [(column, row) for column in columns for row in rows]
-
-
-def test_alerts_are_about_this_release_and_say_what_to_do(helm: Any) -> None:
-    rule = only(
-        helm.objects({"metrics.alerts.enabled": True, "metrics.alerts.labels": {"team": "rl"}}), "PrometheusRule"
-    )
-
-    assert rule["metadata"]["labels"]["team"] == "rl"
-    operator, training = rule["spec"]["groups"]
-    for each in operator["rules"]:
-        assert 'namespace="system",service="ppojob"' in each["expr"]
-    for each in (*operator["rules"], *training["rules"]):
-        assert "OPERATOR" not in each["expr"]
-        assert each["labels"]["severity"] in ("warning", "critical")
-        assert each["annotations"].keys() == {"summary", "description"}
 
 
 def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
