@@ -333,5 +333,9 @@ BAD_SPECS = (
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
+    BadSpec("no time to stop in order", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
+            "spec.runPolicy.stopGracePeriodSeconds", "greater than or equal to 1", shows="0"),
+    BadSpec("a word for suspend", {_spec("runPolicy"): {"suspend": "yes"}},
+            "spec.runPolicy.suspend", "valid boolean", shows="'yes'"),
 )  # fmt: skip
 """Every mistake is refused; none is refused for another reason."""

@@ -37,6 +37,8 @@ class Job:
     spec: PPOJobSpec | SpecError
     """The resolved spec, or what is wrong with it."""
     status: PPOJobStatus
+    effective: PPOJobSpec | None = None
+    """The resolved spec with the layout that is in force; None: none is, or it cannot be run (any more)."""
     is_going: bool = False
     """It is being deleted."""
 

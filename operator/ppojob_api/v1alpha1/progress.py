@@ -85,6 +85,7 @@ class Command(StrEnum):
 
     NONE = "None"
     STOP = "Stop"
+    """In order: finish what cannot be dropped, put a checkpoint down, end."""
 
 
 class LiveSettings(ApiModel):

@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode, ScheduleSpec
 
+_SERIAL = ScheduleSpec(mode=ScheduleMode.SERIAL)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
 
 
@@ -76,7 +77,7 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
-            "schedule": ScheduleSpec(mode=_mode(spec, is_split=placed.critic not in (None, placed.actor))),
+            "schedule": _schedule(spec, is_split=placed.critic not in (None, placed.actor)),
             "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
         }
     )
@@ -105,10 +106,11 @@ def _placement(spec: PPOJobSpec) -> Placement:
     )
 
 
-def _mode(spec: PPOJobSpec, *, is_split: bool) -> ScheduleMode:
+def _schedule(spec: PPOJobSpec, *, is_split: bool) -> ScheduleSpec:
     if spec.schedule.mode is not ScheduleMode.AUTO:
-        return spec.schedule.mode
-    return ScheduleMode.OVERLAPPED if is_split else ScheduleMode.SERIAL
+        return spec.schedule
+    # With everything in one pool there is no overlap to do without.
+    return ScheduleSpec(mode=ScheduleMode.OVERLAPPED, without=spec.schedule.without) if is_split else _SERIAL
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

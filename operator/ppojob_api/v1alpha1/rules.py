@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from ppojob_api.v1alpha1.base import Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.reward import RewardType
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, RolloutSpec, ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 if TYPE_CHECKING:
@@ -26,16 +27,19 @@ _ROLES = [role.value for role in Role]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
-MUTABLE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
+LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
 """What may change while a job runs; the trainer learns of it in the reply to its next report of progress."""
+
+MUTABLE = (*LIVE, *RELAID)
+"""What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
     "image", "imagePullSecrets", "env", "envFrom", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
-    "workers", "device", "pools", "head", "placement", "schedule", "storage", "telemetry",
+    "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
-"""What may not change once the job is accepted: everything else."""
+"""What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 
 SPEC_RULES = [
     *(
@@ -82,13 +86,29 @@ SPEC_RULES = [
     *PARALLEL_RULES,
 ]
 
+_SECTIONS = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
+"""The sections of which a part may change."""
+
+
+def _is_as_before(part: str) -> str:
+    """Return in CEL that a part of the spec has not changed, but for what may change of it."""
+    paths = [part]
+    if part in _SECTIONS:
+        aliases = (field.alias for field in _SECTIONS[part].model_fields.values())
+        paths = [f"{part}.{alias}" for alias in aliases if f"{part}.{alias}" not in MUTABLE]
+    return " && ".join(
+        f"has(self.spec.{path}) == has(oldSelf.spec.{path}) && "
+        f"(!has(self.spec.{path}) || self.spec.{path} == oldSelf.spec.{path})"
+        for path in paths
+    )
+
+
 METADATA_RULES = [
     Rule(
         rule=(
             "!has(oldSelf.status) || !has(oldSelf.status.conditions) || "
             "!oldSelf.status.conditions.exists(c, c.type == 'Accepted' && c.status == 'True') || "
-            f"(has(self.spec.{part}) == has(oldSelf.spec.{part}) && "
-            f"(!has(self.spec.{part}) || self.spec.{part} == oldSelf.spec.{part}))"
+            f"({_is_as_before(part)})"
         ),
         message=f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value",
         field_path=f".spec.{part}",

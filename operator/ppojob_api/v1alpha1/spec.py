@@ -77,7 +77,7 @@ class PPOJobSpec(ApiModel):
     telemetry: TelemetrySpec = TelemetrySpec()
     """Metrics to other services, samples, profiles."""
     run_policy: RunPolicy = RunPolicy()
-    """Failures and deadlines."""
+    """Suspension, failures and deadlines."""
 
     def pool(self, name: str) -> Pool:
         """Return the pool of that name.

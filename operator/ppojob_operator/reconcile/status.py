@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 
 _OWNED = (
     "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "completionTime", "retries",
-    "ready", "rayCluster", "lastFailure",
+    "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 

@@ -42,14 +42,18 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     return {name: value for name, value in fields.items() if value}
 
 
-def progress_reply(job: Mapping[str, Any]) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, and to stop if its object is being deleted."""
+def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
+    """Return what the trainer is told: the live part of the spec, and to stop in order where that is asked for.
+
+    It is where the object is being deleted, and where `status.stop` names this attempt.
+    """
     spec = job.get("spec", {})
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
     checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
     is_going = job["metadata"].get("deletionTimestamp") is not None
+    is_asked = job.get("status", {}).get("stop", {}).get("attempt") == attempt
     return ProgressReply(
-        command=Command.STOP if is_going else Command.NONE,
+        command=Command.STOP if is_going or is_asked else Command.NONE,
         settings=LiveSettings(
             total_steps=trainer.total_steps,
             validate_every_steps=trainer.validate_every_steps,
@@ -109,7 +113,8 @@ def _metrics(report: ProgressReport) -> list[dict[str, str]]:
 
 def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return how busy the job's pools are; a pool that the job does not have would be added to its status."""
-    names = {pool["name"] for pool in job.get("spec", {}).get("pools", [])}
+    layout = job.get("status", {}).get("effectiveLayout") or job.get("spec", {})
+    names = {pool["name"] for pool in layout.get("pools", [])}
     known = (pool for pool in report.pools if pool.name in names)
     return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
 

@@ -112,7 +112,7 @@ def test_times_are_in_utc() -> None:
 
 
 def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
-    assert progress_reply(job).to_wire() == {
+    assert progress_reply(job, 2).to_wire() == {
         "command": "None",
         "settings": {"totalSteps": 120, "validateEverySteps": 10, "checkpointEverySteps": 50, "checkpointKeep": 2},
     }
@@ -121,7 +121,26 @@ def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) 
 def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
-    assert progress_reply(job).command is Command.STOP
+    assert progress_reply(job, 2).command is Command.STOP
+
+
+@pytest.mark.parametrize(("attempt", "command"), [(2, Command.STOP), (3, Command.NONE)])
+def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
+    job: dict[str, Any], attempt: int, command: Command
+) -> None:
+    job["status"]["stop"] = {"attempt": 2, "reason": "Suspending", "time": "2026-01-31T12:00:00Z"}
+
+    assert progress_reply(job, attempt).command is command
+
+
+def test_a_pool_that_the_spec_gave_up_is_reported_as_long_as_it_is_in_force(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    busy = {**report, "pools": [{"name": "gone", "busyFraction": 0.5}]}
+    assert "pools" not in status_of(busy, job)
+
+    job["status"]["effectiveLayout"] = {"pools": [{"name": "gone"}]}
+    assert status_of(busy, job)["pools"] == [{"name": "gone", "busyFraction": "0.5"}]
 
 
 @pytest.mark.parametrize(
