@@ -18,7 +18,6 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode, ScheduleSpec
 
-_SERIAL = ScheduleSpec(mode=ScheduleMode.SERIAL)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
 
 
@@ -109,8 +108,10 @@ def _placement(spec: PPOJobSpec) -> Placement:
 def _schedule(spec: PPOJobSpec, *, is_split: bool) -> ScheduleSpec:
     if spec.schedule.mode is not ScheduleMode.AUTO:
         return spec.schedule
-    # With everything in one pool there is no overlap to do without.
-    return ScheduleSpec(mode=ScheduleMode.OVERLAPPED, without=spec.schedule.without) if is_split else _SERIAL
+    if not is_split:
+        # There is no overlap to do without.
+        return ScheduleSpec(mode=ScheduleMode.SERIAL)
+    return spec.schedule.model_copy(update={"mode": ScheduleMode.OVERLAPPED})
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:
