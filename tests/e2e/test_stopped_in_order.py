@@ -1,4 +1,4 @@
-"""A real trainer is suspended, set free, and given another layout while it runs; no step is lost and none done twice."""
+"""A real trainer is suspended, set free, and given another layout; no step is lost and none is done twice."""
 
 import json
 from collections.abc import Iterator

@@ -104,7 +104,8 @@ def differences(old: Layout, new: Layout) -> list[str]:
 def _changes(old: ApiModel, new: ApiModel) -> Iterator[str]:
     """Yield `field old -> new`; what is no single word is only named."""
     before, after = old.to_wire(), new.to_wire()
-    for name in type(new).model_json_schema(by_alias=True)["properties"]:
+    names = [field.alias or "" for field in type(new).model_fields.values()]
+    for name in names:
         if before.get(name) == after.get(name):
             continue
         is_plain = not any(isinstance(wire.get(name), dict | list) for wire in (before, after))

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import ApiModel, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.layout import RELAID
@@ -86,7 +86,7 @@ SPEC_RULES = [
     *PARALLEL_RULES,
 ]
 
-_SECTIONS = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
+_SECTIONS: dict[str, type[ApiModel]] = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
 """The sections of which a part may change."""
 
 

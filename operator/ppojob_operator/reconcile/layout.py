@@ -21,7 +21,7 @@ def spec_in_force(job: Job) -> PPOJobSpec | None:
 
 def change(situation: Situation) -> str:
     """Return in words what the spec wants otherwise than it is; empty: nothing, or it cannot be run."""
-    if situation.wanted is None:
+    if situation.wanted is None or situation.wanted is situation.spec:
         return ""
     return "; ".join(differences(layout_of(situation.spec), layout_of(situation.wanted)))
 

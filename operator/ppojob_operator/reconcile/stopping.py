@@ -127,7 +127,7 @@ def _other_layout(situation: Situation, found: PoolsFinding, change: str) -> Int
     relaid = Finding("False", Reason.REALLOCATING, f"the next attempt has another layout ({change})")
     keeps_pods = not layout.needs_other_pods(situation)
     is_over = not keeps_pods and _is_used(situation)
-    update = _onwards(situation, done, is_over=is_over, keeps_pods=keeps_pods)
+    update = _onwards(situation, done if is_over else situation.status.stop, is_over=is_over, keeps_pods=keeps_pods)
     return Interruption(found, {Condition.LAYOUT_APPLIED: relaid}, update, look_again_after=_SOON)
 
 
@@ -141,7 +141,7 @@ def _next_attempt(
     return Interruption(found, findings, update, (event,), _SOON)
 
 
-def _onwards(situation: Situation, stop: StopStatus, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
+def _onwards(situation: Situation, stop: StopStatus | None, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
     update: dict[str, Any] = {"attempt": situation.attempt + is_over, "submission_id": None, "stop": stop}
     if not keeps_pods:
         update["ray_cluster"] = None

@@ -45,13 +45,14 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
 def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
     """Return what the trainer is told: the live part of the spec, and to stop in order where that is asked for.
 
-    It is where the object is being deleted, and where `status.stop` names this attempt.
+    It is where the object is being deleted, and where `status.stop` waits for this attempt.
     """
     spec = job.get("spec", {})
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
     checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
     is_going = job["metadata"].get("deletionTimestamp") is not None
-    is_asked = job.get("status", {}).get("stop", {}).get("attempt") == attempt
+    stop = job.get("status", {}).get("stop", {})
+    is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
     return ProgressReply(
         command=Command.STOP if is_going or is_asked else Command.NONE,
         settings=LiveSettings(

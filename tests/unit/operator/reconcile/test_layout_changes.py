@@ -165,6 +165,7 @@ def test_an_attempt_that_has_not_begun_needs_no_stop(state: Callable[[], World])
     assert [cluster.name for cluster in world.observed.clusters] == [world.cluster_name]
     assert world.made[-1]["metadata"]["name"] == world.cluster_name
     assert world.status["retries"] == retries
+    assert world.status.get("stop", {}).get("attempt") != world.status["attempt"]
     assert len({cluster["metadata"]["name"] for cluster in world.made}) == len(world.made)
 
 

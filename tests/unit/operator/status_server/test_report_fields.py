@@ -133,6 +133,13 @@ def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
     assert progress_reply(job, attempt).command is command
 
 
+def test_a_stop_that_is_over_is_not_asked_for_again(job: dict[str, Any]) -> None:
+    time = "2026-01-31T12:00:00Z"
+    job["status"]["stop"] = {"attempt": 2, "reason": "Reallocating", "time": time, "completionTime": time}
+
+    assert progress_reply(job, 2).command is Command.NONE
+
+
 def test_a_pool_that_the_spec_gave_up_is_reported_as_long_as_it_is_in_force(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
