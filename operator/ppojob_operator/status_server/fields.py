@@ -121,10 +121,13 @@ def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str
 
 
 def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous."""
+    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous words.
+
+    Layouts are never kept: autoBalance would apply to an attempt what was measured in another one.
+    """
     wire = report.to_wire()
     known = previous if report.recommendation is None else wire
-    return {name: known.get(name) for name in ("recommendation", "layoutAdvice")}
+    return {"recommendation": known.get("recommendation"), "layoutAdvice": wire.get("layoutAdvice")}
 
 
 def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
