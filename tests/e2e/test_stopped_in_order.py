@@ -12,7 +12,7 @@ from tests.e2e.conftest import Site
 pytestmark = pytest.mark.timeout(1800)
 
 NAME = "stopped"
-STEPS = 4
+STEPS = 12
 STEP_LIMIT_SECONDS = 600.0
 STOP_LIMIT_SECONDS = 300.0
 SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
