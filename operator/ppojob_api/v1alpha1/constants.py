@@ -80,6 +80,7 @@ class Reason:
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     REALLOCATING = "Reallocating"
+    REBALANCED = "Rebalanced"
     LAYOUT_APPLIED = "LayoutApplied"
     TRAINER_STOPPED = "TrainerStopped"
     GRACE_PERIOD_EXCEEDED = "GracePeriodExceeded"

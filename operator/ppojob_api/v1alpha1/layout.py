@@ -70,7 +70,8 @@ RELAID = (
 def layout_of(spec: "PPOJobSpec") -> Layout:
     """Return the layout of a resolved spec."""
     return Layout(
-        pools=spec.pools,
+        # What autoBalance may do is no part of what is.
+        pools=[pool.model_copy(update={"min_nodes": None, "max_nodes": None}) for pool in spec.pools],
         placement=spec.placement,
         schedule=spec.schedule,
         actor=TrainedSizes.of(spec.actor),

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
 
 REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
 MAX_REPORT_BYTES = 64 * 1024
@@ -77,7 +77,9 @@ class ProgressReport(ApiModel):
     model_path: Annotated[str, Field(max_length=4096)] | None = None
     """The exported policy."""
     recommendation: Annotated[str, Field(max_length=4096)] | None = None
-    """What the measured phases say about the layout."""
+    """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
+    layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None
+    """The layouts of which the recommendation speaks."""
 
 
 class Command(StrEnum):

@@ -30,7 +30,7 @@ _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
 """What may change while a job runs; the trainer learns of it in the reply to its next report of progress."""
 
-MUTABLE = (*LIVE, *RELAID)
+MUTABLE = (*LIVE, "autoBalance", *RELAID)
 """What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
@@ -58,6 +58,16 @@ SPEC_RULES = [
         ),
         message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
+    ),
+    Rule(
+        rule="self.pools.all(p, !has(p.minNodes) || p.minNodes <= p.nodes)",
+        message="minNodes of a pool must not be above its nodes",
+        field_path=".pools",
+    ),
+    Rule(
+        rule="self.pools.all(p, !has(p.maxNodes) || p.nodes <= p.maxNodes)",
+        message="maxNodes of a pool must not be below its nodes",
+        field_path=".pools",
     ),
     Rule(
         rule=(
@@ -130,6 +140,14 @@ def _pool_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
         if pool.name in seen:
             yield f"pools[{index}].name", pool.name, "this name is taken by another pool: give each pool its own"
         seen.add(pool.name)
+
+
+def _nodes_are_within_their_bounds(spec: "PPOJobSpec") -> Iterator[Problem]:
+    for index, pool in enumerate(spec.pools):
+        if pool.min_nodes is not None and pool.min_nodes > pool.nodes:
+            yield f"pools[{index}].minNodes", pool.min_nodes, f"is above nodes, which is {pool.nodes}: lower it"
+        if pool.max_nodes is not None and pool.max_nodes < pool.nodes:
+            yield f"pools[{index}].maxNodes", pool.max_nodes, f"is below nodes, which is {pool.nodes}: raise it"
 
 
 def _env_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
@@ -233,6 +251,7 @@ def _workers_have_names_pools_and_classes(spec: "PPOJobSpec") -> Iterator[Proble
 
 _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
+    _nodes_are_within_their_bounds,
     _env_names_are_unique,
     _placement_names_pools,
     *BATCH_CHECKS,

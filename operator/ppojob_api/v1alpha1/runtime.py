@@ -45,6 +45,16 @@ class Storage(ApiModel):
     """Where the pods see it."""
 
 
+class AutoBalance(ApiModel):
+    """Moving GPUs to the pools that want them, as the trainer recommends."""
+
+    enabled: bool = False
+    """Apply what `status.layoutAdvice` says within minNodes and maxNodes of the pools: another layout, by a stop in
+    order. The spec is never written; `status.effectivePools` says what was moved. false goes back to the spec."""
+    interval_minutes: int = Field(default=60, ge=1, le=525_600)
+    """How long an attempt runs at the least before its pools are changed, in minutes."""
+
+
 class RunPolicy(ApiModel):
     """Suspension, failures and deadlines."""
 

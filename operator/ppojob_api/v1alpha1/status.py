@@ -160,6 +160,39 @@ class StopStatus(ApiModel):
     """When it was over. Absent: the trainer is waited for."""
 
 
+class PoolSize(ApiModel):
+    """Another size of a pool."""
+
+    name: Name
+    """Name of the pool."""
+    nodes: int = Field(ge=1)
+    """Ray worker pods, as in spec.pools."""
+    gpus_per_node: int = Field(ge=1)
+    """GPUs of each pod, as in spec.pools."""
+
+
+class LayoutAdvice(ApiModel):
+    """Other sizes of the pools, and what they would do to the step."""
+
+    pools: Annotated[list[PoolSize], _map_by("name", 7)]
+    """All pools of the job, also those that keep their size."""
+    gpus: int = Field(ge=1)
+    """GPUs of all of them."""
+    step_time_percent: int
+    """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
+
+
+class EffectivePool(ApiModel):
+    """A pool that autoBalance has moved."""
+
+    name: Name
+    """Name of the pool."""
+    nodes: int = Field(ge=1)
+    """Pods that it is to have."""
+    spec_nodes: int = Field(ge=1)
+    """Pods that the spec gives it; where that is edited, the spec counts."""
+
+
 class PPOJobStatus(ApiModel):
     """What is known of the job."""
 
@@ -199,5 +232,9 @@ class PPOJobStatus(ApiModel):
     """The last stop in order that the operator asked for."""
     effective_layout: Layout | None = None
     """The layout in force; that of the spec follows when the trainer has stopped in order."""
+    effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]
+    """The pools that autoBalance has moved."""
     recommendation: Message | None = None
-    """What the measured phases say about the layout."""
+    """What the measured phases say about the layout; absent where it is as good as any other."""
+    layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] = Field(default_factory=list)
+    """The layouts of which the recommendation speaks: fewer GPUs, more GPUs, the same GPUs in other pools."""

@@ -23,6 +23,7 @@ from ppojob_operator.plan import EventRecord, Job, Observed, Plan
 from ppojob_operator.reconcile import (
     acceptance,
     attempts,
+    balance,
     completion,
     conditions,
     deadlines,
@@ -82,13 +83,17 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
         return _interrupted(situation, findings, step, interruption)
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
-    plan = _plan(situation, _status(situation, findings, found))
+    status, move = _status(situation, findings, found), balance.judge(situation)
+    if move is not None:
+        # The next look finds another layout in the spec.
+        status = status.model_copy(update={"effective_pools": list(move.pools)})
+    plan = _plan(situation, status)
     return replace(
         plan,
         apply=step.apply,
         submission=step.submission,
-        events=(*stall.told(situation), *plan.events),
-        look_again_after=_interval(situation, found),
+        events=(*stall.told(situation), *((move.event,) if move else ()), *plan.events),
+        look_again_after=_SOON if move else _interval(situation, found),
     )
 
 
@@ -219,6 +224,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         ray_cluster=cluster,
         last_failure=old.last_failure,
         stop=old.stop,
+        effective_pools=list(job.moved),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
     )
 

@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec
 from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble
+from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
@@ -37,13 +38,17 @@ def read_job(raw: Manifest) -> Job:
         pydantic.ValidationError: the status is none of ours.
     """
     metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}))
-    spec = _read_spec(raw.get("spec", {}))
+    spec, moved = _read_spec(raw.get("spec", {})), status.effective_pools
+    if isinstance(spec, PPOJobSpec):
+        moved = sizes.in_force(spec, moved)
+        spec = sizes.with_moved(spec, moved)
     return Job(
         key=JobKey(metadata["namespace"], metadata["name"]),
         uid=metadata["uid"],
         generation=metadata["generation"],
         spec=spec,
         status=status,
+        moved=tuple(moved),
         effective=_read_effective(raw.get("spec", {}), spec, status.effective_layout),
         is_going="deletionTimestamp" in metadata,
     )

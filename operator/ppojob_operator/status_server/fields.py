@@ -37,7 +37,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
         "checkpoint": report.checkpoint.to_wire() if report.checkpoint else previous.get("checkpoint"),
         "model": {"path": report.model_path} if report.model_path else previous.get("model"),
-        "recommendation": report.recommendation or previous.get("recommendation"),
+        **_recommendation(report, previous),
     }
     return {name: value for name, value in fields.items() if value}
 
@@ -118,6 +118,16 @@ def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str
     names = {pool["name"] for pool in layout.get("pools", [])}
     known = (pool for pool in report.pools if pool.name in names)
     return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
+
+
+def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous words.
+
+    Layouts are never kept: autoBalance would apply to an attempt what was measured in another one.
+    """
+    wire = report.to_wire()
+    known = previous if report.recommendation is None else wire
+    return {"recommendation": known.get("recommendation"), "layoutAdvice": wire.get("layoutAdvice")}
 
 
 def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import base_environment
@@ -39,7 +40,7 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, join
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["Groups", "launch", "make_ready", "pools_of_phases", "pools_of_roles"]
+__all__ = ["Groups", "launch", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,28 +84,6 @@ class Groups:
         groups = (self.data, *scores, self.rollout, self.actor, self.critic, self.own_ref)
         holders = () if self.rollout.holders is None else (self.rollout.holders,)
         return [*(group.group for group in groups if group is not None), *holders, *self.custom]
-
-
-def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool of each role of the controller's; the data worker is in the first pool."""
-    placement = spec.placement
-    named = {
-        "data": spec.pools[0].name,
-        "actor": placement.actor,
-        "rollout": placement.rollout,
-        "critic": placement.critic,
-        "ref": placement.ref,
-        "reward": placement.reward,
-        "reward_model": placement.reward if spec.reward.uses_model else None,
-        **{worker.name: worker.pool for worker in spec.workers},
-    }
-    return {role: pool for role, pool in named.items() if pool is not None}
-
-
-def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool whose GPUs a role's phases keep busy; what runs on CPU cores alone keeps none."""
-    on_cpu = {"data", "reward", *(worker.name for worker in spec.workers if not worker.uses_gpu)}
-    return {role: pool for role, pool in pools_of_roles(spec).items() if role not in on_cpu}
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:

@@ -19,6 +19,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
 from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
@@ -26,7 +27,7 @@ from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
-from ppojob_trainer.main.groups import Groups, launch, make_ready, pools_of_phases, pools_of_roles
+from ppojob_trainer.main.groups import Groups, launch, make_ready
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed

@@ -151,7 +151,11 @@ class World:
             sent = RayJob(plan.submission.submission_id, RayState.RUNNING, metadata=plan.submission.metadata)
             self.see(ray=Ray((*(self.observed.ray.jobs if self.observed.ray else ()), sent)))
         if plan.status is not None:
-            theirs = {name: self.status[name] for name in ("progress",) if name in self.status}
+            theirs = {
+                name: self.status[name]
+                for name in ("progress", "recommendation", "layoutAdvice")
+                if name in self.status
+            }
             self.status = {**plan.status, **theirs}
         for name in plan.delete_clusters:
             self._release(name)

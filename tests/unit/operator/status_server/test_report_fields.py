@@ -15,6 +15,12 @@ from ppojob_operator.status_server.fields import (
     progress_status,
 )
 
+ADVICE: dict[str, Any] = {
+    "recommendation": "1 GPU would do",
+    "layoutAdvice": [
+        {"pools": [{"name": "actor", "nodes": 1, "gpusPerNode": 1}], "gpus": 1, "stepTimePercent": 3},
+    ],
+}
 NOW = datetime(2026, 1, 31, 12, 5, 6, 999_999, tzinfo=UTC)
 
 
@@ -25,7 +31,7 @@ def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    status = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+    status = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
 
     assert status == {
         "progress": {
@@ -43,7 +49,7 @@ def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
         "pools": [{"name": "actor", "busyFraction": "0.91"}],
         "checkpoint": report["checkpoint"],
         "model": {"path": "/data/model"},
-        "recommendation": "1 GPU would do",
+        **ADVICE,
     }
 
 
@@ -54,7 +60,7 @@ def test_the_fields_are_those_of_the_contract(report: dict[str, Any], job: dict[
 def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    before = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+    before = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
     job["status"] |= before | {
         "pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]
     }
@@ -71,9 +77,19 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "firstStepTime": "2026-01-31T12:00:00Z",
         "lastUpdateTime": "2026-01-31T12:05:06Z",
     }
-    assert {name: after[name] for name in before if name != "progress"} == {
-        name: value for name, value in before.items() if name != "progress"
-    }
+    assert "layoutAdvice" not in after, "it is of the layout before"
+    kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
+    assert {name: after[name] for name in kept} == kept
+
+
+def test_a_layout_that_is_as_good_as_any_other_takes_the_recommendation_away(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    job["status"] |= status_of({**report, **ADVICE}, job)
+
+    after = status_of({**report, "recommendation": "", "layoutAdvice": []}, job)
+
+    assert not {"recommendation", "layoutAdvice"} & set(after)
 
 
 @pytest.mark.parametrize(

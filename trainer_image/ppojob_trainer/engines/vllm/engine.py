@@ -163,7 +163,7 @@ class RolloutEngine:
         final = None
         try:
             async for output in self._running().generate(
-                {"prompt_token_ids": prompt}, _parameters(sampling, seed), request_id
+                {"prompt_token_ids": prompt}, sampling_parameters(sampling, seed), request_id
             ):
                 final = output
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
@@ -205,7 +205,8 @@ class RolloutEngine:
         return self._llm
 
 
-def _parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """Return how one response is drawn, in vLLM's words."""
     return SamplingParams(
         n=1,
         max_tokens=sampling.max_tokens,
