@@ -129,7 +129,8 @@ def read(name: str, folder: Path) -> Result:
 
 def controller_share(spans: Sequence[Span], first_step: int) -> float | None:
     """Return the share of the time in which no phase ran at all, from the beginning of a step to that of the last."""
-    begins = {span.step: span.start for span in spans if span.name == "data" and span.step >= first_step}
+    # A checkpoint asks for the data's position once more, so the first time counts.
+    begins = {span.step: span.start for span in reversed(spans) if span.name == "data" and span.step >= first_step}
     if len(begins) < 2:
         return None
     start, end = min(begins.values()), max(begins.values())

@@ -101,6 +101,8 @@ def test_time_in_which_no_phase_runs_is_the_controllers() -> None:
         Span("gen", "a", "rollout", 2, 11.0, 15.0),
         Span("values", "c", "critic", 2, 14.0, 19.0),
         Span("data", "", "data", 3, 20.0, 21.0),
+        # Of a checkpoint after the last step.
+        Span("data", "", "data", 3, 40.0, 41.0),
     ]
 
     assert controller_share(spans, 2) == pytest.approx(0.1)

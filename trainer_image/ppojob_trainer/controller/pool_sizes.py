@@ -3,7 +3,8 @@
 Fewer GPUs in one pool, a few more in one pool, or as many in all with some of one pool's in another. A pool of several
 nodes grows and shrinks by nodes; one of a single node by GPUs, as long as a node has that many. Only sizes that the
 rules of the spec allow (the peers of `tensorParallelSize` and `sequenceParallelSize` divide them) are offered. Whether
-the cluster has the GPUs is not asked.
+the cluster has the GPUs is not asked. They are from half to twice of what there is: further, a model of one layout is
+not to be trusted.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def more(spec: PPOJobSpec) -> Iterator[list[Pool]]:
 
 def moved(spec: PPOJobSpec) -> Iterator[list[Pool]]:
     """Yield the pools with as many GPUs altogether, some of one pool's in another."""
-    gpus = total_gpus(spec.pools)
     for (giver, giving), (taker, taking) in itertools.permutations(enumerate(spec.pools), 2):
-        for small, large in itertools.product(_smaller(giving), _larger(taking)):
-            pools = _with(spec.pools, {giver: small, taker: large})
-            if total_gpus(pools) == gpus:
-                yield from _allowed(spec, pools)
+        larger = {size.gpus - taking.gpus: size for size in _larger(taking)}
+        for small in _smaller(giving):
+            large = larger.get(giving.gpus - small.gpus)
+            if large is not None:
+                yield from _allowed(spec, _with(spec.pools, {giver: small, taker: large}))
 
 
 def total_gpus(pools: Sequence[Pool]) -> int:
@@ -63,9 +64,10 @@ def total_gpus(pools: Sequence[Pool]) -> int:
 
 
 def _smaller(pool: Pool) -> list[_Size]:
+    """Return sizes down to half of the pool's."""
     if pool.nodes > 1:
-        return [_Size(nodes, pool.gpus_per_node) for nodes in range(1, pool.nodes)]
-    return [_Size(1, gpus) for gpus in range(1, pool.gpus_per_node)]
+        return [_Size(nodes, pool.gpus_per_node) for nodes in range((pool.nodes + 1) // 2, pool.nodes)]
+    return [_Size(1, gpus) for gpus in range((pool.gpus_per_node + 1) // 2, pool.gpus_per_node)]
 
 
 def _larger(pool: Pool) -> list[_Size]:

@@ -1,7 +1,7 @@
 """Starts the worker groups of a job and makes them ready: processes, checks, models, the way of the weights.
 
-Called by `run`, once. Paths, data and the reward function are checked before the first model is loaded, in the
-processes that will use them, so that a typo costs seconds.
+Called by `run`, once. Paths, data and the reward function are checked before FSDP loads a model, in the processes that
+will use them, so that a typo costs seconds; the rollout's engine, which takes longest, starts meanwhile.
 """
 
 from __future__ import annotations
@@ -153,13 +153,20 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
         WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
     """
-    await wait_until_up(groups.all())
-    logger.info("all processes are up")
-    await _check(groups, phases)
-    if spec.device is Device.CUDA:
-        await _check_memory(groups, spec, phases)
-    logger.info("model paths, data and reward are in order; loading the models")
-    await _load_all(groups, spec, phases)
+    # vLLM takes longest by far, and its own process is enough for it to begin.
+    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+    try:
+        await wait_until_up(groups.all())
+        logger.info("all processes are up")
+        # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
+        await _check(groups, phases)
+        if spec.device is Device.CUDA:
+            await _check_memory(groups, spec, phases)
+        logger.info("model paths, data and reward are in order; loading the models")
+        await _load_all(groups, spec, phases, rollout)
+    finally:
+        rollout.cancel()
+        rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
     await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
 
@@ -187,8 +194,7 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
-async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
-    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: asyncio.Task[None]) -> None:
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load)

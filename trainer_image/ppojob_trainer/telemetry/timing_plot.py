@@ -39,7 +39,7 @@ _CPU = "CPU"
 _LANE = 0.66
 _SAME_TIME_S = 0.002
 """Clocks are read a moment after one phase and before the next; that is no overlap."""
-_ADVICE_WIDTH = 120
+_ADVICE_WIDTH = 110
 """Letters of a line of the recommendation, below the lanes."""
 _NAMED_FROM = 0.07
 """A phase shorter than this share of the width has no room for its name."""

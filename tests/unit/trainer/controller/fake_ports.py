@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import heapq
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,8 @@ DURATIONS = {
     "export": 1.0,
 }
 _TURNS = 50
+NUM_ROWS = 2
+"""Rows of every whole batch."""
 
 
 class VirtualTime:
@@ -91,6 +93,19 @@ class FakeBatch:
 
     def replaced_by(self, other: FakeBatch) -> FakeBatch:
         return FakeBatch(self.num_rows, {**self.columns, **other.columns})
+
+    def take(self, rows: Sequence[int]) -> FakeBatch:
+        return FakeBatch(len(rows), self.columns)
+
+    def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
+        assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
+        return FakeBatch(len(numbers), self.columns)
+
+
+@dataclass(frozen=True)
+class FakeFinished:
+    rows: Sequence[int]
+    batch: FakeBatch
 
 
 @dataclass(frozen=True)
@@ -173,6 +188,21 @@ class FakeRollouts:
         await self.world.phase("generate", step)
         return FakeRollout(FakeBatch(2, {"response": number_of(step, weights)}))
 
+    async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
+        """The second row is written in half of the time."""
+        batch = FakeBatch(1, {"response": number_of(step, self.world.rollout)})
+        writing = asyncio.create_task(self.world.phase("generate", step))
+        try:
+            await self.world.time.sleep(self.world.durations["generate"] / 2)
+            yield FakeFinished([1], batch)
+            await writing
+            yield FakeFinished([0], batch)
+        finally:
+            writing.cancel()
+
+    async def finished(self, batch: FakeBatch) -> FakeRollout:
+        return FakeRollout(batch)
+
     async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
         await self.world.phase("validate")
         return FakeRollout(FakeBatch(2, {"response": number_of("validation", self.world.rollout)}))
@@ -182,10 +212,13 @@ class FakeActor:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def compute_log_prob(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+    async def compute_log_prob(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.actor
         await self.world.phase("old_log_prob", int(batch.columns["step"]))
-        return FakeBatch(2, {"old": number_of("old", batch.columns["response"], weights)}), {"diff": 0.0}
+        return FakeBatch(len(batch), {"old": number_of("old", batch.columns["response"], weights)})
+
+    def log_prob_metrics(self, computed: FakeBatch) -> Metrics:
+        return {"diff": 0.0}
 
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_actor", int(batch.columns["step"]))
@@ -200,7 +233,7 @@ class FakeCritic:
     async def compute_values(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.critic
         await self.world.phase("values", int(batch.columns["step"]))
-        return FakeBatch(2, {"value": number_of("value", batch.columns["response"], weights)})
+        return FakeBatch(len(batch), {"value": number_of("value", batch.columns["response"], weights)})
 
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_critic", int(batch.columns["step"]))
@@ -214,7 +247,7 @@ class FakeRef:
 
     async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
         await self.world.phase("ref", int(batch.columns["step"]))
-        return FakeBatch(2, {"ref": number_of("ref", batch.columns["response"])})
+        return FakeBatch(len(batch), {"ref": number_of("ref", batch.columns["response"])})
 
 
 class FakeScores:
@@ -223,9 +256,12 @@ class FakeScores:
     def __init__(self, world: World, what: str, column: str) -> None:
         self.world, self.what, self.column = world, what, column
 
-    async def compute_scores(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+    async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
         await self.world.phase(self.what, int(batch.columns["step"]))
-        return FakeBatch(2, {self.column: number_of(self.what, batch.columns["response"])}), {f"{self.what}/seen": 1.0}
+        return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
+
+    def metrics(self, scores: FakeBatch) -> Metrics:
+        return {f"{self.what}/seen": float(len(scores) == NUM_ROWS)}
 
 
 class FakeReward:

@@ -136,11 +136,14 @@ class ActorGroup:
         num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size
         self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
 
-    async def compute_log_prob(self, batch: Table) -> tuple[Table, dict[str, float]]:
+    async def compute_log_prob(self, batch: Table) -> Table:
         """See `ActorPort`."""
         group = self.group.over(balanced(batch.tokens, self.group.num_shards))
-        found = await group.call(ActorWorker.compute_log_prob, batch)
-        return found, reduce_metrics(found)
+        return await group.call(ActorWorker.compute_log_prob, batch)
+
+    def log_prob_metrics(self, computed: Table) -> dict[str, float]:
+        """See `ActorPort`."""
+        return reduce_metrics(computed)
 
     async def update(self, batch: Table) -> dict[str, float]:
         """See `ActorPort`."""
