@@ -333,5 +333,13 @@ BAD_SPECS = (
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
+    BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},
+            "spec.pools[0].minNodes", "is above nodes, which is 1: lower it", shows="2"),
+    BadSpec("most nodes below the nodes", {_spec("pools", 0, "nodes"): 3, _spec("pools", 0, "maxNodes"): 2},
+            "spec.pools[0].maxNodes", "is below nodes, which is 3: raise it", shows="2"),
+    BadSpec("no time to stop in order", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
+            "spec.runPolicy.stopGracePeriodSeconds", "greater than or equal to 1", shows="0"),
+    BadSpec("a word for suspend", {_spec("runPolicy"): {"suspend": "yes"}},
+            "spec.runPolicy.suspend", "valid boolean", shows="'yes'"),
 )  # fmt: skip
 """Every mistake is refused; none is refused for another reason."""

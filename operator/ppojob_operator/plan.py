@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
 
 Manifest = Mapping[str, Any]
@@ -37,6 +37,10 @@ class Job:
     spec: PPOJobSpec | SpecError
     """The resolved spec, or what is wrong with it."""
     status: PPOJobStatus
+    effective: PPOJobSpec | None = None
+    """The resolved spec with the layout that is in force; None: none is, or it cannot be run (any more)."""
+    moved: tuple[EffectivePool, ...] = ()
+    """What autoBalance has moved; `spec` has it already."""
     is_going: bool = False
     """It is being deleted."""
 

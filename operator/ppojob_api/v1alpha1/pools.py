@@ -62,6 +62,10 @@ class Pool(Scheduling):
     """Name of the pool; placement refers to it."""
     nodes: int = Field(default=1, ge=1, le=4096)
     """Ray worker pods."""
+    min_nodes: int | None = Field(default=None, ge=1, le=4096)
+    """The fewest pods that autoBalance may give the pool. Absent: nodes."""
+    max_nodes: int | None = Field(default=None, ge=1, le=4096)
+    """The most pods that autoBalance may give the pool. Absent: nodes."""
     gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod; with device cpu, worker processes of each pod."""
     gpu_resource_name: ShortText | None = None

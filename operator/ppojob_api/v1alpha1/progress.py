@@ -90,6 +90,7 @@ class Command(StrEnum):
 
     NONE = "None"
     STOP = "Stop"
+    """In order: finish what cannot be dropped, put a checkpoint down, end."""
 
 
 class LiveSettings(ApiModel):

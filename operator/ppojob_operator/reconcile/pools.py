@@ -61,11 +61,10 @@ def judge(situation: Situation) -> PoolsFinding:
     return PoolsFinding(finding, statuses, f"{ready_gpus}/{wanted_gpus}")
 
 
-def released(situation: Situation) -> PoolsFinding:
-    """Return the same for a job that has ended and gives its pods back."""
+def given_back(situation: Situation, finding: Finding) -> PoolsFinding:
+    """Return the same for a job that gives its pods back; `finding` says why."""
     pools = situation.spec.pools
     statuses = (PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools)
-    finding = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
 
 

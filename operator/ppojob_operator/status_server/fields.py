@@ -47,14 +47,19 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     return {name: value for name, value in fields.items() if value}
 
 
-def progress_reply(job: Mapping[str, Any]) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, and to stop if its object is being deleted."""
+def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
+    """Return what the trainer is told: the live part of the spec, and to stop in order where that is asked for.
+
+    It is where the object is being deleted, and where `status.stop` waits for this attempt.
+    """
     spec = job.get("spec", {})
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
     checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
     is_going = job["metadata"].get("deletionTimestamp") is not None
+    stop = job.get("status", {}).get("stop", {})
+    is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
     return ProgressReply(
-        command=Command.STOP if is_going else Command.NONE,
+        command=Command.STOP if is_going or is_asked else Command.NONE,
         settings=LiveSettings(
             total_steps=trainer.total_steps,
             validate_every_steps=trainer.validate_every_steps,
@@ -121,16 +126,20 @@ def _metrics(report: ProgressReport) -> list[dict[str, str]]:
 
 def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return how busy the job's pools are; a pool that the job does not have would be added to its status."""
-    names = {pool["name"] for pool in job.get("spec", {}).get("pools", [])}
+    layout = job.get("status", {}).get("effectiveLayout") or job.get("spec", {})
+    names = {pool["name"] for pool in layout.get("pools", [])}
     known = (pool for pool in report.pools if pool.name in names)
     return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
 
 
 def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous."""
+    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous words.
+
+    Layouts are never kept: autoBalance would apply to an attempt what was measured in another one.
+    """
     wire = report.to_wire()
     known = previous if report.recommendation is None else wire
-    return {name: known.get(name) for name in ("recommendation", "layoutAdvice")}
+    return {"recommendation": known.get("recommendation"), "layoutAdvice": wire.get("layoutAdvice")}
 
 
 def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -68,7 +68,7 @@ class Intake:
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
-        return progress_reply(current)
+        return progress_reply(current, report.attempt)
 
 
 def parse_report(body: bytes) -> ProgressReport:

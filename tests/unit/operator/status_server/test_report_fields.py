@@ -83,9 +83,9 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "attempt": 3,
         "report": 0,
     }
-    assert {name: after[name] for name in before if name != "progress"} == {
-        name: value for name, value in before.items() if name != "progress"
-    }
+    assert "layoutAdvice" not in after, "it is of the layout before"
+    kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
+    assert {name: after[name] for name in kept} == kept
 
 
 def test_a_layout_that_is_as_good_as_any_other_takes_the_recommendation_away(
@@ -134,7 +134,7 @@ def test_times_are_in_utc() -> None:
 
 
 def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
-    assert progress_reply(job).to_wire() == {
+    assert progress_reply(job, 2).to_wire() == {
         "command": "None",
         "settings": {"totalSteps": 120, "validateEverySteps": 10, "checkpointEverySteps": 50, "checkpointKeep": 2},
     }
@@ -143,7 +143,33 @@ def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) 
 def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
-    assert progress_reply(job).command is Command.STOP
+    assert progress_reply(job, 2).command is Command.STOP
+
+
+@pytest.mark.parametrize(("attempt", "command"), [(2, Command.STOP), (3, Command.NONE)])
+def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
+    job: dict[str, Any], attempt: int, command: Command
+) -> None:
+    job["status"]["stop"] = {"attempt": 2, "reason": "Suspending", "time": "2026-01-31T12:00:00Z"}
+
+    assert progress_reply(job, attempt).command is command
+
+
+def test_a_stop_that_is_over_is_not_asked_for_again(job: dict[str, Any]) -> None:
+    time = "2026-01-31T12:00:00Z"
+    job["status"]["stop"] = {"attempt": 2, "reason": "Reallocating", "time": time, "completionTime": time}
+
+    assert progress_reply(job, 2).command is Command.NONE
+
+
+def test_a_pool_that_the_spec_gave_up_is_reported_as_long_as_it_is_in_force(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    busy = {**report, "pools": [{"name": "gone", "busyFraction": 0.5}]}
+    assert "pools" not in status_of(busy, job)
+
+    job["status"]["effectiveLayout"] = {"pools": [{"name": "gone"}]}
+    assert status_of(busy, job)["pools"] == [{"name": "gone", "busyFraction": "0.5"}]
 
 
 @pytest.mark.parametrize(
