@@ -6,6 +6,7 @@ vLLM worker, which has its own, can join. Every wait has the channel's limit.
 
 from __future__ import annotations
 
+import os
 import pickle
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -19,6 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ppojob_trainer.engines.network import local_address
 
 Backend = Literal["gloo", "nccl", "cuda_ipc"]
+
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Variable with gloo's network interfaces, with commas between them; torch's own groups read it too."""
 
 
 class Channel(Protocol):
@@ -132,10 +136,18 @@ def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, .
 
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Group:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # By itself gloo listens where DNS says this host's name is, which need not be where the others can reach it.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(store.host))]
+    options._devices = _gloo_devices(store.host)
     options._timeout = timeout
     return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+
+
+def _gloo_devices(towards: str) -> list[Any]:
+    """Return where gloo listens. By itself that is where DNS says this host's name is, which others need not reach."""
+    create = dist.ProcessGroupGloo.create_device
+    interfaces = os.environ.get(GLOO_INTERFACES)
+    if interfaces:
+        return [create(interface=interface) for interface in interfaces.split(",")]
+    return [create(hostname=local_address(towards))]
 
 
 def _nccl(store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> Group:

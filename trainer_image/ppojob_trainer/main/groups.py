@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
-from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.engines.environment import pool_environment
 from ppojob_trainer.main.memory_fit import check_memory
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
@@ -116,12 +116,10 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     users = [UserWorkers.of(worker, index) for index, worker in enumerate(spec.workers)]
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
 
-    base = base_environment(spec.device)
-
     def on_gpus(role: str, worker: Any) -> WorkerGroup[Any]:
         pool = where[role]
-        make = partial(worker, spec=spec)
-        return launcher.start(role, make, pool, pool.bundles, gpu_fraction=pool.gpu_fraction, environment=base)
+        start = partial(launcher.start, role, partial(worker, spec=spec), pool, pool.bundles)
+        return start(gpu_fraction=pool.gpu_fraction, environment=pool_environment(spec, pool.name))
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, where["rollout"])
@@ -130,7 +128,9 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     if "ref" in where:
         is_actor = spec.model.reference_is_actor
         ref = AdaptersOff(actor) if is_actor else RefGroup(on_gpus("ref", RefWorker), spec)
-    custom = tuple(user.start(launcher, where[user.spec.name], base) for user in users)
+    custom = tuple(
+        user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
+    )
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(

@@ -119,6 +119,19 @@ def test_a_reader_that_stops_early_has_no_receipt(pool: ThreadPoolExecutor) -> N
     assert pushed.result(20) == stream.receipt()
 
 
+def test_gloo_listens_on_the_interface_that_it_is_given(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1)
+    for end in (sender, receiver):
+        end.close()
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none9")
+    with pytest.raises(RendezvousError, match="none9"):
+        connected(Tensors(), pool, num_receivers=1, limit=1)
+
+
 def test_a_replica_that_does_not_come_is_named() -> None:
     sender = WeightSender(Tensors(), LinkPlan(0, "gloo", (0, 1)), HOST, 1, CPU)
     sender.listen()

@@ -60,7 +60,8 @@ def shares_gpus(spec: PPOJobSpec) -> bool:
 
 def rollout_environment(spec: PPOJobSpec) -> dict[str, str]:
     """Return the variables that the replicas' processes must be started with."""
-    return environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    return own | spec.pool(spec.placement.rollout or spec.placement.actor).network.environment()
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
