@@ -18,7 +18,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.main.memory_fit import check_memory
+from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
@@ -167,8 +169,11 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
     return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
 
 
-async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[Connections]:
     """Check everything, then load everything; each within the limit of a phase.
+
+    Returns:
+        Over what the ranks of each role, and the actor and the rollout, are connected.
 
     Raises:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
@@ -180,9 +185,12 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
     if spec.device is Device.CUDA:
         await _check_memory(groups, spec, phases)
     logger.info("model paths, data and reward are in order; loading the models")
-    await _load_all(groups, spec, phases)
-    await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
+    joined = await _load_all(groups, spec, phases)
+    sent = await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
+    pool_of = pools_of_roles(spec)
+    ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
+    return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
 
 
 async def _check(groups: Groups, phases: Phases) -> None:
@@ -208,7 +216,8 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
-async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, list[Transports]]:
+    """Load all models; return over what the ranks of each role send to each other."""
     rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
@@ -219,15 +228,18 @@ async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     pool_of = pools_of_roles(spec)
 
-    async def load(role: str) -> None:
+    async def load(role: str) -> list[Transports]:
         if spec.device is Device.CUDA and pool_of[role] == pool_of["rollout"]:
             # vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile.
             await rollout
-        await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
+        return await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
 
-    await asyncio.gather(rollout, *map(load, loads))
+    loading = {role: asyncio.create_task(load(role), name=f"load {role}") for role in loads}
+    await asyncio.gather(rollout, *loading.values())
+    return {role: task.result() for role, task in loading.items()}
 
 
-async def _load(group: WorkerGroup[Any], load: Any) -> None:
-    await join(group)
+async def _load(group: WorkerGroup[Any], load: Any) -> list[Transports]:
+    joined = await join(group)
     await group.call(load)
+    return joined

@@ -68,7 +68,7 @@ def connected(
     assert type(link)(**link.to_wire()) == link
     prepared = pool.submit(sender.prepare)
     receivers = [pool.submit(WeightReceiver, link, rank, CPU) for rank in range(1, num_receivers + 1)]
-    prepared.result(20)
+    assert prepared.result(20) == {"GLOO/TCP": num_receivers}
     return sender, [receiver.result(20) for receiver in receivers]
 
 
@@ -142,7 +142,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
 def test_a_rank_without_a_plan_only_gathers() -> None:
     sender = WeightSender(Tensors(), None, HOST, 1, CPU)
     assert sender.listen() is None
-    sender.prepare()
+    assert sender.prepare() == {}
     assert sender.push(1) is None
 
 
