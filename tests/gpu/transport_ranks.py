@@ -1,4 +1,4 @@
-"""One rank of two, on a GPU of its own: connects to the other and writes over what. Started by `test_transports_on_cuda`."""
+"""One rank of two, on a GPU of its own: connects and writes over what. `test_transports_on_cuda` starts it."""
 
 from __future__ import annotations
 

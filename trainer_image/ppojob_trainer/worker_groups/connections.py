@@ -83,7 +83,7 @@ def report(connections: Iterable[Connections], pools: Mapping[str, Pool], log_fo
 
 
 def connection_metrics(connections: Iterable[Connections]) -> dict[str, float]:
-    """Return `comm_transport/<name>/<transport>`, the number of connections: metrics are numbers, so the name says it."""
+    """Return `comm_transport/<name>/<transport>`: the number of connections: a metric is a number only."""
     return {
         f"comm_transport/{found.name}/{_FOREIGN.sub('_', transport)}": float(count)
         for found in connections
