@@ -132,6 +132,16 @@ async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Proce
     )
 
 
+def test_engines_give_their_weights_up_where_they_share_gpus_with_training(replicas: Processes) -> None:
+    shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}))
+    found = [
+        WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec), spec).are_given_up
+        for spec in (shared, apart)
+    ]
+
+    assert found == [True, False]
+
+
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train"})
     sender = actor(lambda version: receipt(version + 1))

@@ -237,6 +237,11 @@ class WeightsGroup:
             is_shared=spec.placement.rollout == spec.placement.actor,
         )
 
+    @property
+    def are_given_up(self) -> bool:
+        """See `WeightsPort`."""
+        return self._sleeps
+
     async def connect(self) -> list[Transports]:
         """Make the connections, once; return over what each process sends weights."""
         plan_of = {plan.sender_rank: plan for plan in self._plans}
