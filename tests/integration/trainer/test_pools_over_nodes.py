@@ -6,7 +6,8 @@ Two pools of two pods with two workers each. On which host a pod is, Ray does no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,34 @@ def spec_of(actor_nodes: int) -> PPOJobSpec:
     return resolve(parse_spec({**GOOD["spec"], "device": "cpu", "pools": pools}))
 
 
+def started(start: Callable[[], Any]) -> Any:
+    """Start a Ray node, once more where a busy machine took longer than the 30 s that Ray gives it."""
+    try:
+        return start()
+    except Exception as error:
+        # Ray raises a bare Exception here.
+        if "timed out during startup" not in str(error):
+            raise
+        return start()
+
+
 @pytest.fixture(scope="module")
 def pods() -> Iterator[dict[str, list[str]]]:
     """The Ray nodes of each pool's pods; the pools' pods join by turns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})  # type: ignore[no-untyped-call]
+        head = {"num_cpus": 0, "include_dashboard": False}
+        cluster: Any = started(lambda: Cluster(initialize_head=True, head_node_args=head))  # type: ignore[no-untyped-call]
         try:
             nodes: dict[str, list[str]] = {"actor": [], "critic": []}
             for name in ("actor", "critic") * 2:
-                node: Any = cluster.add_node(num_cpus=2, resources={f"pool_{name}": 2})  # type: ignore[no-untyped-call]
-                nodes[name].append(node.node_id)
+                pod = partial(cluster.add_node, num_cpus=2, resources={f"pool_{name}": 2})
+                nodes[name].append(started(pod).node_id)
             patch.setenv("RAY_ADDRESS", cluster.address)
             with connected(spec_of(actor_nodes=2)):
                 yield nodes
         finally:
-            cluster.shutdown()  # type: ignore[no-untyped-call]
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
