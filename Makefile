@@ -86,7 +86,7 @@ unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has
 
 .PHONY: golden
 golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them anew.
-	$(if $(UPDATE),$(PYTHON) tests/golden/golden_manifests.py --update)
+	$(if $(UPDATE),$(PYTHON) -m tests.golden.golden_manifests --update)
 	$(PYTEST) tests/golden
 
 .PHONY: bench
