@@ -91,6 +91,7 @@ async def connect() -> AsyncIterator[Connection]:
     settings = Configuration()
     await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=settings)  # type: ignore[no-untyped-call]
     context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+    assert settings.cert_file is not None, "the administrator of the one-node cluster has a certificate"
     context.load_cert_chain(settings.cert_file, settings.key_file)
     connector = aiohttp.TCPConnector(ssl=context, limit=64)
     async with aiohttp.ClientSession(connector=connector) as session:
