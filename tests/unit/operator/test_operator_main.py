@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from kubernetes.aio.client import Configuration
 
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.main import StartError, dashboard_key, run_together
+from ppojob_operator.main import StartError, ask_environment_once, dashboard_key, run_together
 
 
 class Secrets:
@@ -121,3 +122,26 @@ async def test_a_part_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(RuntimeError, match=r"b did not end in 0\.05 s"):
         await run_together(stop, {"a": waiting(stop), "b": endless()})
+
+
+@pytest.mark.parametrize(
+    ("variables", "proxy"),
+    [
+        ({}, None),
+        ({"https_proxy": "http://proxy:3128"}, "http://proxy:3128"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "10.96.0.1"}, None),
+        ({"http_proxy": "http://proxy:3128"}, None),
+    ],
+)
+def test_the_environments_proxy_is_found_once(
+    variables: dict[str, str], proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    configuration = Configuration(host="https://10.96.0.1:443")
+
+    ask_environment_once(configuration)
+
+    assert (configuration.proxy, configuration.client_session_kwargs) == (proxy, {"trust_env": False})
