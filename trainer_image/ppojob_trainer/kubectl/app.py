@@ -1,9 +1,10 @@
 """The program `kubectl-ppo`, which kubectl runs as `kubectl ppo`: status, logs, metrics, pictures, and why a job waits.
 
-What loads slowly is imported by the commands that need it. It only reads, but for the pod that shows a job's storage
-when the job has no pod of its own (see run_folder.py).
+What loads slowly is imported by the commands that need it. All but `suspend` and
+`resume` only read; where a job has no pod of its own, a pod is made that reads its storage (see run_folder.py).
 """
 
+import json
 import re
 import tempfile
 import time
@@ -42,6 +43,7 @@ Name = Annotated[str, typer.Argument(help="Name of the PPOJob.", show_default=Fa
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace.", show_default="that of the kubeconfig's context")
 ]
+Wait = Annotated[int, typer.Option(min=0, help="Wait so many seconds until the job has followed.", show_default=False)]
 Context = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default="the current")
 ]
@@ -187,6 +189,20 @@ def dashboard(
             raise typer.Exit(code)
 
 
+@app.command()
+def suspend(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
+    """Have a job put a checkpoint down, stop, and give its GPUs back, until it is resumed."""
+    with _refusals():
+        _set_suspend(_cluster(context, namespace), name, True, wait)
+
+
+@app.command()
+def resume(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
+    """Let a suspended job go on from its last checkpoint."""
+    with _refusals():
+        _set_suspend(_cluster(context, namespace), name, False, wait)
+
+
 def main() -> None:
     """Run the program."""
     app()
@@ -203,6 +219,19 @@ def log_pattern(folder: "RunFolder", role: str, rank: int | None, attempt: int) 
         raise ValueError(f"--role {role!r} is no role: use driver, actor, rollout, ref, critic, reward, or your own")
     which = role if role == "driver" else f"{role}-{'*' if rank is None else rank}"
     return str(folder.files.log_of(which, attempt=attempt))
+
+
+def _set_suspend(cluster: Cluster, name: str, wanted: bool, wait: int) -> None:
+    """Write spec.runPolicy.suspend; with `wait` come back when the job has followed it, or after so many seconds."""
+    patch = json.dumps({"spec": {"runPolicy": {"suspend": wanted}}})
+    patched = json.loads(cluster.output("patch", _KIND, name, "--type=merge", f"--patch={patch}", "--output=json"))
+    if patched["spec"].get("runPolicy", {}).get("suspend") is not wanted:
+        raise KubectlError("the cluster's definition of PPOJob has no spec.runPolicy.suspend: upgrade its CRD")
+    within = f"--namespace={patched['metadata']['namespace']}"
+    typer.echo(f"{patched['metadata']['namespace']}/{name}: spec.runPolicy.suspend is {str(wanted).lower()}")
+    condition = f"--for=condition=Suspended={str(wanted).lower()}"
+    if wait and (code := cluster.attach("wait", within, f"{_KIND}/{name}", condition, f"--timeout={wait}s")):
+        raise typer.Exit(code)
 
 
 def _cluster(context: str | None, namespace: str | None) -> Cluster:

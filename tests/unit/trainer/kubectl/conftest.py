@@ -46,6 +46,7 @@ class MemoryCluster:
         self.commands: list[tuple[str, ...]] = []
         self.created: list[dict[str, Any]] = []
         self.exit_status = 0
+        self.patched: dict[str, Any] = {}
 
     def get(self, kind: str, *arguments: str) -> Any:
         found = self.objects.get(kind, [])
@@ -60,6 +61,8 @@ class MemoryCluster:
         self.commands.append(arguments)
         if stdin is not None:
             self.created.append(json.loads(stdin))
+        if arguments[0] == "patch":
+            return json.dumps(self.patched or self.get(arguments[1], arguments[2])).encode()
         if arguments[0] != "exec":
             return b""
         path = arguments[-1].rpartition("cat ")[2]
