@@ -32,20 +32,24 @@ def registry(note: Note) -> kopf.OperatorRegistry:
 
     changes = Changes()
 
+    # Coroutines, though they wait for nothing: Kopf runs plain functions in threads, one hand-over for each event.
+
     @kopf.on.event(constants.GROUP, constants.VERSION, constants.PLURAL, registry=handlers)
-    def job_changed(event: kopf.RawEvent, namespace: str | None, name: str | None, uid: str | None, **_: Any) -> None:
+    async def job_changed(
+        event: kopf.RawEvent, namespace: str | None, name: str | None, uid: str | None, **_: Any
+    ) -> None:
         if changes.is_new(event["type"], uid or "", job_view(event["object"])):
             note(JobKey(namespace or "", name or ""))
 
     @kopf.on.event("ray.io", "v1", "rayclusters", labels=_OF_A_JOB, registry=handlers)
-    def cluster_changed(
+    async def cluster_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
             note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
     @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
-    def pod_changed(
+    async def pod_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", pod_view(event["object"])):
@@ -54,10 +58,25 @@ def registry(note: Note) -> kopf.OperatorRegistry:
     return handlers
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """No memory of what objects were: nobody asks for it, and its copies of each object take most of an event's time."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Return nothing to compare."""
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        """Return that nothing is known."""
+
+    def store(self, **_: Any) -> None:
+        """Store nothing: the annotation would be a write."""
+
+
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     """Return how Kopf is to behave: it watches what belongs to jobs, and posts nothing."""
     configured = kopf.OperatorSettings()
     configured.posting.enabled = False
+    configured.persistence.diffbase_storage = _NoDifferences()
     configured.networking.request_timeout = settings.request_timeout
     # Tens of thousands of pods: neither all of them at once in memory, nor each for long after its event.
     configured.watching.chunk_size = _OBJECTS_AT_ONCE
