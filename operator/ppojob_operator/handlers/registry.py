@@ -59,7 +59,7 @@ def registry(note: Note) -> kopf.OperatorRegistry:
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """No memory of what objects were: nobody asks for it, and its copies of each object take most of an event's time."""
+    """No memory of what objects were: nobody asks for it, and its copies take most of an event's time."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """Return nothing to compare."""
