@@ -1,6 +1,6 @@
 """Many PPOJobs on nodes that exist only in the API server, and when what happened to each of them.
 
-    create --> API server --watches--> Times: created, applied (RayCluster), pods, ready (KubeRay), Running, reported
+    create --> API server --watches--> Times: created, applied (RayCluster), pods, ready (KubeRay), running, reported
 
 Every time is this process' own, taken when a watch tells of the change: clocks of others and their whole seconds play
 no part. The bench calls it.
@@ -42,7 +42,7 @@ class Times:
     ready: dict[str, float] = field(default_factory=dict)
     """KubeRay says that all pods are ready."""
     running: dict[str, float] = field(default_factory=dict)
-    """The job's phase is Running."""
+    """Its trainer was sent to Ray, and runs there."""
     reported: dict[str, float] = field(default_factory=dict)
     """The status shows the trainer's first report."""
 
@@ -97,7 +97,8 @@ class Fleet:
 
     def _job(self, kind: str, job: dict[str, Any]) -> None:
         name, status, now = job["metadata"]["name"], job.get("status", {}), time.monotonic()
-        if status.get("phase") == "Running":
+        conditions = {each["type"]: each["status"] for each in status.get("conditions", [])}
+        if conditions.get("Submitted") == "True":
             self.times.running.setdefault(name, now)
         if "progress" in status:
             self.times.reported.setdefault(name, now)

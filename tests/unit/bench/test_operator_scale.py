@@ -81,7 +81,8 @@ def test_the_fleet_notes_when_something_happened_first() -> None:
     applied = jobs.times.applied["job-1"]
     jobs._pod("ADDED", {"metadata": {"name": "head", "uid": "u", "labels": labels}})
     jobs._cluster("MODIFIED", {**cluster, "status": {"state": "ready"}})
-    jobs._job("MODIFIED", {"metadata": {"name": "job-1"}, "status": {"phase": "Running", "progress": {"step": 1}}})
+    sent = [{"type": "Accepted", "status": "True"}, {"type": "Submitted", "status": "True"}]
+    jobs._job("MODIFIED", {"metadata": {"name": "job-1"}, "status": {"conditions": sent, "progress": {"step": 1}}})
 
     times = jobs.times
     assert times.applied["job-1"] == applied
