@@ -15,7 +15,8 @@ from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.maths.kl import AdaptiveKLController
-from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
+from tests.unit.trainer.controller.fake_ports import FakeBatch, World, fake_ports
+from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeMonitor
 
 SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "reward_model": "c"}
 
