@@ -133,10 +133,11 @@ class World:
     engines_sleep: bool = False
     engines_have_weights: bool = True
 
-    async def phase(self, what: str, step: int = 0) -> None:
+    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+        """Take a phase's time, for a part of the rows its share."""
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what])
+        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
         if what in self.failing:
             raise self.failing[what]
         self.events.append((self.time.now, name, "end"))
@@ -216,7 +217,7 @@ class FakeActor:
 
     async def compute_log_prob(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.actor
-        await self.world.phase("old_log_prob", int(batch.columns["step"]))
+        await self.world.phase("old_log_prob", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"old": number_of("old", batch.columns["response"], weights)})
 
     def log_prob_metrics(self, computed: FakeBatch) -> Metrics:
@@ -234,7 +235,7 @@ class FakeCritic:
 
     async def compute_values(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.critic
-        await self.world.phase("values", int(batch.columns["step"]))
+        await self.world.phase("values", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"value": number_of("value", batch.columns["response"], weights)})
 
     async def update(self, batch: FakeBatch) -> Metrics:
@@ -248,7 +249,7 @@ class FakeRef:
         self.world = world
 
     async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase("ref", int(batch.columns["step"]))
+        await self.world.phase("ref", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"ref": number_of("ref", batch.columns["response"])})
 
 
@@ -259,7 +260,7 @@ class FakeScores:
         self.world, self.what, self.column = world, what, column
 
     async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase(self.what, int(batch.columns["step"]))
+        await self.world.phase(self.what, int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
 
     def metrics(self, scores: FakeBatch) -> Metrics:
