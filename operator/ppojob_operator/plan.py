@@ -132,6 +132,18 @@ class Ray:
 
 
 @dataclass(frozen=True)
+class JobNetwork:
+    """Who besides a job's own pods may reach them."""
+
+    namespace: str
+    """The operator's namespace."""
+    operator_labels: Mapping[str, str]
+    """Labels of the operator's pods."""
+    metrics_namespace: str = ""
+    """Namespace whose pods may scrape metrics. Empty: none."""
+
+
+@dataclass(frozen=True)
 class Surroundings:
     """The operator's own part in a job."""
 
@@ -141,6 +153,8 @@ class Surroundings:
     """Certificate authority of that address, as PEM."""
     dashboard_key: bytes = field(repr=False)
     """Key from which the tokens of Ray's dashboards are made."""
+    network: JobNetwork | None = None
+    """Who may reach the job's pods. None: whoever the cluster lets."""
 
 
 @dataclass(frozen=True)

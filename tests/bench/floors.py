@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from ppojob_trainer.engines.fsdp.flops import peak_flops
 from tests.bench.workload import Size
 
 # Bytes per second of the memory, from the vendor's data sheets, by a part of the device's name.
@@ -23,6 +20,11 @@ NVLINK = {"H200": 450e9, "H100": 450e9, "A100": 300e9}
 
 def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dict[str, float]:
     """Return `floors_of` this machine's device; empty where its figures are not known."""
+    # Not above: who only asks for a layout need not wait for torch.
+    import torch
+
+    from ppojob_trainer.engines.fsdp.flops import peak_flops
+
     if not torch.cuda.is_available():
         return {}
     device = torch.device("cuda", 0)

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.quantities import DNSLabel, Quantity, RawObject, RawObjects, ShortText, StringMap
 
 
@@ -35,13 +36,6 @@ class ResourcesPerGPU(ApiModel):
     """Memory for each GPU; the shared memory counts towards it."""
     shm: Quantity = "16Gi"
     """Shared memory (/dev/shm) for each GPU: Ray's object store and NCCL live there."""
-
-
-class PoolNetwork(ApiModel):
-    """The network of a pool's pods."""
-
-    host_network: bool = False
-    """Use the host's network."""
 
 
 class Scheduling(ApiModel):
@@ -75,7 +69,7 @@ class Pool(Scheduling):
     spread: Spread = Spread.PREFERRED
     """Required: each pod on a host of its own."""
     network: PoolNetwork = PoolNetwork()
-    """The network of the pods."""
+    """How the pods reach others on other hosts."""
 
     @property
     def gpus(self) -> int:

@@ -50,6 +50,9 @@ class ProgressReport(ApiModel):
     """UID of the PPOJob."""
     attempt: int = Field(ge=0)
     """Number of the attempt; a report of an older one is refused."""
+    number: int = Field(default=0, ge=0)
+    """Number of the report within the attempt, from 1: an older one never replaces a newer one, whichever replica of
+    the operator takes it. 0: not numbered."""
     activity: Activity
     """What the trainer does at the moment."""
     step: int = Field(default=0, ge=0)

@@ -92,6 +92,10 @@ class Progress(ApiModel):
     """When the first step was done."""
     last_update_time: Time | None = None
     """When the trainer reported last."""
+    attempt: int | None = None
+    """Attempt that reported last."""
+    report: int | None = None
+    """Number of that report within the attempt; an older one never replaces it."""
 
 
 class Metric(ApiModel):

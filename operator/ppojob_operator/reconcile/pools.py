@@ -123,12 +123,21 @@ def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
 def _preface(pool: Pool, trouble: Trouble) -> str:
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
-        return f"pool {pool.name} wants {pool.gpus_per_node} {pool.gpu_resource_name} per node; "
+        return f"pool {pool.name} wants {' and '.join(_devices(pool))} per node; "
     if trouble.reason == Reason.UNSCHEDULABLE:
         wish = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
-        if pool.gpu_resource_name:
-            wish.insert(0, f"{pool.gpus_per_node} {pool.gpu_resource_name},")
+        if devices := _devices(pool):
+            wish.insert(0, f"{', '.join(devices)},")
         selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
         where = f" on nodes with {selector}" if selector else ""
         return f"pool {pool.name} wants {' '.join(wish)} per node{where}; "
     return f"pool {pool.name}: "
+
+
+def _devices(pool: Pool) -> list[str]:
+    """Return what each pod asks of device plugins, in words."""
+    rdma = pool.network.rdma
+    return [
+        *([f"{pool.gpus_per_node} {pool.gpu_resource_name}"] if pool.gpu_resource_name else []),
+        *([f"{rdma.count} {rdma.resource_name}"] if rdma is not None else []),
+    ]

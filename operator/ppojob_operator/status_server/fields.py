@@ -17,8 +17,11 @@ from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 
 
-def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the status fields of field manager `ppojob-progress`.
+def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
+    """Return the status fields of field manager `ppojob-progress`, or None where the status has a newer report.
+
+    Reports are ordered by attempt and by their number within it, which the trainer gives: the clocks of two replicas
+    may differ. One without a number, of an older trainer, is always the newest.
 
     What the report does not carry keeps its previous value: with server-side apply a field that is left out is
     deleted, and a restarted trainer does not know the last checkpoint before it has looked.
@@ -30,6 +33,8 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
+    if report.number and (report.attempt, report.number) < _newest(old_progress):
+        return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
         "progress": {**kept, **_progress(report, now).to_wire()},
@@ -86,6 +91,11 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _newest(progress: Mapping[str, Any]) -> tuple[int, int]:
+    """Return attempt and number of the report that the status has."""
+    return progress.get("attempt", -1), progress.get("report", 0)
+
+
 def _progress(report: ProgressReport, now: datetime) -> Progress:
     percentage = 100 * report.step // report.total_steps if report.total_steps else 0
     return Progress(
@@ -99,6 +109,8 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         activity=report.activity.value,
         first_step_time=report.first_step_time,
         last_update_time=format_time(now),
+        attempt=report.attempt,
+        report=report.number,
     )
 
 

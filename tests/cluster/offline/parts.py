@@ -24,6 +24,8 @@ PART_BYTES = 59_000_000
 PROGRAMS = "cluster-programs"
 SOURCES = "cluster-sources"
 PACK_LIMIT_SECONDS = 1800.0
+# One stream with a large dictionary: the programs have much code in common, and are far apart.
+_XZ = "xz -T1 --x86 --lzma2=preset=9e,dict=192MiB"
 # module -> its programs that travel; kube-proxy needs iptables, and images come as archives
 _PROGRAMS = {
     "helm": ("helm",),
@@ -44,7 +46,11 @@ _UNPACK = """#!/usr/bin/env bash
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
-for archive in {archives}; do cat "$here/$archive"-part-* | xz -dT0 | tar -x --no-same-owner -C "$1"; done
+for first in "$here"/cluster-*-part-00; do
+  archive=${first%-part-00}
+  case $archive in *.xz) decompress="xz -dT0" ;; *) decompress="gzip -d" ;; esac
+  cat "$archive"-part-* | $decompress | tar -x --no-same-owner -C "$1"
+done
 """
 
 
@@ -53,11 +59,12 @@ class Options:
     """What is packed, and how.
 
     `python_version`: of the other machine's interpreter, "" if that has the operator's packages already.
-    `compression`: xz's options for its filter. `has_programs`: False leaves the parts of an earlier pack as they are.
+    `is_quick`: gzip instead of xz, which is seconds instead of minutes and twice the size.
+    `has_programs`: False leaves the parts of an earlier pack as they are.
     """
 
     python_version: str = "3.12"
-    compression: str = "preset=9e,dict=192MiB"
+    is_quick: bool = False
     has_programs: bool = True
 
 
@@ -76,11 +83,11 @@ def pack(layout: Layout, output: Path, options: Options, stages: Stages) -> list
                 copy_programs(layout, programs)
                 copy_system(programs / "system")
                 _install_packages(programs / "packages", options.python_version)
-                parts += compress(programs, output, PROGRAMS, options.compression)
+                parts += compress(programs, output, PROGRAMS, is_quick=options.is_quick)
                 stage.note = _sizes(parts)
         with stages.stage("sources") as stage:
             copy_sources(PROJECT, sources)
-            written = compress(sources, output, SOURCES, options.compression)
+            written = compress(sources, output, SOURCES, is_quick=options.is_quick)
             stage.note = _sizes(written)
     write_unpack(output)
     return [*parts, *written]
@@ -93,7 +100,7 @@ def _sizes(parts: list[Path]) -> str:
 def write_unpack(output: Path) -> None:
     """Write the script that joins the parts, beside them."""
     script = output / "unpack.sh"
-    script.write_text(_UNPACK.format(archives=f"{PROGRAMS} {SOURCES}"))
+    script.write_text(_UNPACK)
     script.chmod(0o755)
 
 
@@ -173,13 +180,11 @@ def _install_packages(target: Path, python_version: str) -> None:
     shutil.rmtree(target / "bin", ignore_errors=True)
 
 
-def compress(top: Path, output: Path, name: str, compression: str, part_bytes: int = PART_BYTES) -> list[Path]:
+def compress(top: Path, output: Path, name: str, *, is_quick: bool, part_bytes: int = PART_BYTES) -> list[Path]:
     """Write the folder `top` into `output` as parts of `part_bytes` each; return them. Earlier ones are removed."""
-    pattern = f"{name}-part-"
-    for old in output.glob(f"{pattern}*"):
+    for old in output.glob(f"{name}.tar.*"):
         old.unlink()
-    # One stream with a large dictionary: the programs have much code in common, and are far apart.
-    compressor = f"xz -T1 --x86 --lzma2={compression}"
+    pattern, compressor = (f"{name}.tar.gz-part-", "gzip -1") if is_quick else (f"{name}.tar.xz-part-", _XZ)
     members = f"tar --sort=name --owner=0 --group=0 --mtime=@0 -C {top.parent} -c {top.name}"
     split = f"split --numeric-suffixes --bytes={part_bytes} - {output / pattern}"
     command = f"set -o pipefail; {members} | {compressor} | {split}"

@@ -11,8 +11,7 @@ import yaml
 from ppojob_api.v1alpha1.rules import IMMUTABLE, MUTABLE
 from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
-
-EXAMPLES = sorted(Path(__file__).resolve().parents[3].glob("examples/*/ppojob.yaml"))
+from tests.examples import EXAMPLES, name_of
 
 ACCEPTED = {
     "type": "Accepted",
@@ -122,7 +121,7 @@ def test_the_api_server_takes_the_definition_as_it_is(cluster: Any) -> None:
     assert {c["type"]: c["status"] for c in conditions} == {"NamesAccepted": "True", "Established": "True"}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_taken_without_a_warning(kubectl: Any, path: Path) -> None:
     done = kubectl.run("apply", "--validate=strict", "--dry-run=server", f"--filename={path}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import JobFailedError, run_job
+from tests import chart_metrics
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)
@@ -101,6 +103,14 @@ def test_a_run_is_finished_with_a_record_of_each_step(overlapped: Run) -> None:
         assert missing == []
         assert 0 < records[step]["pool/critic/busy_fraction"] <= 1
         assert records[step]["response_length/max"] <= 16
+
+
+def test_a_run_measures_what_the_charts_dashboards_and_alerts_ask_for(overlapped: Run) -> None:
+    measured = {**overlapped.records[2], "last_step_timestamp_seconds": 0.0}
+
+    exposed = {f"ppojob_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}" for name in measured}
+
+    assert chart_metrics.by_the_training().missing_from(exposed) == []
 
 
 def test_trainer_and_rollout_compute_the_same_model_after_every_push(overlapped: Run) -> None:

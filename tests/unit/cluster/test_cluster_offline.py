@@ -25,13 +25,14 @@ from tests.cluster.offline.service_proxy import routes
 from tests.cluster.offline.start import missing_libraries
 
 
-def test_the_parts_are_joined_by_their_own_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_parts_are_joined_by_their_own_script(tmp_path: Path, is_quick: bool) -> None:
     programs, sources = (tmp_path / name / "ppojob-cluster" for name in ("a", "b"))
     (programs / "cache").mkdir(parents=True)
     parts.copy_sources(PROJECT, sources)
 
-    parts.compress(programs, tmp_path, parts.PROGRAMS, "preset=0")
-    written = parts.compress(sources, tmp_path, parts.SOURCES, "preset=0", part_bytes=100_000)
+    parts.compress(programs, tmp_path, parts.PROGRAMS, is_quick=False)
+    written = parts.compress(sources, tmp_path, parts.SOURCES, is_quick=is_quick, part_bytes=100_000)
     parts.write_unpack(tmp_path)
     subprocess.run([tmp_path / "unpack.sh", tmp_path / "there"], check=True, timeout=60)
 

@@ -231,6 +231,11 @@ class AdvantagePort(Protocol[B]):
 class WeightsPort(Protocol):
     """The way of the policy's weights to the rollout engines."""
 
+    @property
+    def are_given_up(self) -> bool:
+        """Whether the engines give the weights up once they have generated, and need even unchanged ones again."""
+        ...
+
     async def push(self, version: int) -> Metrics:
         """Make the engines generate with the policy as it is now; checked before it returns what it moved."""
         ...

@@ -140,16 +140,20 @@ class PPO(Generic[B]):
             self._critic_update = asyncio.create_task(work)
             if not self._schedule.updates:
                 await self._critic_update
-        updated = {} if step <= self._settings.critic_warmup_steps else await self._update_actor(prepared)
+        updated = await self._update_actor(prepared)
         self._step_hooks = asyncio.create_task(self._after_step(prepared))
         if not self._schedule.next_generation:
             await self._hook_metrics()
         return dict(updated)
 
     async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
-        """Update the policy and push its weights."""
+        """Update the policy, once the critic is warmed up, and push its weights where the engines need them."""
         step, batch = prepared.step, prepared.batch
-        updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
+        updated: Metrics = {}
+        if step > self._settings.critic_warmup_steps:
+            updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
+        elif not self._ports.weights.are_given_up:
+            return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
         moved = await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))

@@ -18,8 +18,10 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
-from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.engines.environment import pool_environment
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.main.memory_fit import check_memory
+from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
@@ -95,12 +97,10 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     users = [UserWorkers.of(worker, index) for index, worker in enumerate(spec.workers)]
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
 
-    base = base_environment(spec.device)
-
     def on_gpus(role: str, worker: Any) -> WorkerGroup[Any]:
         pool = where[role]
-        make = partial(worker, spec=spec)
-        return launcher.start(role, make, pool, pool.bundles, gpu_fraction=pool.gpu_fraction, environment=base)
+        start = partial(launcher.start, role, partial(worker, spec=spec), pool, pool.bundles)
+        return start(gpu_fraction=pool.gpu_fraction, environment=pool_environment(spec, pool.name))
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, where["rollout"])
@@ -109,7 +109,9 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     if "ref" in where:
         is_actor = spec.model.reference_is_actor
         ref = AdaptersOff(actor) if is_actor else RefGroup(on_gpus("ref", RefWorker), spec)
-    custom = tuple(user.start(launcher, where[user.spec.name], base) for user in users)
+    custom = tuple(
+        user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
+    )
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(
@@ -146,8 +148,11 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
     return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
 
 
-async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[Connections]:
     """Check everything, then load everything; each within the limit of a phase.
+
+    Returns:
+        Over what the ranks of each role, and the actor and the rollout, are connected.
 
     Raises:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
@@ -163,12 +168,15 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
         if spec.device is Device.CUDA:
             await _check_memory(groups, spec, phases)
         logger.info("model paths, data and reward are in order; loading the models")
-        await _load_all(groups, spec, phases, rollout)
+        joined = await _load_all(groups, spec, phases, rollout)
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
+    sent = await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
+    pool_of = pools_of_roles(spec)
+    ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
+    return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
 
 
 async def _check(groups: Groups, phases: Phases) -> None:
@@ -194,7 +202,10 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
-async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: asyncio.Task[None]) -> None:
+async def _load_all(
+    groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: asyncio.Task[None]
+) -> dict[str, list[Transports]]:
+    """Load all models; return over what the ranks of each role send to each other."""
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load)
@@ -204,15 +215,18 @@ async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: a
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     pool_of = pools_of_roles(spec)
 
-    async def load(role: str) -> None:
+    async def load(role: str) -> list[Transports]:
         if spec.device is Device.CUDA and pool_of[role] == pool_of["rollout"]:
             # vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile.
             await rollout
-        await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
+        return await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
 
-    await asyncio.gather(rollout, *map(load, loads))
+    loading = {role: asyncio.create_task(load(role), name=f"load {role}") for role in loads}
+    await asyncio.gather(rollout, *loading.values())
+    return {role: task.result() for role, task in loading.items()}
 
 
-async def _load(group: WorkerGroup[Any], load: Any) -> None:
-    await join(group)
+async def _load(group: WorkerGroup[Any], load: Any) -> list[Transports]:
+    joined = await join(group)
     await group.call(load)
+    return joined

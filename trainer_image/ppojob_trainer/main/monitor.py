@@ -54,6 +54,8 @@ class Monitor:
     def __init__(self, job: JobFile, attempt: int, files: RunFiles, stop: threading.Event) -> None:
         self.observed: Callable[[int], Mapping[str, float]] | None = None
         """Returns what the processes measured of themselves in a step; set before the loop begins."""
+        self.once: Mapping[str, float] = {}
+        """What does not change from step to step: metrics of the first step that is recorded."""
         self._job = job
         self._files = files
         self._attempt = attempt
@@ -149,6 +151,7 @@ class Monitor:
         """See `MonitorPort`."""
         if self.observed is not None:
             metrics = {**metrics, **self.observed(step)}
+        metrics, self.once = {**metrics, **self.once}, {}
         self._progress.record(step, metrics)
         self._recommend(step, metrics)
         # Begun afresh: what an attempt without a checkpoint has written, its step 0 too, is of another course.

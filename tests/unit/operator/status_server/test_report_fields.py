@@ -25,7 +25,9 @@ NOW = datetime(2026, 1, 31, 12, 5, 6, 999_999, tzinfo=UTC)
 
 
 def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    return progress_status(ProgressReport.model_validate(report), job, NOW)
+    status = progress_status(ProgressReport.model_validate(report), job, NOW)
+    assert status is not None
+    return status
 
 
 def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
@@ -44,6 +46,8 @@ def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
             "activity": "Training",
             "firstStepTime": "2026-01-31T12:00:00Z",
             "lastUpdateTime": "2026-01-31T12:05:06Z",
+            "attempt": 2,
+            "report": 17,
         },
         "metrics": [{"name": "critic/score/mean", "value": "0.4123"}, {"name": "actor/lr", "value": "1e-06"}],
         "pools": [{"name": "actor", "busyFraction": "0.91"}],
@@ -76,6 +80,8 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "activity": "Loading",
         "firstStepTime": "2026-01-31T12:00:00Z",
         "lastUpdateTime": "2026-01-31T12:05:06Z",
+        "attempt": 3,
+        "report": 0,
     }
     assert "layoutAdvice" not in after, "it is of the layout before"
     kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
@@ -182,3 +188,23 @@ def test_a_job_is_over_when_it_is_complete_or_failed(conditions: list[dict[str, 
 
 def test_a_job_without_a_status_is_not_over() -> None:
     assert finished_condition({}) is None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "number", "is_written"),
+    [
+        (2, 16, False),  # Another replica wrote the next one already.
+        (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
+        (2, 18, True),
+        (1, 99, False),  # Of an attempt that was replaced.
+        (3, 1, True),
+        (2, 0, True),  # A trainer that does not number them.
+    ],
+)
+def test_an_older_report_never_replaces_a_newer_one(
+    report: dict[str, Any], job: dict[str, Any], attempt: int, number: int, is_written: bool
+) -> None:
+    job["status"] |= status_of(report, job)
+    late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
+
+    assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written

@@ -132,6 +132,8 @@ class World:
     actor: float = 1.0
     critic: float = 2.0
     rollout: float = 1.0
+    engines_sleep: bool = False
+    engines_have_weights: bool = True
 
     async def phase(self, what: str, step: int = 0) -> None:
         name = f"{what} {step}" if step else what
@@ -184,8 +186,10 @@ class FakeRollouts:
         self.world = world
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
+        assert self.world.engines_have_weights, "the engine gave its weights up when it slept"
         weights = self.world.rollout
         await self.world.phase("generate", step)
+        self.world.engines_have_weights = not self.world.engines_sleep
         return FakeRollout(FakeBatch(2, {"response": number_of(step, weights)}))
 
     async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
@@ -315,9 +319,13 @@ class FakeWeights:
     def __init__(self, world: World) -> None:
         self.world = world
 
+    @property
+    def are_given_up(self) -> bool:
+        return self.world.engines_sleep
+
     async def push(self, version: int) -> dict[str, float]:
         await self.world.phase("push", version)
-        self.world.rollout = self.world.actor
+        self.world.rollout, self.world.engines_have_weights = self.world.actor, True
         return {"comm_mb/update_weights": 269.0}
 
 

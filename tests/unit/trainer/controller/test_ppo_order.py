@@ -169,8 +169,19 @@ async def test_the_warmup_of_the_critic_leaves_the_actor_alone(make_run: MakeRun
 
     await run()
 
-    assert "update_actor 1" not in run.world.names()
+    assert not {"update_actor 1", "push 1"} & set(run.world.names())
     assert {"update_critic 1", "update_actor 2", "push 2"} <= set(run.world.names())
+
+
+async def test_engines_that_sleep_get_their_weights_back_in_the_warmup_too(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=3, settings={"critic_warmup_steps": 2})
+    run.world.engines_sleep = True
+
+    await run()
+
+    names = run.world.names()
+    assert [name for name in names if name.startswith("update_actor")] == ["update_actor 3"]
+    assert [name for name in names if name.startswith("push")] == ["push 1", "push 2", "push 3"]
 
 
 async def test_a_failing_phase_ends_the_run_with_its_own_error(make_run: MakeRun) -> None:

@@ -103,10 +103,16 @@ def test_one_pool_hears_only_of_more_gpus() -> None:
     assert recommendation.text == "1 GPU more in pool actor would save 20% step time (predicted)"
 
 
-def test_on_cpu_it_speaks_of_workers() -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, device="cpu")
+def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores() -> None:
+    spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="cpu")
 
-    assert "1 worker instead of 2" in found(spec, steps_of(QUIET_CRITIC)).text
+    recommendation = found(spec, steps_of(QUIET_CRITIC))
+
+    assert layouts_of(recommendation)[:2] == [
+        ({"actor": (1, 2), "critic": (1, 1)}, 3, 0),
+        ({"actor": (2, 2), "critic": (2, 1)}, 6, -29),
+    ]
+    assert "1 worker instead of 2" in recommendation.text
 
 
 @pytest.mark.parametrize(

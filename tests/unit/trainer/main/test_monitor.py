@@ -78,6 +78,18 @@ async def watched(monitor: Monitor, until: Any, timeout_s: float = 10.0) -> None
         watch.cancel()
 
 
+def test_what_does_not_change_is_in_the_first_record_only(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.once = {"comm_transport/actor/P2P_CUMEM": 2.0}
+
+    monitor.record(1, {"critic/score/mean": 0.25})
+    monitor.record(2, {"critic/score/mean": 0.5})
+    monitor.close()
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("comm_transport/actor/P2P_CUMEM") for line in lines] == [2.0, None]
+
+
 async def test_a_signal_stops_the_run(tmp_path: Path, reporter: FakeReporter) -> None:
     stop = threading.Event()
     monitor = monitor_of(tmp_path, stop)

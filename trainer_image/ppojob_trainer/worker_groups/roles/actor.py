@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
@@ -99,10 +100,10 @@ class ActorWorker(TrainedWorker):
         return self._sender.listen()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def connect_weights(self) -> None:
-        """Wait for the replicas, which connect at the same time."""
+    def connect_weights(self) -> Transports:
+        """Wait for the replicas, which connect at the same time; return over what this rank reaches them."""
         assert self._sender is not None, "open_weights() comes first"
-        self._sender.prepare()
+        return self._sender.prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> Receipt | None:

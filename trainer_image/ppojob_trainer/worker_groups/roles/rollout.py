@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink, link_plan, verify
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -62,7 +63,8 @@ def shares_gpus(spec: PPOJobSpec) -> bool:
 
 def rollout_environment(spec: PPOJobSpec) -> dict[str, str]:
     """Return the variables that the replicas' processes must be started with."""
-    return environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    return own | spec.pool(spec.placement.rollout or spec.placement.actor).network.environment()
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
@@ -101,6 +103,8 @@ class RolloutWorker:
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def load(self, other_gpus: Sequence[str]) -> None:
         """Start the engine with the initial weights, on this process's GPU and those of the replica's holders."""
+        if self.spec.device is Device.CUDA:
+            log_connections(self.seat.log_file.with_suffix(""))
         if other_gpus:
             # Ray shows a process its own bundle's GPU only. vLLM has not looked yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
@@ -178,9 +182,12 @@ class RolloutWorker:
         )
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> None:
-        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number."""
-        self._wait(self._engine.connect_weights(places))
+    def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
+        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number.
+
+        Returns over what each of them passes weights on.
+        """
+        return self._wait(self._engine.connect_weights(places))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Receipt:
@@ -338,8 +345,13 @@ class WeightsGroup:
             is_shared=spec.placement.rollout == spec.placement.actor,
         )
 
-    async def connect(self) -> None:
-        """Make the connections, once."""
+    @property
+    def are_given_up(self) -> bool:
+        """See `WeightsPort`."""
+        return self._sleeps
+
+    async def connect(self) -> list[Transports]:
+        """Make the connections, once; return over what each process sends weights."""
         plan_of = {plan.sender_rank: plan for plan in self._plans}
         links = await self._actor.call(
             ActorWorker.open_weights, [plan_of.get(rank) for rank in range(len(self._actor))]
@@ -352,7 +364,8 @@ class WeightsGroup:
         size = self._workers_of_replica
         of_replicas = [[places[first + worker] for worker in range(size)] for first in range(0, len(places), size)]
         connected = self._rollout.call(RolloutWorker.connect_weights, of_replicas)
-        await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
+        senders, replicas = await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
+        return [*senders, *(worker for replica in replicas for worker in replica)]
 
     async def push(self, version: int) -> dict[str, float]:
         """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/update_weights:
