@@ -93,6 +93,10 @@ golden: install ## Compare the examples' manifests with those that were reviewed
 bench: install ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
 	$(PYTHON) -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
 
+.PHONY: bench-operator
+bench-operator: install ## Measure the operator with many jobs on the running cluster (BENCH="--jobs 200 --pods 3").
+	$(PYTHON) -m tests.bench.bench_operator --output output/bench-operator-$$(date +%s) $(BENCH)
+
 .PHONY: oracles
 oracles: install ## Compare the formulas with verl's and TRL's, each in an environment of its own.
 	$(PYTEST) tests/oracles

@@ -6,6 +6,10 @@
                                             |
                               workers: observe (cluster, dashboard) -> reconcile.decide -> carry out
 
+Between two looks at a job whose objects no watch told of, only the job itself and Ray's dashboard are asked again: a
+thousand running jobs would otherwise list their pods a hundred times a second. The sweep distrusts the watches and has
+everything read anew.
+
 `main.py` runs it; `handlers` only note keys. An error of one job is written down, and the job is tried again after a
 growing pause; it never stops the others.
 """
@@ -36,6 +40,7 @@ from ppojob_operator.reconcile import (
     read_pod,
 )
 from ppojob_operator.settings import DashboardAccess, Settings
+from ppojob_operator.work_queue import WorkQueue, wait
 
 logger = logging.getLogger(__name__)
 
@@ -44,48 +49,6 @@ _BURST = 0.2
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
-
-
-class WorkQueue:
-    """Jobs that need a look, each at most once, with the time from which on; a job in work is not given out again."""
-
-    def __init__(self) -> None:
-        self._due: dict[JobKey, float] = {}
-        self._in_work: set[JobKey] = set()
-        self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        """Return how many jobs wait for a look that is due."""
-        now = monotonic()
-        return sum(due <= now for due in self._due.values())
-
-    def add(self, key: JobKey, delay: float = 0.0) -> None:
-        """Ask for a look after `delay` seconds; an earlier one that was asked for stays."""
-        due = monotonic() + delay
-        if due < self._due.get(key, float("inf")):
-            self._due[key] = due
-            self._changed.set()
-
-    async def take(self, limit: float) -> JobKey | None:
-        """Return the next job that is due, or None after `limit` seconds. It is in work until `done`."""
-        end = monotonic() + limit
-        while True:
-            now = monotonic()
-            waiting = ((due, key) for key, due in self._due.items() if key not in self._in_work)
-            due, key = min(waiting, default=(float("inf"), None))
-            if key is not None and due <= now:
-                del self._due[key]
-                self._in_work.add(key)
-                return key
-            if now >= end:
-                return None
-            self._changed.clear()
-            await _wait(self._changed, min(due, end) - now)
-
-    def done(self, key: JobKey) -> None:
-        """Say that the look is over."""
-        self._in_work.discard(key)
-        self._changed.set()
 
 
 @dataclass(frozen=True)
@@ -125,10 +88,13 @@ class Loop:
         self._phases: dict[JobKey, str] = {}
         self._told: set[JobKey] = set()
         self._untold: set[JobKey] = set()
+        self._kept: dict[JobKey, Observed | None] = {}
+        """What the last look found; None: it is to be read anew. No entry: a watch has told of a change since."""
 
     def note(self, key: JobKey) -> None:
         """Note that a job needs a look. The handlers of the watches call it."""
         self._told.add(key)
+        self._kept.pop(key, None)
         self._queue.add(key, _BURST)
 
     @property
@@ -168,7 +134,7 @@ class Loop:
     async def _sweep(self, stop: asyncio.Event) -> None:
         """Ask for a look at every job from time to time: what no watch told of is found nevertheless."""
         found: set[JobKey] = set()
-        while not await _wait(stop, self._settings.idle_interval):
+        while not await wait(stop, self._settings.idle_interval):
             try:
                 listed = await self._cluster.list_jobs(self._settings.watch_namespace)
             except ApiError as error:
@@ -178,6 +144,7 @@ class Loop:
             # The watch had the time between two sweeps to tell of them.
             self._untold, found = found & keys, keys
             for key in keys:
+                self._kept.pop(key, None)
                 self._queue.add(key)
 
     async def _guarded_look(self, key: JobKey) -> None:
@@ -197,6 +164,7 @@ class Loop:
         self._hooks.observe_look(monotonic() - began, outcome)
 
     def _try_again(self, key: JobKey, words: str) -> None:
+        self._kept.pop(key, None)
         count = self._num_errors[key] = self._num_errors.get(key, 0) + 1
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(count - 1, 10))
         logger.warning("%s: %s; tried again in %g s", key, words, pause)
@@ -212,6 +180,7 @@ class Loop:
         if raw is None:
             self._phases.pop(key, None)
             self._num_errors.pop(key, None)
+            self._kept.pop(key, None)
             self._told.discard(key)
             return "gone"
         job = read_job(raw)
@@ -222,12 +191,24 @@ class Loop:
             observed = replace(observed, log_tail=await self._read_log(job, observed, plan.wanted_log))
             plan = decide(job, observed, self._clock())
         await self._carry_out(job, observed, plan)
+        self._keep(job, observed, plan)
         self._phases[key] = (plan.status or {}).get("phase") or job.status.phase or ""
         if plan.look_again_after is not None:
             self._queue.add(key, plan.look_again_after)
         return "ok"
 
     async def _observe(self, job: Job) -> Observed:
+        observed = replace(await self._objects(job), surroundings=self._surroundings(job.key))
+        address = self._address(job, observed)
+        return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
+
+    async def _objects(self, job: Job) -> Observed:
+        """Return the job's objects: read anew, but for those of an admitted job of which no watch told since."""
+        kept = self._kept.get(job.key)
+        if kept is not None and job.status.start_time is not None:
+            return kept
+        # A watch that tells of a change from here on takes the entry away, and the result is not kept.
+        self._kept[job.key] = None
         clusters = await self._cluster.list_clusters(job.key)
         observed = Observed(
             surroundings=self._surroundings(job.key),
@@ -239,14 +220,19 @@ class Loop:
         pods, config, claim = await asyncio.gather(
             self._cluster.list_pods(job.key), self._cluster.read_config(job.key), self._read_claim(job)
         )
-        observed = replace(
+        return replace(
             observed,
             claim=None if claim is None else read_claim(claim),
             pods=tuple(read_pod(raw) for raw in pods),
             config=config,
         )
-        address = self._address(job, observed)
-        return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
+
+    def _keep(self, job: Job, observed: Observed, plan: Plan) -> None:
+        """Keep what a look found for the next one, if the look itself changed nothing of it."""
+        is_as_found = not (plan.apply or plan.submission or plan.delete_clusters or plan.delete_job)
+        if job.key in self._kept:
+            keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
+            self._kept[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
 
     async def _read_claim(self, job: Job) -> Manifest | None:
         """Return the job's claim, which matters until the job is admitted."""
@@ -320,13 +306,3 @@ def _summary(plan: Plan) -> str:
     status = plan.status or {}
     words = "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
     return f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {words}".rstrip()
-
-
-async def _wait(event: asyncio.Event, limit: float) -> bool:
-    """Wait for an event for at most `limit` seconds; return whether it came."""
-    try:
-        async with asyncio.timeout(limit):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

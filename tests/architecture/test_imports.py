@@ -102,6 +102,7 @@ def test_there_is_a_contract() -> None:
         ("import ppojob_api.v1alpha1.validation, ppojob_api.v1alpha1.resolve", (*HEAVY, "yaml", "kubernetes", "kopf")),
         ("import ppojob_trainer.controller.loop", ("ray", "vllm")),
         ("import ppojob_trainer.telemetry, ppojob_trainer.checkpoints", (*HEAVY, "matplotlib", "tensorboard")),
+        ("import ppojob_trainer.kubectl.app", (*HEAVY, "httpx", "matplotlib", "pydantic", "kubernetes")),
         ("import ppojob_trainer.cli", (*HEAVY, "httpx", "matplotlib", "tensorboard")),
     ],
 )

@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from tests.cluster.command import run
 from tests.e2e.conftest import Site
 
 pytestmark = pytest.mark.timeout(1500)
@@ -134,6 +138,27 @@ def test_logs_checkpoint_and_plot_are_in_the_storage(site: Site, done: Any) -> N
     assert done["status"]["checkpoint"]["step"] == STEPS
     assert (root / "checkpoints" / f"step-{STEPS}").is_dir()
     assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
+    site: Site, done: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(site.cluster.kubeconfig))
+    monkeypatch.setenv("PATH", f"{site.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}")
+
+    def ppo(*arguments: str) -> str:
+        command = [Path(sys.executable).with_name("kubectl-ppo"), *arguments, f"--namespace={site.namespace}"]
+        return run(command, limit=240)
+
+    assert f"{STEPS}/{STEPS}" in ppo("status", NAME)
+    assert len(ppo("logs", NAME, "--tail=3").splitlines()) == 3
+    assert ppo("logs", NAME, "--role=critic", "--rank=0")
+    rows = [line.split() for line in ppo("metrics", NAME, "--steps=2", "--metric=critic/score/mean").splitlines()]
+    assert [row[0] for row in rows] == ["step", "1", "2"]
+    ppo("plot", NAME, f"--output={tmp_path}/plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"
+    site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=50s")
 
 
 def test_the_cluster_is_released_and_the_events_tell_the_story(site: Site, done: Any) -> None:

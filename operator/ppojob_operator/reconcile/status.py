@@ -7,7 +7,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.status import PPOJobStatus
 
-_OWNED = (
+OWNED = (
     "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "completionTime", "retries",
     "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout", "effectivePools",
 )  # fmt: skip
@@ -18,7 +18,7 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
     """Return the operator's part of a status, as it goes over the wire."""
     wire = status.to_wire()
     pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
-    part = {name: wire[name] for name in _OWNED if name in wire}
+    part = {name: wire[name] for name in OWNED if name in wire}
     if not part.get("effectivePools"):
         part.pop("effectivePools", None)
     return {**part, "pools": pools} if pools else part

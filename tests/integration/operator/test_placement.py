@@ -1,5 +1,9 @@
 """Pools land on the nodes that they ask for, and what cannot land says so in the scheduler's words."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +95,31 @@ def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(jobs: Any, 
     assert "Insufficient nvidia.com/gpu" in message
     jobs.wait(name, lambda status: status["ready"] == "4/12")
     assert jobs.status(name)["pools"][1]["message"] == message
+
+
+def test_the_plugin_explains_each_pool_in_the_schedulers_words(
+    kubectl: Any, jobs: Any, fake_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # kubectl finds its plugins on PATH.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    pools = [
+        fake_pool(fake_nodes, "actor", "h200", gpusPerNode=4),
+        fake_pool(fake_nodes, "critic", "a100", gpusPerNode=8),
+    ]
+    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+    jobs.wait(name, lambda status: status.get("ready") == "4/12" and bool(status["pools"][1].get("message")))
+
+    def ppo(*arguments: str) -> str:
+        command = ["kubectl", "ppo", *arguments, "--namespace", kubectl.namespace]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    lines = ppo("explain-pending", name)
+
+    assert "pool actor: 1 of 1 pods ready, 1 there" in lines
+    _, _, critic = lines.partition("pool critic: 0 of 1 pods ready, 1 there\n")
+    assert critic.startswith("  scheduler: 0/")
+    assert "Insufficient nvidia.com/gpu" in critic
+    assert "4/12" in ppo("status")
 
 
 def test_a_kind_of_node_that_is_not_there_is_said(jobs: Any, fake_nodes: Any) -> None:

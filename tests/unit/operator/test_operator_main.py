@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from kubernetes.aio.client import Configuration
 
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.main import StartError, dashboard_key
+from ppojob_operator.main import StartError, ask_environment_once, dashboard_key
 
 
 class Secrets:
@@ -67,3 +68,26 @@ async def test_a_secret_without_a_good_key_is_refused(data: dict[str, str]) -> N
 
     with pytest.raises(StartError, match="delete it, and it is made anew"):
         await dashboard_key(secrets, "ns", "key")
+
+
+@pytest.mark.parametrize(
+    ("variables", "proxy"),
+    [
+        ({}, None),
+        ({"https_proxy": "http://proxy:3128"}, "http://proxy:3128"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "10.96.0.1"}, None),
+        ({"http_proxy": "http://proxy:3128"}, None),
+    ],
+)
+def test_the_environments_proxy_is_found_once(
+    variables: dict[str, str], proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    configuration = Configuration(host="https://10.96.0.1:443")
+
+    ask_environment_once(configuration)
+
+    assert (configuration.proxy, configuration.client_session_kwargs) == (proxy, {"trust_env": False})

@@ -2,8 +2,9 @@
 
 Pure; called by `recommendation` and by the benchmark. Who waits for whom is what `ppo`'s docstring draws; a test holds
 this to the real controller in virtual time, for all modes. A pool does one phase at a time; data and the reward
-function run on CPU cores, beside everything. Validation, checkpoints and the critic's warm-up are no part of it, and a
-phase that was not measured takes no time.
+function run on CPU cores, beside everything. All responses are taken to end at the same time, as those of equal length
+do: what streaming saves where they do not is no part of it, so the time is an upper bound. Validation, checkpoints and
+the critic's warm-up are no part of it, and a phase that was not measured takes no time.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ SPEC = {
 
 @pytest.fixture(autouse=True)
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppojob_operator.loop.monotonic", now)
+    for module in ("loop", "work_queue"):
+        monkeypatch.setattr(f"ppojob_operator.{module}.monotonic", now)
 
 
 class MemoryCluster:
@@ -46,6 +47,7 @@ class MemoryCluster:
         self.in_look: set[JobKey] = set()
         self.clusters: dict[JobKey, list[Manifest]] = {}
         self.pods: dict[JobKey, list[Manifest]] = {}
+        self.configs: dict[JobKey, Mapping[str, str]] = {}
 
     def _call(self, name: str, key: JobKey) -> None:
         self.calls.append((name, key))
@@ -64,18 +66,24 @@ class MemoryCluster:
         return self.clusters.get(key, [])
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:
+        self._call("list_pods", key)
         return self.pods.get(key, [])
 
     async def read_claim(self, namespace: str, name: str) -> Manifest | None:
         return {"metadata": {"name": name}, "status": {"phase": "Bound"}}
 
     async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
-        return None
+        return self.configs.get(key)
 
     async def apply(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
-        self._call("apply", JobKey(metadata["namespace"], metadata["labels"]["ppojob.dev/job"]))
+        key = JobKey(metadata["namespace"], metadata["labels"]["ppojob.dev/job"])
+        self._call("apply", key)
         self.applied.append(manifest["kind"])
+        if manifest["kind"] == "ConfigMap":
+            self.configs[key] = manifest["data"]
+        if manifest["kind"] == "RayCluster":
+            self.clusters[key] = [manifest]
 
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
         self._call("write_status", job.key)
@@ -290,3 +298,74 @@ async def test_retries_are_counted_once_they_are_written() -> None:
         await loop._write(job, Plan(status={"retries": retries}))
 
     assert counted == [("user", 1), ("infrastructure", 1)]
+
+
+async def pods_read_by(cluster: MemoryCluster, loop: Loop, num_looks: int = 1) -> int:
+    """Return how often some looks at the good job list its pods."""
+    before = cluster.calls.count(("list_pods", GOOD))
+    for _ in range(num_looks):
+        await loop.look(GOOD)
+    return cluster.calls.count(("list_pods", GOOD)) - before
+
+
+async def test_objects_of_which_no_watch_told_are_not_read_again() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+
+    assert await pods_read_by(cluster, loop, 2) == 2, "the first look made objects, so the second reads them"
+    assert await pods_read_by(cluster, loop, 5) == 0
+    assert cluster.calls.count(("read_job", GOOD)) == 7
+
+    loop.note(GOOD)
+    assert await pods_read_by(cluster, loop, 2) == 1
+
+
+async def test_what_a_watch_tells_during_a_look_is_read_by_the_next() -> None:
+    class Changing(MemoryCluster):
+        async def read_claim(self, namespace: str, name: str) -> Manifest | None:
+            loop.note(GOOD)
+            return await super().read_claim(namespace, name)
+
+        async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
+            loop.note(GOOD)
+            return await super().read_config(key)
+
+    loop = make_loop(cluster := Changing(GOOD))
+    await loop.look(GOOD)
+
+    assert await pods_read_by(cluster, loop, 3) == 3
+
+
+async def test_a_job_that_is_not_admitted_is_read_anew_each_time() -> None:
+    class Unclaimed(MemoryCluster):
+        async def read_claim(self, namespace: str, name: str) -> Manifest | None:
+            return None
+
+    loop = make_loop(cluster := Unclaimed(GOOD))
+
+    assert await pods_read_by(cluster, loop, 3) == 3
+    assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.STORAGE_MISSING
+
+
+async def test_the_sweep_has_everything_read_anew() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.2)
+    await loop.look(GOOD)
+    await loop.look(GOOD)
+    before = cluster.calls.count(("list_pods", GOOD))
+
+    await run_for(loop, 0.7)
+
+    assert cluster.calls.count(("list_pods", GOOD)) == before + 3
+
+
+async def test_after_an_error_everything_is_read_anew() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    await loop.look(GOOD)
+    await loop.look(GOOD)
+    cluster.errors["read_job", GOOD] = ApiUnavailable("503")
+    before = cluster.calls.count(("list_pods", GOOD))
+    loop._queue.add(GOOD)
+    asyncio.get_running_loop().call_later(0.5, cluster.errors.clear)
+
+    await run_for(loop, 1.5)
+
+    assert cluster.calls.count(("list_pods", GOOD)) == before + 1

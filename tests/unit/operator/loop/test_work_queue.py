@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from ppojob_operator.loop import WorkQueue
 from ppojob_operator.plan import JobKey
+from ppojob_operator.work_queue import WorkQueue
 from tests.unit.operator.virtual_time import now
 
 pytestmark = pytest.mark.virtual_time
@@ -15,7 +15,7 @@ A, B = JobKey("ns", "a"), JobKey("ns", "b")
 
 @pytest.fixture(autouse=True)
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppojob_operator.loop.monotonic", now)
+    monkeypatch.setattr("ppojob_operator.work_queue.monotonic", now)
 
 
 async def test_many_notes_about_a_job_are_one_look() -> None:

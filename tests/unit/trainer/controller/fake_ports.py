@@ -12,10 +12,8 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
 
@@ -135,10 +133,11 @@ class World:
     engines_sleep: bool = False
     engines_have_weights: bool = True
 
-    async def phase(self, what: str, step: int = 0) -> None:
+    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+        """Take a phase's time, for a part of the rows its share."""
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what])
+        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
         if what in self.failing:
             raise self.failing[what]
         self.events.append((self.time.now, name, "end"))
@@ -218,7 +217,7 @@ class FakeActor:
 
     async def compute_log_prob(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.actor
-        await self.world.phase("old_log_prob", int(batch.columns["step"]))
+        await self.world.phase("old_log_prob", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"old": number_of("old", batch.columns["response"], weights)})
 
     def log_prob_metrics(self, computed: FakeBatch) -> Metrics:
@@ -236,7 +235,7 @@ class FakeCritic:
 
     async def compute_values(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.critic
-        await self.world.phase("values", int(batch.columns["step"]))
+        await self.world.phase("values", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"value": number_of("value", batch.columns["response"], weights)})
 
     async def update(self, batch: FakeBatch) -> Metrics:
@@ -250,7 +249,7 @@ class FakeRef:
         self.world = world
 
     async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase("ref", int(batch.columns["step"]))
+        await self.world.phase("ref", int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"ref": number_of("ref", batch.columns["response"])})
 
 
@@ -261,7 +260,7 @@ class FakeScores:
         self.world, self.what, self.column = world, what, column
 
     async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase(self.what, int(batch.columns["step"]))
+        await self.world.phase(self.what, int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
 
     def metrics(self, scores: FakeBatch) -> Metrics:
@@ -349,68 +348,3 @@ def fake_ports(
         weights=FakeWeights(world),
         hooks=[FakeHook(world, point) for point in hooks],
     )
-
-
-class FakeCheckpoints:
-    """Keeps the models of each saved step."""
-
-    def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
-        self.world = world
-        self.found = found
-        self.staged: dict[int, tuple[float, float]] = {}
-        self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
-        self.num_exports = 0
-
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
-        return self.found
-
-    async def stage(self, step: int) -> None:
-        await self.world.phase("save", step)
-        self.staged[step] = (self.world.actor, self.world.critic)
-
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        # Only a save in the background takes its time here.
-        if "write" in self.world.durations:
-            await self.world.phase("write", step)
-        self.saved[step] = (state, *self.staged[step])
-        return Path(f"step-{step}")
-
-    async def export(self) -> Path:
-        await self.world.phase("export")
-        self.num_exports += 1
-        return Path("model")
-
-
-class FakeMonitor:
-    """Remembers what it is told; `stop_at` names the phase at whose start the run is asked to stop."""
-
-    def __init__(self, settings: LiveSettings) -> None:
-        self.settings = settings
-        self.stopping = asyncio.Event()
-        self.records: dict[int, dict[str, float]] = {}
-        self.activities: list[Activity] = []
-        self.resumed_step: int | None = None
-        self.saved_steps: list[int] = []
-        self.exports: list[Path] = []
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.stopping.is_set()
-
-    async def wait_for_stop(self) -> None:
-        await self.stopping.wait()
-
-    def set_activity(self, activity: Activity) -> None:
-        self.activities.append(activity)
-
-    def resumed(self, step: int) -> None:
-        self.resumed_step = step
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        self.records[step] = dict(metrics)
-
-    def saved(self, step: int, path: Path) -> None:
-        self.saved_steps.append(step)
-
-    def exported(self, path: Path) -> None:
-        self.exports.append(path)

@@ -109,7 +109,7 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
 async def test_the_real_controller_takes_as_long(
     make_run: MakeRun, mode: ScheduleMode, pool_of: dict[str, str], ports: dict[str, Any], without: list[Overlap]
 ) -> None:
-    schedule = schedule_of(mode, without)
+    schedule = schedule_of(mode, [*without, Overlap.STREAMING])
     run = make_run(schedule, steps=6, pool_of={"data": "a", "reward": "c", **pool_of}, **ports)
     await run()
     seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
@@ -127,3 +127,13 @@ async def test_the_real_controller_takes_as_long(
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]
     assert measured == pytest.approx([found.seconds] * 3)
     assert run.monitor.records[4]["pool/a/busy_fraction"] == pytest.approx(found.busy["a"], abs=0.02)
+
+
+async def test_streaming_makes_a_step_shorter_than_that(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=6, pool_of={"data": "a", "reward": "c", **POOLS})
+    await run()
+    seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
+
+    found = step_time(seconds, Layout(POOLS, {"a": 1, "c": 1}, schedule_of(OVERLAPPED)))
+
+    assert run.monitor.records[4]["timing_s/step"] <= found.seconds

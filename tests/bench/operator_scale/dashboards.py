@@ -1,0 +1,73 @@
+"""One server in place of the Ray dashboards of all fake heads: the only thing in the bench that is not real.
+
+Pods on nodes that exist only in the API server answer nobody. The bench leads what is meant for port 8265 of their
+addresses to this server, which answers `/api/jobs/` as Ray does: what was submitted to an address runs there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from tests.cluster.addresses import FAKE_POD_CIDR
+
+
+class Dashboards:
+    """What was submitted, by the address that it was sent to."""
+
+    def __init__(self) -> None:
+        self.submitted: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.num_looks = 0
+
+    def application(self) -> web.Application:
+        """Return the server."""
+        application = web.Application()
+        application.add_routes([web.get("/api/jobs/", self._listed), web.post("/api/jobs/", self._submit)])
+        return application
+
+    async def _listed(self, request: web.Request) -> web.Response:
+        self.num_looks += 1
+        return web.json_response(self.submitted[request.host])
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        job = {"submission_id": body["submission_id"], "status": "RUNNING", "metadata": body["metadata"]}
+        self.submitted[request.host].append({**job, "driver_node_id": "fake"})
+        return web.json_response({"submission_id": body["submission_id"]})
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Dashboards]:
+    """Serve, and lead the fake heads' traffic here; the rule goes at the end."""
+    dashboards = Dashboards()
+    runner = web.AppRunner(dashboards.application(), access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        with redirected(runner.addresses[0][1]):
+            yield dashboards
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def redirected(port: int) -> Iterator[None]:
+    """Lead this machine's own connections to the fake heads' dashboards to a port of this machine."""
+    rule = [
+        "OUTPUT",
+        *("--protocol", "tcp", "--destination", FAKE_POD_CIDR, "--dport", str(RAY_HEAD_PORTS["dashboard"])),
+        *("--jump", "REDIRECT", "--to-ports", str(port)),
+    ]
+    change = ["iptables", "--wait", "--table", "nat"]
+    subprocess.run([*change, "--insert", *rule], check=True, timeout=30)
+    try:
+        yield
+    finally:
+        subprocess.run([*change, "--delete", *rule], check=True, timeout=30)

@@ -1,0 +1,314 @@
+"""The program `kubectl-ppo`, which kubectl runs as `kubectl ppo`: status, logs, metrics, pictures, and why a job waits.
+
+What loads slowly is imported by the commands that need it. All but `suspend` and
+`resume` only read; where a job has no pod of its own, a pod is made that reads its storage (see run_folder.py).
+"""
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from ppojob_api.v1alpha1.constants import PLURAL, RAY_HEAD_PORTS
+from ppojob_trainer.kubectl import pending, status_table
+from ppojob_trainer.kubectl.client import Cluster, Kubectl, KubectlError, NotThereError, Raw
+
+if TYPE_CHECKING:
+    from ppojob_trainer.kubectl.run_folder import RunFolder
+
+app = typer.Typer(
+    name="kubectl ppo",
+    help="Look after PPOJobs: status, logs, metrics, pictures, and why a job waits.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_KIND = f"{PLURAL}.ppojob.dev"
+_SELECTOR = "ppojob.dev/job"
+_PROCESS_PATTERN = r"[a-z][-a-z0-9_]{0,62}"
+_SHOWN_METRICS = ("critic/score/mean", "actor/ppo_kl", "response_length/mean", "timing_s/step", "perf/throughput")
+_TOKEN_WORDS = "its token: kubectl get secret {secret} -n {namespace} -o jsonpath='{{.data.auth_token}}' | base64 -d"
+
+Name = Annotated[str, typer.Argument(help="Name of the PPOJob.", show_default=False)]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace.", show_default="that of the kubeconfig's context")
+]
+Wait = Annotated[int, typer.Option(min=0, help="Wait so many seconds until the job has followed.", show_default=False)]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default="the current")
+]
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="One PPOJob, in full.", show_default="all, a line each")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until all are finished, or Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks, with --watch.")] = 2.0,
+) -> None:
+    """Show how jobs stand: one in full, or all; with --watch as a live table."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        console = Console(highlight=False)
+        if watch:
+            _watch(cluster, name, all_namespaces, interval, console)
+        else:
+            jobs = _jobs(cluster, name, all_namespaces)
+            console.print(_view(jobs, name, all_namespaces))
+
+
+@app.command()
+def logs(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    role: Annotated[
+        str, typer.Option(help="Whose log: driver, or a role such as actor, rollout, ref, critic, reward.")
+    ] = "driver",
+    rank: Annotated[int | None, typer.Option(min=0, help="One process of the role.", show_default="all")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Which attempt.", show_default="the last one")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    tail: Annotated[int, typer.Option(min=1, help="Lines of each log.")] = 100,
+) -> None:
+    """Print the log of the driver, or of a role's processes; also after the job has ended."""
+    with _refusals(), _folder(_cluster(context, namespace), name) as (job, folder):
+        number = job.get("status", {}).get("attempt", 0) if attempt is None else attempt
+        pattern = log_pattern(folder, role, rank, number)
+        if code := folder.tail(pattern, lines=tail, follow=follow):
+            raise typer.Exit(code)
+
+
+@app.command()
+def metrics(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    steps: Annotated[int, typer.Option(min=0, help="So many last steps, from the run's own metrics.jsonl.")] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", help="A metric to show with --steps; repeatable.", show_default="five of the most used"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the whole metrics.jsonl there.", show_default=False)
+    ] = None,
+) -> None:
+    """Show the metrics of the last step (from the status), or of several, or fetch all of them."""
+    from ppojob_trainer.telemetry import read_metrics
+
+    with _refusals():
+        cluster, console = _cluster(context, namespace), Console(highlight=False)
+        if not steps and output is None:
+            console.print(status_table.metrics_table(_job(cluster, name)))
+            return
+        with _folder(cluster, name) as (_, folder), tempfile.TemporaryDirectory() as aside:
+            file = output or Path(aside) / "metrics.jsonl"
+            file.write_bytes(folder.read(folder.files.metrics))
+            if steps:
+                console.print(status_table.steps_table(read_metrics(file)[-steps:], metric or _SHOWN_METRICS))
+            if output is not None:
+                typer.echo(output)
+
+
+@app.command()
+def plot(
+    names: Annotated[list[str], typer.Argument(help="PPOJobs; several are compared.", show_default=False)],
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The picture to write.", show_default="plot.png or timing.png")
+    ] = None,
+    timing: Annotated[bool, typer.Option("--timing", help="Draw where a step's time goes.")] = False,
+) -> None:
+    """Draw jobs' metrics, as `ppojob plot` does; also after they have ended."""
+    from ppojob_trainer.telemetry.plot import plot as draw
+    from ppojob_trainer.telemetry.timing_plot import plot_timing
+
+    with _refusals(), tempfile.TemporaryDirectory() as aside:
+        cluster = _cluster(context, namespace)
+        folders = [_fetch(cluster, name, Path(aside) / name, with_trace=timing) for name in names]
+        if timing:
+            typer.echo(plot_timing(folders, output or Path("timing.png"), names))
+        else:
+            typer.echo(draw(folders, output or Path("plot.png"), names))
+
+
+@app.command("explain-pending")
+def explain_pending(name: Name, namespace: Namespace = None, context: Context = None) -> None:
+    """Say what a job waits for, pool by pool, in the scheduler's, the kubelet's and KubeRay's own words."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        job = _job(cluster, name)
+        within, selector = f"--namespace={job['metadata']['namespace']}", f"--selector={_SELECTOR}={name}"
+        sight = pending.Sight(
+            job,
+            clusters=cluster.get("rayclusters.ray.io", within, selector)["items"],
+            pods=cluster.get("pods", within, selector)["items"],
+            events=cluster.get("events", within, "--field-selector=type=Warning")["items"],
+            now=datetime.now(UTC),
+        )
+        # Not by rich, which would break the scheduler's sentences at the width of the screen.
+        typer.echo("\n".join(pending.explain(sight)))
+
+
+@app.command()
+def dashboard(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of this machine.")] = RAY_HEAD_PORTS["dashboard"],
+) -> None:
+    """Forward Ray's dashboard to this machine, until Ctrl-C."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        job = _job(cluster, name)
+        within = job["metadata"]["namespace"]
+        ray_cluster = job.get("status", {}).get("rayCluster", {}).get("name")
+        if ray_cluster is None:
+            raise NotThereError(f"{within}/{name} has no RayCluster: it has not begun, or has ended and gave it back")
+        found = cluster.get("raycluster.ray.io", ray_cluster, f"--namespace={within}")
+        service = found.get("status", {}).get("head", {}).get("serviceName")
+        if service is None:
+            raise NotThereError(f"{within}/{name} has no head yet: see kubectl ppo explain-pending {name}")
+        typer.echo(f"http://127.0.0.1:{port}\n{_TOKEN_WORDS.format(secret=f'{ray_cluster}-ray', namespace=within)}")
+        target = f"{port}:{RAY_HEAD_PORTS['dashboard']}"
+        if code := cluster.attach("port-forward", f"--namespace={within}", f"service/{service}", target):
+            raise typer.Exit(code)
+
+
+@app.command()
+def suspend(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
+    """Have a job put a checkpoint down, stop, and give its GPUs back, until it is resumed."""
+    with _refusals():
+        _set_suspend(_cluster(context, namespace), name, True, wait)
+
+
+@app.command()
+def resume(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
+    """Let a suspended job go on from its last checkpoint."""
+    with _refusals():
+        _set_suspend(_cluster(context, namespace), name, False, wait)
+
+
+def main() -> None:
+    """Run the program."""
+    app()
+
+
+def log_pattern(folder: "RunFolder", role: str, rank: int | None, attempt: int) -> str:
+    """Return the shell pattern of a process' logs.
+
+    Raises:
+        ValueError: the role is no word that a log could be named after.
+    """
+    # It becomes part of a shell's command.
+    if not re.fullmatch(_PROCESS_PATTERN, role):
+        raise ValueError(f"--role {role!r} is no role: use driver, actor, rollout, ref, critic, reward, or your own")
+    which = role if role == "driver" else f"{role}-{'*' if rank is None else rank}"
+    return str(folder.files.log_of(which, attempt=attempt))
+
+
+def _set_suspend(cluster: Cluster, name: str, wanted: bool, wait: int) -> None:
+    """Write spec.runPolicy.suspend; with `wait` come back when the job has followed it, or after so many seconds."""
+    patch = json.dumps({"spec": {"runPolicy": {"suspend": wanted}}})
+    patched = json.loads(cluster.output("patch", _KIND, name, "--type=merge", f"--patch={patch}", "--output=json"))
+    if patched["spec"].get("runPolicy", {}).get("suspend") is not wanted:
+        raise KubectlError("the cluster's definition of PPOJob has no spec.runPolicy.suspend: upgrade its CRD")
+    within = f"--namespace={patched['metadata']['namespace']}"
+    typer.echo(f"{patched['metadata']['namespace']}/{name}: spec.runPolicy.suspend is {str(wanted).lower()}")
+    condition = f"--for=condition=Suspended={str(wanted).lower()}"
+    if wait and (code := cluster.attach("wait", within, f"{_KIND}/{name}", condition, f"--timeout={wait}s")):
+        raise typer.Exit(code)
+
+
+def _cluster(context: str | None, namespace: str | None) -> Cluster:
+    return Kubectl(context=context, namespace=namespace)
+
+
+def _job(cluster: Cluster, name: str) -> Raw:
+    job: Raw = cluster.get(_KIND, name)
+    return job
+
+
+def _jobs(cluster: Cluster, name: str | None, all_namespaces: bool) -> list[Raw]:
+    if name is not None:
+        return [_job(cluster, name)]
+    jobs: list[Raw] = cluster.get(_KIND, *(["--all-namespaces"] if all_namespaces else []))["items"]
+    return jobs
+
+
+def _view(jobs: Sequence[Raw], name: str | None, all_namespaces: bool) -> object:
+    now = datetime.now(UTC)
+    if name is not None:
+        return status_table.job_view(jobs[0], now)
+    return status_table.jobs_table(jobs, now, with_namespace=all_namespaces) if jobs else "no PPOJobs found"
+
+
+def _watch(cluster: Cluster, name: str | None, all_namespaces: bool, interval: float, console: Console) -> None:
+    """Show the jobs until all are finished: a live table on a terminal, a line for each change elsewhere."""
+    told: dict[str, str] = {}
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            jobs = _jobs(cluster, name, all_namespaces)
+            if console.is_terminal:
+                live.update(_view(jobs, name, all_namespaces), refresh=True)  # type: ignore[arg-type]
+            else:
+                _tell_changes(jobs, told)
+            if all(map(status_table.is_finished, jobs)):
+                return
+            time.sleep(interval)
+
+
+def _tell_changes(jobs: Sequence[Raw], told: dict[str, str]) -> None:
+    for job in jobs:
+        line, uid = status_table.line(job), job["metadata"]["uid"]
+        if told.get(uid) != line:
+            typer.echo(line)
+            told[uid] = line
+
+
+@contextmanager
+def _folder(cluster: Cluster, name: str) -> Iterator[tuple[Raw, "RunFolder"]]:
+    from ppojob_trainer.kubectl.run_folder import open_folder
+
+    job = _job(cluster, name)
+    with open_folder(cluster, job) as folder:
+        yield job, folder
+
+
+def _fetch(cluster: Cluster, name: str, target: Path, *, with_trace: bool) -> Path:
+    """Bring what a picture is drawn from into a folder of this machine."""
+    target.mkdir()
+    with _folder(cluster, name) as (_, folder):
+        for file in (folder.files.metrics, *([folder.files.trace] if with_trace else [])):
+            (target / file.name).write_bytes(folder.read(file))
+    return target
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Print what a user can mend as a sentence, and end with 1; a bug of ours keeps its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (KubectlError, NotThereError, ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""kubectl as a program: contexts, credentials, proxies and exec plugins are its own, and work as the user knows them.
+
+`app.py` makes one for each command. It knows no PPOJob, and never logs.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+Raw = dict[str, Any]
+"""An object of the API server as decoded JSON."""
+
+_LIMIT_SECONDS = 120.0
+_INTERRUPTED = 130
+
+
+class KubectlError(RuntimeError):
+    """kubectl refused or failed; the message has its own words."""
+
+
+class NotThereError(ValueError):
+    """The job has not made what is asked for, or has given it back."""
+
+
+class Cluster(Protocol):
+    """What the commands need of a cluster."""
+
+    def get(self, *arguments: str) -> Any:
+        """Return what `kubectl get` gives, decoded."""
+
+    def output(self, *arguments: str, stdin: str | None = None) -> bytes:
+        """Return what a kubectl command prints."""
+
+    def attach(self, *arguments: str) -> int:
+        """Run a kubectl command on the user's own terminal; return its exit status."""
+
+
+class Kubectl:
+    """kubectl on PATH."""
+
+    def __init__(self, *, context: str | None = None, namespace: str | None = None) -> None:
+        """Where nothing is given, the kubeconfig says it."""
+        given = {"--context": context, "--namespace": namespace}
+        self._command = ["kubectl", *(f"{name}={value}" for name, value in given.items() if value)]
+
+    def get(self, *arguments: str) -> Any:
+        """Return what `kubectl get` gives, decoded.
+
+        Raises:
+            KubectlError: with kubectl's words.
+        """
+        return json.loads(self.output("get", *arguments, "--output=json"))
+
+    def output(self, *arguments: str, stdin: str | None = None) -> bytes:
+        """Return what a kubectl command prints.
+
+        Raises:
+            KubectlError: with kubectl's words.
+        """
+        with _found():
+            done = subprocess.run(
+                [*self._command, *arguments],
+                input=None if stdin is None else stdin.encode(),
+                stdin=subprocess.DEVNULL if stdin is None else None,
+                capture_output=True,
+                timeout=_LIMIT_SECONDS,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise KubectlError(_words(arguments, done.stderr))
+        return done.stdout
+
+    def attach(self, *arguments: str) -> int:
+        """Run a kubectl command on the user's own terminal until it ends or is interrupted; return its exit status.
+
+        Raises:
+            KubectlError: there is no kubectl.
+        """
+        with _found(), subprocess.Popen([*self._command, *arguments], stdin=subprocess.DEVNULL) as process:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # The terminal has told kubectl too.
+                process.wait()
+                return _INTERRUPTED
+
+
+@contextmanager
+def _found() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise KubectlError("kubectl is not on PATH: install it, or add its folder") from error
+    except subprocess.TimeoutExpired as error:
+        raise KubectlError(f"kubectl did not end within {_LIMIT_SECONDS:g} s: is the cluster reachable?") from error
+
+
+def _words(arguments: Sequence[str], said: bytes) -> str:
+    text = said.decode(errors="replace").strip()
+    return text.removeprefix("error: ") or f"kubectl {' '.join(arguments)} failed without a word"

@@ -1,0 +1,138 @@
+"""What `kubectl ppo status` and `metrics` show: tables of PPOJobs as the API server has them. Pure, for `app.py`."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ppojob_trainer.kubectl.client import Raw
+
+_COLORS = {"Succeeded": "green", "Running": "cyan", "Failed": "red"}
+_FINISHED = ("Complete", "Failed")
+_MANY = timedelta(days=2)
+
+
+def jobs_table(jobs: Sequence[Raw], now: datetime, *, with_namespace: bool = False) -> Table:
+    """Return one line for each job, in kubectl's columns and some more."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    headings = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "REWARD", "READY", "BUSY", "RETRIES", "AGE"]
+    for heading in [*(["NAMESPACE"] if with_namespace else []), *headings]:
+        table.add_column(heading, no_wrap=True)
+    for job in jobs:
+        name = [job["metadata"]["namespace"]] if with_namespace else []
+        table.add_row(*map(escape, name), *_cells(job, now))
+    return table
+
+
+def job_view(job: Raw, now: datetime) -> RenderableType:
+    """Return all that is known of one job."""
+    status = job.get("status", {})
+    parts: list[RenderableType] = [jobs_table([job], now), "", _conditions(status)]
+    if status.get("pools"):
+        parts += ["", _pools(status["pools"])]
+    failure = status.get("lastFailure")
+    if failure:
+        words = f"{failure['reason']}: {failure['message']}"
+        parts += ["", Text(f"last failure (attempt {failure['attempt']}): {words}", style="red")]
+    parts += [Text(line) for line in ("", *_places(status)) if len(_places(status))]
+    return Group(*parts)
+
+
+def line(job: Raw) -> str:
+    """Return a job in one line, without what changes by itself."""
+    status, progress = job.get("status", {}), job.get("status", {}).get("progress", {})
+    key = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+    steps = f"step {progress.get('step', 0)}/{progress.get('totalSteps', '?')}"
+    return f"{key}  {_phase(job)}  {steps}  reward {progress.get('reward', '-')}  ready {status.get('ready', '-')}"
+
+
+def is_finished(job: Raw) -> bool:
+    """Return whether the job is complete or has failed."""
+    conditions = job.get("status", {}).get("conditions", [])
+    return any(each["type"] in _FINISHED and each["status"] == "True" for each in conditions)
+
+
+def metrics_table(job: Raw) -> Table:
+    """Return the last step's metrics as the status has them."""
+    status = job.get("status", {})
+    table = Table("metric", f"step {status.get('progress', {}).get('step', 0)}", box=None, pad_edge=False)
+    for metric in status.get("metrics", []):
+        table.add_row(escape(metric["name"]), escape(metric["value"]))
+    return table
+
+
+def steps_table(records: Sequence[dict[str, float | None]], names: Sequence[str]) -> Table:
+    """Return a line for each step with the metrics that are asked for."""
+    table = Table("step", *names, box=None, pad_edge=False)
+    for record in records:
+        values = (record.get(name) for name in names)
+        table.add_row(f"{record['step']:.0f}", *("-" if value is None else f"{value:.4g}" for value in values))
+    return table
+
+
+def duration(span: timedelta) -> str:
+    """Return a time as kubectl writes it: 45s, 12m, 5h, 3d."""
+    seconds = int(span.total_seconds())
+    if seconds < 120:
+        return f"{max(0, seconds)}s"
+    if seconds < 120 * 60:
+        return f"{seconds // 60}m"
+    return f"{seconds // 3600}h" if span < _MANY else f"{span.days}d"
+
+
+def age(since: str | None, now: datetime) -> str:
+    """Return how long ago a moment of the API server is; a dash where there is none."""
+    return duration(now - datetime.fromisoformat(since)) if since else "-"
+
+
+def _phase(job: Raw) -> str:
+    return str(job.get("status", {}).get("phase", "Pending"))
+
+
+def _cells(job: Raw, now: datetime) -> Iterable[RenderableType]:
+    status, progress, phase = job.get("status", {}), job.get("status", {}).get("progress", {}), _phase(job)
+    left = progress.get("etaSeconds")
+    busy = ", ".join(
+        f"{pool['name']} {float(pool['busyFraction']):.0%}"
+        for pool in status.get("pools", [])
+        if "busyFraction" in pool
+    )
+    yield escape(job["metadata"]["name"])
+    yield Text(phase, style=_COLORS.get(phase, ""))
+    yield f"{progress.get('step', 0)}/{progress['totalSteps']}" if "totalSteps" in progress else "-"
+    yield f"{progress['percentage']} %" if "percentage" in progress else "-"
+    yield duration(timedelta(seconds=left)) if left is not None and not is_finished(job) else "-"
+    yield str(progress.get("reward", "-"))
+    yield str(status.get("ready", "-"))
+    yield busy or "-"
+    yield str(status.get("retries", {}).get("total", 0))
+    yield age(job["metadata"].get("creationTimestamp"), now)
+
+
+def _conditions(status: Raw) -> Table:
+    table = Table("condition", "", "reason", "message", box=None, pad_edge=False, header_style="bold")
+    for each in status.get("conditions", []):
+        table.add_row(each["type"], each["status"], each["reason"], escape(each["message"]))
+    return table
+
+
+def _pools(pools: Sequence[Raw]) -> Table:
+    table = Table("pool", "pods ready", "GPUs", "busy", "message", box=None, pad_edge=False, header_style="bold")
+    for pool in pools:
+        ready = f"{pool.get('readyNodes', 0)}/{pool.get('desiredNodes', '?')}"
+        busy = f"{float(pool['busyFraction']):.0%}" if "busyFraction" in pool else "-"
+        table.add_row(escape(pool["name"]), ready, str(pool.get("gpus", "-")), busy, escape(pool.get("message", "")))
+    return table
+
+
+def _places(status: Raw) -> list[str]:
+    """Return where the newest results are, and what the trainer recommends."""
+    checkpoint, model = status.get("checkpoint"), status.get("model")
+    return [
+        *([f"checkpoint      step {checkpoint['step']}, {checkpoint['path']}"] if checkpoint else []),
+        *([f"model           {model['path']}"] if model else []),
+        *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
+    ]
