@@ -22,13 +22,14 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import Command, FailureRecord, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
+from tests.integration.trainer.test_killed_runs import kill
 from tests.integration.trainer.test_ppo_on_ray import records_of, spec_of
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 STEPS = 6
-LIMIT_S = 300.0
+LIMIT_S = 500.0
 TWO_POOLS = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "critic": "critic"},
@@ -98,8 +99,14 @@ def run_attempt(root: Path, model: Path, attempt: int, endpoint: Endpoint, layou
     (root / "job.json").write_text(job.encode())
     options = ["--job", str(root / "job.json"), "--hash", JobFile.digest(job.encode())]
     command = [sys.executable, "-m", "ppojob_trainer.main", *options, "--generation", "1", "--attempt", str(attempt)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    return done.returncode, done.stdout + done.stderr
+    path = root / f"output-{attempt}.txt"
+    with path.open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        code = run.wait(LIMIT_S)
+    finally:
+        kill(run)
+    return code, path.read_text(errors="replace")
 
 
 def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(tmp_path: Path) -> None:
