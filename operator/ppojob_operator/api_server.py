@@ -73,9 +73,13 @@ class ApiServer:
         self._client = client
         self._timeout = timeout
 
-    async def read(self, collection: str, namespace: str, name: str) -> RawObject | None:
-        """Return an object, or None if there is none."""
-        answer = await self.call("GET", f"{collection}/{{name}}", namespace, name)
+    async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
+        """Return an object, or None if there is none.
+
+        With `may_lag` it comes from the API server's own memory, which is behind the store by moments.
+        """
+        query = {"resourceVersion": "0"} if may_lag else None
+        answer = await self.call("GET", f"{collection}/{{name}}", namespace, name, query=query)
         return None if answer.status == 404 else answer.expect(200)
 
     async def apply_status(self, namespace: str, name: str, uid: str, *, status: RawObject, manager: str) -> bool:
