@@ -82,9 +82,13 @@ class ApiServer:
         self._timeout = timeout
         self._guard = guard
 
-    async def read(self, collection: str, namespace: str, name: str) -> RawObject | None:
-        """Return an object, or None if there is none."""
-        answer = await self.call("GET", f"{collection}/{{name}}", namespace, name)
+    async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
+        """Return an object, or None if there is none.
+
+        With `may_lag` it comes from the API server's own memory, which is behind the store by moments.
+        """
+        query = {"resourceVersion": "0"} if may_lag else None
+        answer = await self.call("GET", f"{collection}/{{name}}", namespace, name, query=query)
         return None if answer.status == 404 else answer.expect(200)
 
     async def create(self, collection: str, manifest: RawObject) -> bool:

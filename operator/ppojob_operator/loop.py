@@ -206,7 +206,9 @@ class Loop:
         """Return the job's objects: read anew, but for those of an admitted job of which no watch told since."""
         kept = self._kept.get(job.key)
         if kept is not None and job.status.start_time is not None:
-            return kept
+            # No watch tells of the ConfigMap; once the trainer has it, its loss can wait for the sweep.
+            is_sent = job.status.submission_id is not None
+            return kept if is_sent else replace(kept, config=await self._cluster.read_config(job.key))
         # A watch that tells of a change from here on takes the entry away, and the result is not kept.
         self._kept[job.key] = None
         clusters = await self._cluster.list_clusters(job.key)

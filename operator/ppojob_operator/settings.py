@@ -97,8 +97,8 @@ class Settings(BaseModel):
     """How Ray's dashboards are reached."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
     """Secret with the key from which the tokens of Ray's dashboards are made."""
-    workers: Annotated[int, Field(ge=1, le=64)] = 4
-    """How many jobs are looked at at the same time."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 16
+    """How many jobs are looked at at the same time. A look mostly waits for the API server."""
     request_timeout: Seconds = 20.0
     """Longest time for one call to the API server or to a dashboard."""
     pass_timeout: Seconds = 120.0

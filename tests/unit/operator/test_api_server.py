@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator.api_server import JOBS, ApiError, ApiRefused, ApiServer, ApiUnavailable
+from ppojob_operator.cluster_progress import ProgressCluster
 
 STATUS = {"phase": "Running"}
 PATH = "/apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/x"
@@ -75,6 +76,17 @@ async def test_a_status_is_written_to_the_object_as_it_was_just_read(api: ApiSer
     (written,) = player.written
     assert written["metadata"] == {"namespace": "ns", "name": "x", "resourceVersion": "7"}
     assert (written["status"], written["manager"]) == (STATUS, "me")
+
+
+async def test_what_may_lag_is_read_from_the_api_servers_memory(api: ApiServer, player: Player) -> None:
+    progress = ProgressCluster(api)
+
+    assert await progress.read_job("ns", "x") is not None
+    assert await progress.read_pod("ns", "p") is not None
+    assert await api.read(JOBS, "ns", "x") is not None
+
+    pod = "/api/v1/namespaces/ns/pods/p"
+    assert player.seen == [f"GET {PATH}?resourceVersion=0", f"GET {pod}?resourceVersion=0", f"GET {PATH}"]
 
 
 async def test_an_object_that_changed_in_between_is_looked_at_again(api: ApiServer, player: Player) -> None:

@@ -319,6 +319,16 @@ async def test_objects_of_which_no_watch_told_are_not_read_again() -> None:
     assert await pods_read_by(cluster, loop, 2) == 1
 
 
+async def test_a_config_map_that_somebody_deleted_is_missed_at_once_before_the_trainer_has_it() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    await loop.look(GOOD)
+    await loop.look(GOOD)
+    del cluster.configs[GOOD]
+
+    assert await pods_read_by(cluster, loop) == 0
+    assert cluster.applied[-1] == "ConfigMap"
+
+
 async def test_what_a_watch_tells_during_a_look_is_read_by_the_next() -> None:
     class Changing(MemoryCluster):
         async def read_claim(self, namespace: str, name: str) -> Manifest | None:
