@@ -64,9 +64,9 @@ def test_only_libraries_that_the_machine_lacks_are_added(tmp_path: Path) -> None
 
 
 def test_no_mounted_folder_lies_in_another() -> None:
-    paths = [Path("/opt/env/lib"), Path("/usr"), Path("/opt"), Path("/usr"), Path("/work/site")]
+    paths = [Path("/opt/env/lib"), Path("/usr"), Path("/opt"), Path("/usr"), Path("/srv/site")]
 
-    assert outermost(paths) == [Path("/usr"), Path("/opt"), Path("/work/site")]
+    assert outermost(paths) == [Path("/usr"), Path("/opt"), Path("/srv/site")]
 
 
 def test_the_trainer_has_the_site_and_the_operator_its_own_packages(tmp_path: Path) -> None:
