@@ -53,7 +53,9 @@ def release(kubectl: Any) -> Iterator[str]:
 )
 def test_the_api_server_takes_every_object_without_a_warning(kubectl: Any, values: tuple[str, ...]) -> None:
     given = [value.format(namespace=kubectl.namespace) for value in values]
-    text = yaml.safe_dump_all(render(kubectl.namespace, *COMMON, *given))
+    # A pod is refused before its service account is there; `helm test` runs this one.
+    objects = [manifest for manifest in render(kubectl.namespace, *COMMON, *given) if manifest["kind"] != "Pod"]
+    text = yaml.safe_dump_all(objects)
 
     done = kubectl.run("create", "--dry-run=server", "--validate=strict", "--filename=-", stdin=text)
 
@@ -123,6 +125,13 @@ def render_package(namespace: str) -> list[dict[str, Any]]:
     return [manifest for manifest in yaml.safe_load_all(text) if manifest]
 
 
+def lost(before: Any, after: Any, path: str = "spec") -> list[str]:
+    """Return the paths of the values that are others now, or gone."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return [] if before == after else [path]
+    return [found for key, value in before.items() for found in lost(value, after.get(key), f"{path}.{key}")]
+
+
 def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     kubectl: Any, previous_definition: None, manifest: dict[str, Any]
 ) -> None:
@@ -144,7 +153,10 @@ def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     after = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
     helm("uninstall", "ppojob", where, "--wait")
 
-    assert after == before
+    # Nothing was written; the definition's new fields show their defaults.
+    assert after["metadata"] == before["metadata"]
+    assert after["status"] == before["status"]
+    assert lost(before["spec"], after["spec"]) == []
     # The operator of the chart before knows no Lease: its pod must be gone before the new one decides.
     assert (first, second) == ("Recreate", "RollingUpdate")
 

@@ -138,5 +138,6 @@ def test_what_comes_again_is_one_event_that_is_counted(kubectl: Any, jobs: Any) 
 
     selector = f"involvedObject.name={name},reason={Reason.CLUSTER_SUSPENDED}"
     [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
-    assert event["count"] == 2
+    # KubeRay may say so again while the pods come and go.
+    assert event["count"] >= 2
     assert event["lastTimestamp"] > event["firstTimestamp"]
