@@ -67,12 +67,14 @@ contracts: install ## Check who imports whom (import-linter).
 	$(VENV)/bin/lint-imports
 
 .PHONY: generate
-generate: install ## Write the CRD, the chart's copy of it and the field reference from the models.
+generate: install ## Write the CRD, the chart's copy of it, the field reference and the chart's table of values.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate
+	$(PYTHON) charts/readme.py
 
 .PHONY: generate-check
 generate-check: install ## Fail if a generated file is not what `make generate` would write.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate --check
+	$(PYTHON) charts/readme.py --check
 
 .PHONY: tools
 tools: install ## Build helm, which some checks call.
@@ -84,7 +86,7 @@ unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has
 
 .PHONY: golden
 golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them anew.
-	$(if $(UPDATE),$(PYTHON) tests/golden/golden_manifests.py --update)
+	$(if $(UPDATE),$(PYTHON) -m tests.golden.golden_manifests --update)
 	$(PYTEST) tests/golden
 
 .PHONY: bench

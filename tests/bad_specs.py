@@ -110,6 +110,19 @@ BAD_SPECS = (
             "spec.pools[0].name", "pattern", shows="'Actor'"),
     BadSpec("memory that is no quantity", {_spec("pools", 0, "resourcesPerGPU"): {"memory": "64 gigabytes"}},
             "spec.pools[0].resourcesPerGPU.memory", "pattern", shows="'64 gigabytes'"),
+    # The network of a pool.
+    BadSpec("variable of another kind in a pool's network",
+            {_spec("pools", 0, "network"): {"nccl": {"NCLL_DEBUG": "INFO"}}},
+            "spec.pools[0].network.nccl", "begin with NCCL_, UCX_, GLOO_ only", shows="NCLL_DEBUG"),
+    BadSpec("network interface twice",
+            {_spec("pools", 0, "network"): {"interface": "eth0", "nccl": {"NCCL_SOCKET_IFNAME": "ib0"}}},
+            "spec.pools[0].network.interface", "leave interface out", shows="'eth0'"),
+    BadSpec("network interface with a space", {_spec("pools", 0, "network"): {"interface": "eth0 eth1"}},
+            "spec.pools[0].network.interface", "pattern", shows="'eth0 eth1'"),
+    BadSpec("RDMA resource without a domain", {_spec("pools", 0, "network"): {"rdma": {"resourceName": "hca"}}},
+            "spec.pools[0].network.rdma.resourceName", "pattern", shows="'hca'"),
+    BadSpec("no RDMA devices", {_spec("pools", 0, "network"): {"rdma": {"resourceName": "rdma/hca", "count": 0}}},
+            "spec.pools[0].network.rdma.count", "greater than or equal to 1", shows="0"),
     # The schedule.
     BadSpec("overlapped in one pool", {**_ONE_POOL, _spec("schedule"): {"mode": "Overlapped"}},
             "spec.schedule.mode", "different pools", shows="'Overlapped'"),
@@ -333,5 +346,13 @@ BAD_SPECS = (
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
+    BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},
+            "spec.pools[0].minNodes", "is above nodes, which is 1: lower it", shows="2"),
+    BadSpec("most nodes below the nodes", {_spec("pools", 0, "nodes"): 3, _spec("pools", 0, "maxNodes"): 2},
+            "spec.pools[0].maxNodes", "is below nodes, which is 3: raise it", shows="2"),
+    BadSpec("no time to stop in order", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
+            "spec.runPolicy.stopGracePeriodSeconds", "greater than or equal to 1", shows="0"),
+    BadSpec("a word for suspend", {_spec("runPolicy"): {"suspend": "yes"}},
+            "spec.runPolicy.suspend", "valid boolean", shows="'yes'"),
 )  # fmt: skip
 """Every mistake is refused; none is refused for another reason."""

@@ -6,7 +6,7 @@ no policy, keeps nothing and never logs.
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ _SCHEMA_VIOLATION = "field not declared in schema"
 
 RawObject = Mapping[str, Any]
 """An object of the API server as decoded JSON."""
+StatusOf = Callable[[RawObject], RawObject | None]
+"""From an object as it stands to the part of its status that is written; None: nothing is to be written."""
 
 
 class ApiError(Exception):
@@ -68,10 +70,17 @@ class Answer:
 class ApiServer:
     """The API server. Paths are templates, so that a name from outside cannot lead to another path."""
 
-    def __init__(self, client: "ApiClient", *, timeout: float) -> None:
-        """`timeout` of one call is in seconds."""
+    def __init__(self, client: "ApiClient", *, timeout: float, guard: Callable[[], None] = lambda: None) -> None:
+        """Speak through a client.
+
+        Args:
+            client: the connection.
+            timeout: of one call, in seconds.
+            guard: called before each call that changes something; what it raises is raised, and nothing is sent.
+        """
         self._client = client
         self._timeout = timeout
+        self._guard = guard
 
     async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
         """Return an object, or None if there is none.
@@ -82,11 +91,36 @@ class ApiServer:
         answer = await self.call("GET", f"{collection}/{{name}}", namespace, name, query=query)
         return None if answer.status == 404 else answer.expect(200)
 
-    async def apply_status(self, namespace: str, name: str, uid: str, *, status: RawObject, manager: str) -> bool:
+    async def create(self, collection: str, manifest: RawObject) -> bool:
+        """Create an object; False if there is one of its name already."""
+        answer = await self.call("POST", collection, manifest["metadata"]["namespace"], body=manifest)
+        if answer.status == 409:
+            return False
+        answer.expect(201)
+        return True
+
+    async def replace(self, collection: str, manifest: RawObject) -> bool:
+        """Replace an object; False if it changed since it was read (by its resourceVersion), or is gone."""
+        metadata = manifest["metadata"]
+        path = f"{collection}/{{name}}"
+        answer = await self.call("PUT", path, metadata["namespace"], metadata["name"], body=manifest)
+        if answer.status in (404, 409):
+            return False
+        answer.expect(200)
+        return True
+
+    async def apply_status(self, namespace: str, name: str, uid: str, *, status_of: StatusOf, manager: str) -> bool:
         """Apply a field manager's part of a PPOJob's status; False if that object is gone or another has its name.
 
         A uid in the body guards nothing: on the status the API server takes any. So the object is looked at first, and
         its resourceVersion makes the API server refuse (409) one that changed or was made anew in between.
+
+        Args:
+            namespace: of the PPOJob.
+            name: of the PPOJob.
+            uid: of the PPOJob.
+            status_of: asked at each try with the object as it stands.
+            manager: the field manager.
 
         Raises:
             ApiUnavailable: the object changed each time in between.
@@ -95,6 +129,9 @@ class ApiServer:
             current = await self.read(JOBS, namespace, name)
             if current is None or current["metadata"]["uid"] != uid:
                 return False
+            status = status_of(current)
+            if status is None:
+                return True
             metadata = {key: current["metadata"][key] for key in ("namespace", "name", "resourceVersion")}
             answer = await self.call(
                 "PATCH",
@@ -133,6 +170,8 @@ class ApiServer:
             ApiUnavailable: there was no answer, or one that asks to come again.
             ApiRefused: the object has fields that the API server does not know.
         """
+        if method != "GET":
+            self._guard()
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         # Without the body: it is plain JSON already, and a look through each of its values takes most of a call's time.
         _, url, headers, _, _ = await self._client.param_serialize(

@@ -23,11 +23,13 @@ _COLLECTIONS = {
     "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
     "Secret": "/api/v1/namespaces/{namespace}/secrets",
     "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
     "RayCluster": _CLUSTERS,
 }
 
 _APPLY = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
 _MAX_NOTE = 1000
+_MAX_RACES = 5
 _CONTROLLER = f"{constants.GROUP}/operator"
 
 
@@ -91,7 +93,9 @@ class Cluster:
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
         """Write the operator's part of the status; False if that object is gone, or another has its name."""
         key, manager = job.key, constants.FIELD_MANAGER_OPERATOR
-        return await self._api.apply_status(key.namespace, key.name, job.uid, status=status, manager=manager)
+        return await self._api.apply_status(
+            key.namespace, key.name, job.uid, status_of=lambda _: status, manager=manager
+        )
 
     async def delete_cluster(self, namespace: str, name: str) -> None:
         """Delete a RayCluster with its pods; it is no error if it is gone."""
@@ -102,7 +106,7 @@ class Cluster:
         await self._delete(JOBS, job.key.namespace, job.key.name, {"preconditions": {"uid": job.uid}})
 
     async def emit(self, job: Job, event: EventRecord) -> None:
-        """Write an Event about the job. The same words about the same attempt are written once."""
+        """Write an Event about the job. The same words about the same attempt are one Event that is counted."""
         said = f"{job.uid}/{job.status.attempt}/{event.action}/{event.reason}/{event.message}"
         name = f"{job.key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
         regarding = {
@@ -130,9 +134,17 @@ class Cluster:
             "reportingInstance": self._reporter,
             "involvedObject": regarding,
         }
-        answer = await self._api.call("POST", _EVENTS, job.key.namespace, body=body)
-        if answer.status != 409:
-            answer.expect(201)
+        if not await self._api.create(_EVENTS, body):
+            await self._count_again(job.key.namespace, name, now)
+
+    async def _count_again(self, namespace: str, name: str, now: str) -> None:
+        for _ in range(_MAX_RACES):
+            found = await self._api.read(_EVENTS, namespace, name)
+            if found is None:  # It expired meanwhile.
+                return
+            counted = {**found, "count": found.get("count", 1) + 1, "lastTimestamp": now}
+            if await self._api.replace(_EVENTS, counted):
+                return
 
     async def _is_served(self, collection: str, namespace: str) -> bool:
         answer = await self._api.call("GET", collection, namespace, query={"limit": "1"})

@@ -6,7 +6,7 @@ second. It decides nothing and never logs.
 """
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import JOBS, ApiServer, RawObject
+from ppojob_operator.api_server import JOBS, ApiServer, RawObject, StatusOf
 from ppojob_operator.status_server.ports import JobIdentity, TokenIdentity
 
 _PODS = "/api/v1/namespaces/{namespace}/pods"
@@ -51,9 +51,9 @@ class ProgressCluster:
         """Return the PPOJob, or None if there is none."""
         return await self._api.read(JOBS, namespace, name, may_lag=True)
 
-    async def apply_progress(self, key: JobIdentity, status: RawObject) -> bool:
+    async def apply_progress(self, key: JobIdentity, status_of: StatusOf) -> bool:
         """Apply the reports' part of the status; False if that object is gone, or another has its name."""
-        return await self._api.apply_status(*key, status=status, manager=constants.FIELD_MANAGER_PROGRESS)
+        return await self._api.apply_status(*key, status_of=status_of, manager=constants.FIELD_MANAGER_PROGRESS)
 
     async def read_secret(self, namespace: str, name: str) -> RawObject | None:
         """Return the Secret, or None if there is none."""
@@ -61,18 +61,8 @@ class ProgressCluster:
 
     async def create_secret(self, secret: RawObject) -> bool:
         """Create the Secret; False if there is one already."""
-        answer = await self._api.call("POST", _SECRETS, secret["metadata"]["namespace"], body=secret)
-        if answer.status == 409:
-            return False
-        answer.expect(201)
-        return True
+        return await self._api.create(_SECRETS, secret)
 
     async def replace_secret(self, secret: RawObject) -> bool:
         """Replace the Secret; False if it changed since it was read, or is gone."""
-        metadata = secret["metadata"]
-        path = f"{_SECRETS}/{{name}}"
-        answer = await self._api.call("PUT", path, metadata["namespace"], metadata["name"], body=secret)
-        if answer.status in (404, 409):
-            return False
-        answer.expect(200)
-        return True
+        return await self._api.replace(_SECRETS, secret)

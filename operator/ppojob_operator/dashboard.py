@@ -6,7 +6,7 @@ the addresses: Ray's job submission REST API, and the log endpoint of its state 
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,19 @@ class Address:
 class Dashboard:
     """The dashboards of all jobs; they share one pool of connections."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, timeout: float) -> None:
-        """`timeout` of one call is in seconds."""
+    def __init__(
+        self, session: aiohttp.ClientSession, *, timeout: float, guard: Callable[[], None] = lambda: None
+    ) -> None:
+        """Speak through a session.
+
+        Args:
+            session: the connections.
+            timeout: of one call, in seconds.
+            guard: called before a job is submitted; what it raises is raised, and nothing is sent.
+        """
         self._session = session
         self._timeout = timeout
+        self._guard = guard
 
     async def look(self, address: Address) -> Ray:
         """Return what Ray knows of its jobs, or why it does not answer."""
@@ -59,7 +68,9 @@ class Dashboard:
 
         Raises:
             DashboardError: it could not be started.
+            Exception: whatever the guard raises.
         """
+        self._guard()
         body = {
             "submission_id": submission.submission_id,
             "entrypoint": submission.entrypoint,

@@ -16,12 +16,15 @@ growing pause; it never stops the others.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from time import monotonic
+from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import Retries
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiError, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
@@ -56,6 +59,10 @@ class Hooks:
     """Called at least every second while a worker has nothing to do, and after each look."""
     observe_look: Callable[[float, str], None] = lambda seconds, outcome: None
     """Called after each look with its seconds and `ok`, `gone` or `error`."""
+    count_submission: Callable[[], None] = lambda: None
+    """Called after Ray was given an attempt."""
+    count_retries: Callable[[str, int], None] = lambda cause, count: None
+    """Called with `user` or `infrastructure` and how many retries a written status has more than the one before."""
 
 
 class Loop:
@@ -118,7 +125,8 @@ class Loop:
         while not stop.is_set():
             key = await self._queue.take(_IDLE_TICK)
             if key is not None and not stop.is_set():
-                await self._guarded_look(key)
+                with logs.about(key):
+                    await self._guarded_look(key)
             if key is not None:
                 self._queue.done(key)
             self._hooks.beat()
@@ -176,6 +184,7 @@ class Loop:
             self._told.discard(key)
             return "gone"
         job = read_job(raw)
+        logs.set_attempt(job.status.attempt)
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
         if plan.wanted_log:
@@ -269,6 +278,7 @@ class Loop:
             address = self._address(job, observed)
             assert address is not None
             await self._dashboard.submit(address, plan.submission)
+            self._hooks.count_submission()
 
     async def _write(self, job: Job, plan: Plan) -> bool:
         """Write status and Events; False if the object is gone, or another has its name."""
@@ -277,9 +287,20 @@ class Loop:
                 self._queue.add(job.key)
                 return False
             logger.info("%s: %s", job.key, _summary(plan))
+            self._count_retries(job, plan.status)
         for event in plan.events:
             await self._cluster.emit(job, event)
         return True
+
+    def _count_retries(self, job: Job, written: Mapping[str, Any]) -> None:
+        before = job.status.retries or Retries()
+        after = Retries.model_validate(written.get("retries", {}))
+        for cause, count in (
+            ("user", after.user - before.user),
+            ("infrastructure", after.infrastructure - before.infrastructure),
+        ):
+            if count > 0:
+                self._hooks.count_retries(cause, count)
 
 
 def _summary(plan: Plan) -> str:

@@ -1,10 +1,11 @@
 """The operator's process: builds the parts, plugs them together, runs them until a signal comes.
 
-    main thread's loop:   status server (reports, probes)   +   Loop (queue, workers)
-    a thread of its own:  Kopf (watches) --- notes of jobs ---> Loop.note
+    every replica:        status server (reports, probes)   +   Election (the Lease)
+    the leader, besides:  Loop (queue, workers)  <--- notes of jobs ---  Kopf (watches), in a thread of its own
 
 Kopf has a thread of its own because it cancels, when it ends, every younger task of the event loop that it runs in,
-reports in work among them. If any part ends by itself, the process ends with status 1 and is started anew.
+reports in work among them. If any part ends by itself, the process ends with status 1 and is started anew; a replica
+that loses the Lease stands by again and goes on taking reports.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import secrets
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,14 +26,12 @@ import aiohttp
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
-from ppojob_operator.cluster import Cluster
 from ppojob_operator.cluster_progress import ProgressCluster
-from ppojob_operator.dashboard import Dashboard
-from ppojob_operator.handlers import Watches
-from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
-from ppojob_operator.plan import Surroundings
+from ppojob_operator.plan import JobNetwork, Surroundings
 from ppojob_operator.settings import Settings, SettingsError
 from ppojob_operator.status_server import (
     CertificateError,
@@ -42,6 +41,8 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
+from ppojob_operator.term import Term
+from ppojob_operator.together import run_together
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _KEY_BYTES = 32
 _KEY_TRIES = 30
 _KEY_PAUSE = 1.0
-_STOP_SECONDS = 25.0
-_LOOP_PULSE_SECONDS = 300.0
+_ELECTION_PULSE_SECONDS = 60.0
 
 
 class StartError(Exception):
@@ -61,7 +61,7 @@ def main() -> None:
     """Run the operator: the command `ppojob-operator`."""
     try:
         settings = Settings.from_environment(os.environ)
-        logging.basicConfig(level=settings.log_level.value, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logs.set_up(settings.log_level.value, settings.log_format)
         # Kopf tells of every call of a handler, and each of ours only notes a name; that it leaves the process' signals
         # alone is meant.
         logging.getLogger("kopf").setLevel(logging.WARNING)
@@ -86,26 +86,44 @@ async def run(settings: Settings) -> None:
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
-        # The gauge asks the loop at each scrape, and the loop tells the metrics of each look.
-        loop: Loop | None = None
-        metrics = OperatorMetrics(jobs_by_phase=lambda: loop.jobs_by_phase() if loop else {})
+        metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
         await server.prepare()
-        cluster = Cluster(api, reporter=settings.pod_name)
-        loop = Loop(
+        network = _job_network(settings)
+        term = Term(
             settings,
-            cluster,
-            Dashboard(session, timeout=settings.request_timeout),
-            lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key),
-            Hooks(beat=health.pulse("loop", _LOOP_PULSE_SECONDS).beat, observe_look=metrics.observe_reconcile),
+            client,
+            session,
+            lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key, network),
+            health,
+            metrics,
         )
-        metrics.queue_depth.set_function(lambda: loop.queue_depth)
-        health.check("watch", loop.watch_problem)
-        watches = Watches(settings, cluster, loop.note)
-        health.ready_when("watches", lambda: None if watches.is_ready else "not connected yet")
-        await run_together(
-            stop, {"status server": server.run(stop), "loop": loop.run(stop), "watches": watches.run(stop)}
+        election = _election(settings, api, health)
+        metrics.ask(
+            jobs_by_phase=term.jobs_by_phase, queue_depth=lambda: term.queue_depth, leads=lambda: election.leads
         )
+        leading = election.run(stop, lambda over: term.run(over, election.check))
+        await run_together(stop, {"status server": server.run(stop), "election": leading})
+    logger.info("stopped in order")
+
+
+def _job_network(settings: Settings) -> JobNetwork | None:
+    if not settings.job_network_policy:
+        return None
+    return JobNetwork(settings.namespace, settings.labels_of_operator, settings.metrics_namespace)
+
+
+def _election(settings: Settings, api: ApiServer, health: Health) -> Election:
+    election = Election(
+        api,
+        (settings.namespace, settings.lease_name),
+        # A container that is started anew has the same pod: whether the old process is really gone is not known.
+        f"{settings.pod_name}_{secrets.token_hex(4)}",
+        ElectionTimes(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period),
+        beat=health.pulse("election", _ELECTION_PULSE_SECONDS).beat,
+    )
+    health.ready_when("election", lambda: "the Lease could not be read yet" if election.leader is None else None)
+    return election
 
 
 async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
@@ -189,34 +207,6 @@ def _status_server(
         health=health,
         metrics=metrics,
     )
-
-
-async def run_together(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
-    """Run the parts until `stop` is set; then give them time to end in order.
-
-    Raises:
-        RuntimeError: a part ended by itself, or did not end in time.
-    """
-    tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
-    first, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    was_asked = stop.is_set()
-    stop.set()
-    done, late = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
-    for task in done:
-        if (error := task.exception()) is not None:
-            raise RuntimeError(f"{task.get_name()} failed") from error
-    if not was_asked:
-        raise RuntimeError(f"{_names(first)} ended by itself")
-    if late:
-        raise RuntimeError(f"{_names(late)} did not end in {_STOP_SECONDS:g} s")
-    logger.info("stopped in order")
-
-
-def _names(tasks: set[asyncio.Task[None]]) -> str:
-    return ", ".join(sorted(task.get_name() for task in tasks))
 
 
 if __name__ == "__main__":

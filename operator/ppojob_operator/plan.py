@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
 
 Manifest = Mapping[str, Any]
@@ -37,6 +37,10 @@ class Job:
     spec: PPOJobSpec | SpecError
     """The resolved spec, or what is wrong with it."""
     status: PPOJobStatus
+    effective: PPOJobSpec | None = None
+    """The resolved spec with the layout that is in force; None: none is, or it cannot be run (any more)."""
+    moved: tuple[EffectivePool, ...] = ()
+    """What autoBalance has moved; `spec` has it already."""
     is_going: bool = False
     """It is being deleted."""
 
@@ -128,6 +132,18 @@ class Ray:
 
 
 @dataclass(frozen=True)
+class JobNetwork:
+    """Who besides a job's own pods may reach them."""
+
+    namespace: str
+    """The operator's namespace."""
+    operator_labels: Mapping[str, str]
+    """Labels of the operator's pods."""
+    metrics_namespace: str = ""
+    """Namespace whose pods may scrape metrics. Empty: none."""
+
+
+@dataclass(frozen=True)
 class Surroundings:
     """The operator's own part in a job."""
 
@@ -137,6 +153,8 @@ class Surroundings:
     """Certificate authority of that address, as PEM."""
     dashboard_key: bytes = field(repr=False)
     """Key from which the tokens of Ray's dashboards are made."""
+    network: JobNetwork | None = None
+    """Who may reach the job's pods. None: whoever the cluster lets."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ downward API fills in (POD_NAMESPACE, POD_NAME). It reads no file and knows noth
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ppojob_operator.logs import LogFormat
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -51,6 +53,8 @@ class Settings(BaseModel):
     """Namespace of the PPOJobs. Empty: all namespaces."""
     log_level: LogLevel = LogLevel.INFO
     """Level of the log."""
+    log_format: LogFormat = LogFormat.TEXT
+    """How a line of the log is written."""
 
     service_name: str = "ppojob-operator"
     """Service of the status endpoint."""
@@ -71,6 +75,24 @@ class Settings(BaseModel):
     extra_names: str = ""
     """Further names of the status endpoint for its certificate, separated by commas."""
 
+    lease_name: str = "ppojob-operator-leader"
+    """Lease by which the replicas agree on one leader."""
+    lease_duration: Annotated[int, Field(ge=1, le=3600)] = 15
+    """How long the others wait after the leader's last renewal before one of them leads."""
+    lease_renew_deadline: Seconds = 10.0
+    """How long the leader leads after its last renewal; shorter than lease_duration."""
+    lease_retry_period: Seconds = 2.0
+    """Time between two tries to take or renew the Lease; shorter than lease_renew_deadline."""
+
+    job_network_policy: bool = False
+    """Make a NetworkPolicy for each job: only its own pods and the operator reach it."""
+    operator_labels: Annotated[str, Field(pattern=r"^[^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*$")] = (
+        "app.kubernetes.io/name=ppojob-operator"
+    )
+    """Labels of the operator's pods for these policies, as name=value separated by commas."""
+    metrics_namespace: str = ""
+    """Namespace whose pods may scrape the jobs' metrics, where the jobs have policies. Empty: none."""
+
     dashboard_access: DashboardAccess = DashboardAccess.SERVICE
     """How Ray's dashboards are reached."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
@@ -84,10 +106,25 @@ class Settings(BaseModel):
     idle_interval: Seconds = 300.0
     """Longest time between two looks at a job that is not finished, whatever the watches say."""
 
+    @model_validator(mode="after")
+    def _two_never_lead(self) -> Self:
+        if not self.lease_retry_period < self.lease_renew_deadline < self.lease_duration:
+            raise ValueError(
+                "PPOJOB_LEASE_RETRY_PERIOD < PPOJOB_LEASE_RENEW_DEADLINE < PPOJOB_LEASE_DURATION must hold; they are "
+                f"{self.lease_retry_period:g}, {self.lease_renew_deadline:g} and {self.lease_duration}"
+            )
+        return self
+
     @property
     def certificate_names(self) -> tuple[str, ...]:
         """The further names of the certificate."""
         return tuple(name.strip() for name in self.extra_names.split(",") if name.strip())
+
+    @property
+    def labels_of_operator(self) -> dict[str, str]:
+        """The labels of the operator's pods."""
+        pairs = (pair.partition("=") for pair in self.operator_labels.split(","))
+        return {name: value for name, _, value in pairs}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Settings":
@@ -102,7 +139,10 @@ class Settings(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             problems = [
+                # A rule about several variables names them itself.
                 f"{names[str(detail['loc'][0])]}={detail['input']!r}: {detail['msg']}"
+                if detail["loc"]
+                else detail["msg"]
                 for detail in error.errors(include_url=False)
             ]
             raise SettingsError("; ".join(problems)) from error

@@ -2,33 +2,57 @@
 
 Formulas as in `engines.fsdp.flops` (PaLM, appendix B), with the recomputation that gradient checkpointing adds, because
 the phase does it. Generation: for each token that all sequences write, the weights and the sequences' keys and values
-are read once. Called by `bench_split`.
+are read once. The weights cross NVLink once. Called by `report`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from ppojob_trainer.engines.fsdp.flops import peak_flops
 from tests.bench.workload import Size
 
 # Bytes per second of the memory, from the vendor's data sheets, by a part of the device's name.
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
+# Bytes per second of all NVLinks of a GPU in one direction: half of what the data sheets give for both directions
+# together (H100 and H200 SXM: 900 GB/s, A100: 600 GB/s).
+NVLINK = {"H200": 450e9, "H100": 450e9, "A100": 300e9}
 
 
 def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dict[str, float]:
     """Return `floors_of` this machine's device; empty where its figures are not known."""
+    # Not above: who only asks for a layout need not wait for torch.
+    import torch
+
+    from ppojob_trainer.engines.fsdp.flops import peak_flops
+
     if not torch.cuda.is_available():
         return {}
     device = torch.device("cuda", 0)
     peak = peak_flops(device)
     name = torch.cuda.get_device_name(device)
-    bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), None)
-    if peak is None or bandwidth is None:
+    model = next((part for part in BANDWIDTH if part in name), None)
+    if peak is None or model is None:
         return {}
-    return floors_of(shape, size, peak, bandwidth, gpus)
+    return floors_of(shape, size, peak, BANDWIDTH[model], gpus) | {
+        "update_weights": sync_floor(shape, size, NVLINK[model])
+    }
+
+
+def sync_floor(shape: Mapping[str, int], size: Size, bandwidth: float) -> float:
+    """Return the seconds in which a replica's bfloat16 weights cross a link of so many bytes per second."""
+    return 2 * num_parameters(shape, size) / bandwidth
+
+
+def num_parameters(shape: Mapping[str, int], size: Size) -> int:
+    """Return the parameters of the matrices and of the embeddings, which the output layer shares."""
+    return _matrices(shape) + size.vocabulary * shape["hidden_size"]
+
+
+def _matrices(shape: Mapping[str, int]) -> int:
+    hidden = shape["hidden_size"]
+    key_values = 2 * 2 * (hidden // shape["num_attention_heads"])
+    per_layer = 2 * hidden * hidden + hidden * key_values + 3 * hidden * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * per_layer
 
 
 def floors_of(
@@ -40,12 +64,12 @@ def floors_of(
         shape: the model's, see `workload.SHAPES`.
         peak: operations per second of a GPU.
         bandwidth: bytes per second of its memory.
-        gpus: of the roles actor (and rollout), critic and ref.
+        gpus: of the roles actor, rollout, critic and ref.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head = hidden // shape["num_attention_heads"]
     key_values = 2 * 2 * head
-    matrices = layers * (2 * hidden * hidden + hidden * key_values + 3 * hidden * shape["intermediate_size"])
+    matrices = _matrices(shape)
     output = size.vocabulary * hidden
     length = size.prompt_tokens + size.response_tokens
     tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
@@ -54,7 +78,7 @@ def floors_of(
     head_cost = 2 * output * written
     # Generation reads, for each of the written places, all weights once and every sequence's keys and values.
     mean_length = size.prompt_tokens + size.response_tokens / 2
-    cache = size.num_prompts / gpus["actor"] * mean_length * layers * key_values * 2
+    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * key_values * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
     return {
         "gen": generation,

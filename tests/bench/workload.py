@@ -69,6 +69,11 @@ def prepare(folder: Path, size: Size, num_steps: int) -> None:
     (folder / "finished").touch()
 
 
+def needs_reward_model(layout: Mapping[str, Any]) -> bool:
+    """Whether a layout scores with a model."""
+    return "type" in layout.get("reward", {})
+
+
 def _write_model(folder: Path, size: Size) -> None:
     import torch
     from tokenizers import pre_tokenizers
@@ -97,6 +102,22 @@ def _write_model(folder: Path, size: Size) -> None:
         **SHAPES[size.shape],
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def prepare_reward_model(folder: Path, size: Size) -> None:
+    """Write a reward model of the same shape (random weights) beside the model, unless it is there."""
+    target = folder / "reward-model"
+    if (target / "finished").exists():
+        return
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(target)
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(folder / "model", num_labels=1)
+    config.pad_token_id = config.eos_token_id
+    Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(target)
+    (target / "finished").touch()
 
 
 def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, device: str) -> dict[str, Any]:
@@ -134,4 +155,6 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
     }
     for section, values in layout.items():
         spec[section] = {**spec.get(section, {}), **values} if isinstance(values, Mapping) else values
+    if needs_reward_model(layout):
+        spec["model"]["reward"] = {"path": str(folder / "reward-model")}
     return {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": {"name": "bench"}, "spec": spec}

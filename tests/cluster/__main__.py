@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.images import build as images
 from tests.cluster.images.prune import prune as remove_unused
 from tests.cluster.layout import Layout
+from tests.cluster.offline import parts as offline
 from tests.cluster.processes import Processes
 from tests.cluster.stages import StageFailed, Stages
 
@@ -127,6 +129,24 @@ def kwok_nodes(
     """Add nodes that exist only in the API server, with labels and GPUs."""
     labels = dict(item.split("=", 1) for item in label or [])
     print("\n".join(kwok.add_nodes(Layout.from_environment(), count, prefix=prefix, labels=labels, gpus=gpus)))
+
+
+@app.command()
+def pack(
+    output: Annotated[Path, typer.Argument(help="Folder for the parts.")],
+    python_version: Annotated[
+        str, typer.Option(help="Of the other machine's Python; empty if that has the operator's packages.")
+    ] = "3.12",
+    quick: Annotated[
+        bool, typer.Option(help="gzip instead of xz: seconds instead of minutes, twice the size.")
+    ] = False,
+    programs: Annotated[bool, typer.Option(help="Without: the sources alone; the programs' parts stay.")] = True,
+) -> None:
+    """Pack the cluster for a machine without a network, in parts of at most 59 MB."""
+    stages = Stages()
+    offline.pack(Layout.from_environment(), output, offline.Options(python_version, quick, programs), stages)
+    stages.print_table()
+    print(f"{output / 'unpack.sh'} joins the parts: unpack.sh DIR, then DIR/ppojob-cluster/start.sh --help")
 
 
 def main() -> int:

@@ -120,6 +120,20 @@ def down(layout: Layout, stages: Stages, *, purge: bool = False) -> None:
                 leftovers.remove_tree(folder)
 
 
+def clear_away(layout: Layout, processes: Processes) -> list[str]:
+    """End the cluster's processes and remove what stands in the way of a new one; return what was found.
+
+    Raises:
+        ClusterError: something cannot be removed, or a port is taken.
+    """
+    stopped = _stop_all(layout, processes)
+    found = leftovers.clear(layout)
+    for folder in (layout.etcd, layout.logs):
+        leftovers.remove_tree(folder)
+    _require_free_ports()
+    return [*stopped, *found]
+
+
 def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
     """True if the core runs and answers; a machine under load gets time, because the alternative is to start anew."""
 
@@ -139,12 +153,7 @@ def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
 
 def _start_core(layout: Layout, processes: Processes, stages: Stages) -> None:
     with stages.stage("clear away an earlier cluster") as stage:
-        stopped = _stop_all(layout, processes)
-        found = leftovers.clear(layout)
-        for folder in (layout.etcd, layout.logs):
-            leftovers.remove_tree(folder)
-        stage.note = ", ".join([*stopped, *found]) or "nothing there"
-        _require_free_ports()
+        stage.note = ", ".join(clear_away(layout, processes)) or "nothing there"
     with stages.stage("certificates") as stage:
         stage.note = "made" if certificates.ensure(layout) else "still good"
     with stages.stage("network"):

@@ -16,7 +16,7 @@ PROCESS = "coredns"
 HOST_RESOLVER = Path("/etc/resolv.conf")
 
 
-def start(layout: Layout, processes: Processes) -> None:
+def start(layout: Layout, processes: Processes, *, has_upstream: bool = True) -> None:
     """Start CoreDNS and wait until it is healthy; names outside the cluster go to the host's name servers, if any."""
     config = render(
         layout,
@@ -24,7 +24,7 @@ def start(layout: Layout, processes: Processes) -> None:
         node_ip=NODE_IP,
         cluster_domain=CLUSTER_DOMAIN,
         health_port=COREDNS_HEALTH_PORT,
-        upstream=_upstream(),
+        upstream=_upstream(has_upstream),
     )
     processes.start(PROCESS, [layout.bin / "coredns", f"-conf={config}"])
 
@@ -39,8 +39,8 @@ def start(layout: Layout, processes: Processes) -> None:
     wait_until("CoreDNS", missing, limit=90, log=layout.log(PROCESS))
 
 
-def _upstream() -> str:
-    if HOST_RESOLVER.is_file() and "nameserver" in HOST_RESOLVER.read_text():
+def _upstream(has_upstream: bool) -> str:
+    if has_upstream and HOST_RESOLVER.is_file() and "nameserver" in HOST_RESOLVER.read_text():
         return f"forward . {HOST_RESOLVER}"
     # Without this a foreign name would be refused, and resolvers then try again for seconds.
     return "template ANY ANY . {\n        rcode NXDOMAIN\n    }"

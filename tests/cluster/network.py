@@ -15,20 +15,23 @@ from tests.cluster.layout import Layout
 from tests.cluster.templates import render_as
 
 CNI_CONFIG = "10-ppojob.conflist"
+CNI_CONFIG_ALONE = "10-ppojob-alone.conflist"
 # Pods reach services on their own bridge only if bridged packets pass through iptables.
-_REQUIRED_SETTINGS = {
+_IPTABLES_SETTINGS = {
     "net/ipv4/ip_forward": "is what carries the pods' packets to services and to the world",
     "net/bridge/bridge-nf-call-iptables": "makes services work between pods of one bridge (module br_netfilter)",
 }
 
 
-def ensure(layout: Layout) -> None:
+def ensure(layout: Layout, *, has_iptables: bool = True) -> None:
     """Create the bridge, its address, and the CNI configuration, where missing.
+
+    Without iptables the pods reach one another and the node, and nothing beyond.
 
     Raises:
         ClusterError: the kernel lacks what the network needs, or the pods' subnet belongs to another interface.
     """
-    for name, meaning in _REQUIRED_SETTINGS.items():
+    for name, meaning in _IPTABLES_SETTINGS.items() if has_iptables else ():
         _enable(Path("/proc/sys") / name, meaning)
     holder = _interface_with(NODE_IP)
     if holder not in (None, BRIDGE):
@@ -38,7 +41,8 @@ def ensure(layout: Layout) -> None:
     if holder is None:
         run(["ip", "address", "add", NODE_IP_WITH_PREFIX, "dev", BRIDGE], limit=10)
     run(["ip", "link", "set", BRIDGE, "up"], limit=10)
-    render_as(layout, CNI_CONFIG, f"cni/{CNI_CONFIG}", network=CNI_NETWORK, bridge=BRIDGE, pod_cidr=POD_CIDR)
+    template = CNI_CONFIG if has_iptables else CNI_CONFIG_ALONE
+    render_as(layout, template, f"cni/{CNI_CONFIG}", network=CNI_NETWORK, bridge=BRIDGE, pod_cidr=POD_CIDR)
 
 
 def _enable(setting: Path, meaning: str) -> None:

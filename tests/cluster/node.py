@@ -21,16 +21,25 @@ from tests.cluster.waiting import wait_until
 
 PROCESSES = ("containerd", "kubelet", "kube-proxy")
 READY_LIMIT_SECONDS = 240.0
+CNI_PLUGINS = Path("/usr/lib/cni")
 GPU_RESOURCE = "nvidia.com/gpu"
 DEFAULT_CAPACITY: Mapping[str, str] = {GPU_RESOURCE: "8"}
 # What a pool's nodeSelector can ask for; `gpu-type` is the label that the documentation's examples use.
 DEFAULT_LABELS: Mapping[str, str] = {"ppojob.dev/pool-role": "any", "gpu-type": "simulated"}
 
 
-def start_containerd(layout: Layout, processes: Processes, *, pause_image: str) -> None:
+def start_containerd(
+    layout: Layout,
+    processes: Processes,
+    *,
+    pause_image: str,
+    cni_plugins: Path = CNI_PLUGINS,
+    base_specification: Path | None = None,
+) -> None:
     """Start containerd without containers: those that a killed cluster left in its store are removed first.
 
-    A store that it cannot start with is emptied once.
+    A store that it cannot start with is emptied once. `base_specification`: what the runtime begins each container
+    with; its own default if it is None.
 
     Raises:
         ClusterError: it does not answer in time.
@@ -38,7 +47,13 @@ def start_containerd(layout: Layout, processes: Processes, *, pause_image: str) 
     layout.runtime.mkdir(parents=True, exist_ok=True)
     layout.containerd_root.mkdir(parents=True, exist_ok=True)
     config = render(
-        layout, "containerd.toml", pause_image=pause_image, registry_host=REGISTRY, registry_port=REGISTRY_PORT
+        layout,
+        "containerd.toml",
+        pause_image=pause_image,
+        registry_host=REGISTRY,
+        registry_port=REGISTRY_PORT,
+        cni_plugins=cni_plugins,
+        base_specification=base_specification or "",
     )
     try:
         _start_containerd(layout, processes, config)

@@ -18,19 +18,19 @@ def paused(kubectl: Callable[..., str]) -> Iterator[None]:
     """Scale them to 0, and back at the end; `kubectl` runs it with the arguments and returns its output."""
     deployments = _of_all_namespaces(kubectl)
     try:
-        for namespace, name in deployments:
+        for namespace, name, _ in deployments:
             kubectl("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=0")
             kubectl("wait", "--for=delete", "pods", _SELECTOR, f"--namespace={namespace}", "--timeout=50s")
         yield
     finally:
-        for namespace, name in deployments:
-            kubectl("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=1")
+        for namespace, name, replicas in deployments:
+            kubectl("scale", f"deployment/{name}", f"--namespace={namespace}", f"--replicas={replicas}")
 
 
-def _of_all_namespaces(kubectl: Callable[..., str]) -> list[tuple[str, str]]:
+def _of_all_namespaces(kubectl: Callable[..., str]) -> list[tuple[str, str, int]]:
     found = json.loads(kubectl("get", "deployments", "--all-namespaces", _SELECTOR, "--output=json"))
     return [
-        (each["metadata"]["namespace"], each["metadata"]["name"])
+        (each["metadata"]["namespace"], each["metadata"]["name"], each["spec"]["replicas"])
         for each in found["items"]
         if each["spec"]["replicas"] and not _watched_namespace(each["spec"]["template"]["spec"]["containers"][0])
     ]

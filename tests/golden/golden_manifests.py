@@ -1,6 +1,6 @@
 """What the operator makes of every example, as files that a reviewer reads.
 
-`python tests/golden/golden_manifests.py --update` writes them anew; without `--update` it says which differ.
+`python -m tests.golden.golden_manifests --update` writes them anew; without `--update` it says which differ.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import yaml
 
 from ppojob_operator.plan import Claim, JobKey, Observed, Plan, Pod, Ray, Surroundings
 from ppojob_operator.reconcile import decide, read_cluster, read_job
+from tests.examples import EXAMPLES, name_of
 
-EXAMPLES = sorted(Path("examples").glob("*/ppojob.yaml"))
 GOLDEN = Path("tests/golden")
 UID = "00000000-0000-4000-8000-000000000000"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -65,7 +65,7 @@ def _submission(raw: dict[str, Any], observed: Observed, first: Plan) -> dict[st
 
 def golden_files(example: Path) -> dict[str, str]:
     """Return the golden files of an example as they are."""
-    folder = GOLDEN / example.parent.name
+    folder = GOLDEN / name_of(example)
     return {path.name: path.read_text() for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -100,9 +100,9 @@ def main() -> None:
         wanted = render(example)
         if wanted == golden_files(example):
             continue
-        differing.append(example.parent.name)
+        differing.append(name_of(example))
         if is_update:
-            folder = GOLDEN / example.parent.name
+            folder = GOLDEN / name_of(example)
             folder.mkdir(exist_ok=True)
             for path in folder.glob("*.yaml"):
                 path.unlink()

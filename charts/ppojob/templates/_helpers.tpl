@@ -47,3 +47,31 @@ go on running after an uninstall need it when the operator comes back. */}}
 {{- define "ppojob.clusterWideName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "ppojob.name" .) -}}
 {{- end -}}
+
+{{/* The Lease by which the replicas agree on one leader; the operator makes it. */}}
+{{- define "ppojob.lease" -}}
+{{- printf "%s-leader" (include "ppojob.name" .) -}}
+{{- end -}}
+
+{{- define "ppojob.leaseTimes" -}}
+{{- with .Values.leaderElection -}}
+{{- if not (and (lt (int .retryPeriodSeconds) (int .renewDeadlineSeconds)) (lt (int .renewDeadlineSeconds) (int .leaseDurationSeconds))) -}}
+{{- fail (printf "leaderElection: retryPeriodSeconds (%v) < renewDeadlineSeconds (%v) < leaseDurationSeconds (%v) must hold, or two replicas could lead at the same time" .retryPeriodSeconds .renewDeadlineSeconds .leaseDurationSeconds) -}}
+{{- end -}}
+- {name: PPOJOB_LEASE_DURATION, value: {{ .leaseDurationSeconds | quote }}}
+- {name: PPOJOB_LEASE_RENEW_DEADLINE, value: {{ .renewDeadlineSeconds | quote }}}
+- {name: PPOJOB_LEASE_RETRY_PERIOD, value: {{ .retryPeriodSeconds | quote }}}
+{{- end -}}
+{{- end -}}
+
+{{/* A new pod comes before an old one goes. Only from an operator that knows no Lease (chart 0.1) the old one goes first:
+both would decide at the same time. */}}
+{{- define "ppojob.strategy" -}}
+{{- $old := lookup "apps/v1" "Deployment" .Release.Namespace (include "ppojob.name" .) -}}
+{{- if and $old (not (contains "PPOJOB_LEASE_NAME" (toJson $old.spec.template))) -}}
+type: Recreate
+{{- else -}}
+type: RollingUpdate
+rollingUpdate: {maxUnavailable: 0, maxSurge: 1}
+{{- end -}}
+{{- end -}}

@@ -74,6 +74,8 @@ class FrozenModel(ApiModel):
     model.actor.lora that is the actor itself with its adapters off, in the actor's pool."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
+    compile: bool | None = None
+    """Compile each layer with torch.compile. Absent: as model.actor.compile says."""
     offload: FrozenOffload = FrozenOffload()
     """What leaves the GPU between the role's phases."""
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.quantities import DNSLabel, Quantity, RawObject, RawObjects, ShortText, StringMap
 
 
@@ -37,13 +38,6 @@ class ResourcesPerGPU(ApiModel):
     """Shared memory (/dev/shm) for each GPU: Ray's object store and NCCL live there."""
 
 
-class PoolNetwork(ApiModel):
-    """The network of a pool's pods."""
-
-    host_network: bool = False
-    """Use the host's network."""
-
-
 class Scheduling(ApiModel):
     """Where pods may go, and what else is in them."""
 
@@ -62,6 +56,10 @@ class Pool(Scheduling):
     """Name of the pool; placement refers to it."""
     nodes: int = Field(default=1, ge=1, le=4096)
     """Ray worker pods."""
+    min_nodes: int | None = Field(default=None, ge=1, le=4096)
+    """The fewest pods that autoBalance may give the pool. Absent: nodes."""
+    max_nodes: int | None = Field(default=None, ge=1, le=4096)
+    """The most pods that autoBalance may give the pool. Absent: nodes."""
     gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod; with device cpu, worker processes of each pod."""
     gpu_resource_name: ShortText | None = None
@@ -71,7 +69,7 @@ class Pool(Scheduling):
     spread: Spread = Spread.PREFERRED
     """Required: each pod on a host of its own."""
     network: PoolNetwork = PoolNetwork()
-    """The network of the pods."""
+    """How the pods reach others on other hosts."""
 
     @property
     def gpus(self) -> int:

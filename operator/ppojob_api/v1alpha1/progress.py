@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
 
 REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
 MAX_REPORT_BYTES = 64 * 1024
@@ -50,6 +50,9 @@ class ProgressReport(ApiModel):
     """UID of the PPOJob."""
     attempt: int = Field(ge=0)
     """Number of the attempt; a report of an older one is refused."""
+    number: int = Field(default=0, ge=0)
+    """Number of the report within the attempt, from 1: an older one never replaces a newer one, whichever replica of
+    the operator takes it. 0: not numbered."""
     activity: Activity
     """What the trainer does at the moment."""
     step: int = Field(default=0, ge=0)
@@ -77,7 +80,9 @@ class ProgressReport(ApiModel):
     model_path: Annotated[str, Field(max_length=4096)] | None = None
     """The exported policy."""
     recommendation: Annotated[str, Field(max_length=4096)] | None = None
-    """What the measured phases say about the layout."""
+    """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
+    layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None
+    """The layouts of which the recommendation speaks."""
 
 
 class Command(StrEnum):
@@ -85,6 +90,7 @@ class Command(StrEnum):
 
     NONE = "None"
     STOP = "Stop"
+    """In order: finish what cannot be dropped, put a checkpoint down, end."""
 
 
 class LiveSettings(ApiModel):

@@ -76,7 +76,7 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
-            "schedule": ScheduleSpec(mode=_mode(spec, is_split=placed.critic not in (None, placed.actor))),
+            "schedule": _schedule(spec, is_split=placed.critic not in (None, placed.actor)),
             "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
         }
     )
@@ -105,10 +105,13 @@ def _placement(spec: PPOJobSpec) -> Placement:
     )
 
 
-def _mode(spec: PPOJobSpec, *, is_split: bool) -> ScheduleMode:
+def _schedule(spec: PPOJobSpec, *, is_split: bool) -> ScheduleSpec:
     if spec.schedule.mode is not ScheduleMode.AUTO:
-        return spec.schedule.mode
-    return ScheduleMode.OVERLAPPED if is_split else ScheduleMode.SERIAL
+        return spec.schedule
+    if not is_split:
+        # There is no overlap to do without.
+        return ScheduleSpec(mode=ScheduleMode.SERIAL)
+    return spec.schedule.model_copy(update={"mode": ScheduleMode.OVERLAPPED})
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

@@ -6,14 +6,16 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import ApiModel, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
+from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.reward import RewardType
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, RolloutSpec, ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 if TYPE_CHECKING:
@@ -26,16 +28,19 @@ _ROLES = [role.value for role in Role]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
-MUTABLE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
+LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
 """What may change while a job runs; the trainer learns of it in the reply to its next report of progress."""
+
+MUTABLE = (*LIVE, "autoBalance", *RELAID)
+"""What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
     "image", "imagePullSecrets", "env", "envFrom", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
-    "workers", "device", "pools", "head", "placement", "schedule", "storage", "telemetry",
+    "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
-"""What may not change once the job is accepted: everything else."""
+"""What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 
 SPEC_RULES = [
     *(
@@ -54,6 +59,16 @@ SPEC_RULES = [
         ),
         message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
+    ),
+    Rule(
+        rule="self.pools.all(p, !has(p.minNodes) || p.minNodes <= p.nodes)",
+        message="minNodes of a pool must not be above its nodes",
+        field_path=".pools",
+    ),
+    Rule(
+        rule="self.pools.all(p, !has(p.maxNodes) || p.nodes <= p.maxNodes)",
+        message="maxNodes of a pool must not be below its nodes",
+        field_path=".pools",
     ),
     Rule(
         rule=(
@@ -82,13 +97,29 @@ SPEC_RULES = [
     *PARALLEL_RULES,
 ]
 
+_SECTIONS: dict[str, type[ApiModel]] = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
+"""The sections of which a part may change."""
+
+
+def _is_as_before(part: str) -> str:
+    """Return in CEL that a part of the spec has not changed, but for what may change of it."""
+    paths = [part]
+    if part in _SECTIONS:
+        aliases = (field.alias for field in _SECTIONS[part].model_fields.values())
+        paths = [f"{part}.{alias}" for alias in aliases if f"{part}.{alias}" not in MUTABLE]
+    return " && ".join(
+        f"has(self.spec.{path}) == has(oldSelf.spec.{path}) && "
+        f"(!has(self.spec.{path}) || self.spec.{path} == oldSelf.spec.{path})"
+        for path in paths
+    )
+
+
 METADATA_RULES = [
     Rule(
         rule=(
             "!has(oldSelf.status) || !has(oldSelf.status.conditions) || "
             "!oldSelf.status.conditions.exists(c, c.type == 'Accepted' && c.status == 'True') || "
-            f"(has(self.spec.{part}) == has(oldSelf.spec.{part}) && "
-            f"(!has(self.spec.{part}) || self.spec.{part} == oldSelf.spec.{part}))"
+            f"({_is_as_before(part)})"
         ),
         message=f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value",
         field_path=f".spec.{part}",
@@ -110,6 +141,14 @@ def _pool_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
         if pool.name in seen:
             yield f"pools[{index}].name", pool.name, "this name is taken by another pool: give each pool its own"
         seen.add(pool.name)
+
+
+def _nodes_are_within_their_bounds(spec: "PPOJobSpec") -> Iterator[Problem]:
+    for index, pool in enumerate(spec.pools):
+        if pool.min_nodes is not None and pool.min_nodes > pool.nodes:
+            yield f"pools[{index}].minNodes", pool.min_nodes, f"is above nodes, which is {pool.nodes}: lower it"
+        if pool.max_nodes is not None and pool.max_nodes < pool.nodes:
+            yield f"pools[{index}].maxNodes", pool.max_nodes, f"is below nodes, which is {pool.nodes}: raise it"
 
 
 def _env_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
@@ -213,6 +252,7 @@ def _workers_have_names_pools_and_classes(spec: "PPOJobSpec") -> Iterator[Proble
 
 _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
+    _nodes_are_within_their_bounds,
     _env_names_are_unique,
     _placement_names_pools,
     *BATCH_CHECKS,
@@ -226,4 +266,5 @@ _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
+    *NETWORK_CHECKS,
 )

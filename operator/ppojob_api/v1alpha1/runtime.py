@@ -45,9 +45,25 @@ class Storage(ApiModel):
     """Where the pods see it."""
 
 
-class RunPolicy(ApiModel):
-    """Failures and deadlines."""
+class AutoBalance(ApiModel):
+    """Moving GPUs to the pools that want them, as the trainer recommends."""
 
+    enabled: bool = False
+    """Apply what `status.layoutAdvice` says within minNodes and maxNodes of the pools: another layout, by a stop in
+    order. The spec is never written; `status.effectivePools` says what was moved. false goes back to the spec."""
+    interval_minutes: int = Field(default=60, ge=1, le=525_600)
+    """How long an attempt runs at the least before its pools are changed, in minutes."""
+
+
+class RunPolicy(ApiModel):
+    """Suspension, failures and deadlines."""
+
+    suspend: bool = False
+    """Put a checkpoint down, stop, and give all pods back; false goes on from there. A job that is created suspended
+    gets no pods. Neither counts as a retry."""
+    stop_grace_period_seconds: int = Field(default=600, ge=1, le=86_400)
+    """Longest time for the trainer to finish its step, to put a checkpoint down and to end, in seconds, where it is to
+    stop in order: for suspend, or for another layout. Then the pods go, and the last checkpoint counts."""
     backoff_limit: int = Field(default=3, ge=0, le=10_000)
     """Retries after failures of the user's program."""
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
@@ -55,8 +71,10 @@ class RunPolicy(ApiModel):
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time from admission to all pools being ready, in seconds."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
-    """Longest active time over all attempts, in seconds. Absent: none."""
+    """Longest active time over all attempts, in seconds; it begins anew after a suspension. Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
-    """Longest time without progress, in seconds; then the attempt is stopped and counts as failed."""
+    """Longest time without a report of the trainer, in seconds; then the job is Stalled."""
+    restart_on_stall: bool = True
+    """A stalled attempt is stopped and counts as failed. false only says so, in the condition Stalled."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)
     """Delete the object this long after its end, in seconds. Absent: never. The storage is not touched."""

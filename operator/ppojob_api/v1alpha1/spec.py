@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
 from ppojob_api.v1alpha1.quantities import RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
 from ppojob_api.v1alpha1.rules import SPEC_RULES
-from ppojob_api.v1alpha1.runtime import Device, EnvVars, RunPolicy, Storage
+from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
 from ppojob_api.v1alpha1.telemetry import TelemetrySpec
 from ppojob_api.v1alpha1.training import (
     ActorSpec,
@@ -76,8 +76,10 @@ class PPOJobSpec(ApiModel):
     """Length and seed of the run."""
     telemetry: TelemetrySpec = TelemetrySpec()
     """Metrics to other services, samples, profiles."""
+    auto_balance: AutoBalance = AutoBalance()
+    """Moving GPUs to the pools that want them."""
     run_policy: RunPolicy = RunPolicy()
-    """Failures and deadlines."""
+    """Suspension, failures and deadlines."""
 
     def pool(self, name: str) -> Pool:
         """Return the pool of that name.

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
 Message = Annotated[str, Field(max_length=4096)]
@@ -27,7 +28,7 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, PoolsReady, Submitted, Progressing, Stalled, Complete or Failed."""
+    """Accepted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended, Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -91,6 +92,10 @@ class Progress(ApiModel):
     """When the first step was done."""
     last_update_time: Time | None = None
     """When the trainer reported last."""
+    attempt: int | None = None
+    """Attempt that reported last."""
+    report: int | None = None
+    """Number of that report within the attempt; an older one never replaces it."""
 
 
 class Metric(ApiModel):
@@ -146,6 +151,52 @@ class LastFailure(ApiModel):
     """When it failed."""
 
 
+class StopStatus(ApiModel):
+    """The last stop in order that the operator asked for; its attempt's reports are answered with the command."""
+
+    attempt: int
+    """Number of the attempt that is to stop, or has stopped."""
+    reason: Name
+    """Suspending or Reallocating."""
+    time: Time
+    """When it was asked for."""
+    completion_time: Time | None = None
+    """When it was over. Absent: the trainer is waited for."""
+
+
+class PoolSize(ApiModel):
+    """Another size of a pool."""
+
+    name: Name
+    """Name of the pool."""
+    nodes: int = Field(ge=1)
+    """Ray worker pods, as in spec.pools."""
+    gpus_per_node: int = Field(ge=1)
+    """GPUs of each pod, as in spec.pools."""
+
+
+class LayoutAdvice(ApiModel):
+    """Other sizes of the pools, and what they would do to the step."""
+
+    pools: Annotated[list[PoolSize], _map_by("name", 7)]
+    """All pools of the job, also those that keep their size."""
+    gpus: int = Field(ge=1)
+    """GPUs of all of them."""
+    step_time_percent: int
+    """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
+
+
+class EffectivePool(ApiModel):
+    """A pool that autoBalance has moved."""
+
+    name: Name
+    """Name of the pool."""
+    nodes: int = Field(ge=1)
+    """Pods that it is to have."""
+    spec_nodes: int = Field(ge=1)
+    """Pods that the spec gives it; where that is edited, the spec counts."""
+
+
 class PPOJobStatus(ApiModel):
     """What is known of the job."""
 
@@ -160,7 +211,7 @@ class PPOJobStatus(ApiModel):
     submission_id: Name | None = None
     """Ray's submission of the current attempt."""
     start_time: Time | None = None
-    """When the job was admitted."""
+    """When the job was admitted, or went on after a suspension."""
     completion_time: Time | None = None
     """When the job ended."""
     retries: Retries | None = None
@@ -181,5 +232,13 @@ class PPOJobStatus(ApiModel):
     """The RayCluster of the job."""
     last_failure: LastFailure | None = None
     """Why the last attempt failed."""
+    stop: StopStatus | None = None
+    """The last stop in order that the operator asked for."""
+    effective_layout: Layout | None = None
+    """The layout in force; that of the spec follows when the trainer has stopped in order."""
+    effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]
+    """The pools that autoBalance has moved."""
     recommendation: Message | None = None
-    """What the measured phases say about the layout."""
+    """What the measured phases say about the layout; absent where it is as good as any other."""
+    layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] = Field(default_factory=list)
+    """The layouts of which the recommendation speaks: fewer GPUs, more GPUs, the same GPUs in other pools."""

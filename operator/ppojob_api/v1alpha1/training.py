@@ -155,6 +155,7 @@ class Overlap(StrEnum):
     REFERENCE = "Reference"
     WEIGHT_SYNC = "WeightSync"
     NEXT_GENERATION = "NextGeneration"
+    STREAMING = "Streaming"
     OLD_LOG_PROB = "OldLogProb"
 
 
@@ -166,7 +167,8 @@ class ScheduleSpec(ApiModel):
     without: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped does without, to measure what each is worth. Values: values and reward beside the
     actor's log-probs. Reference: the reference's log-probs beside them. WeightSync: the weights go out before the
-    critic is done; NextGeneration: so does the next generation begin. OldLogProb: the actor's log-probs before the
+    critic is done; NextGeneration: so does the next generation begin. Streaming: values, reference and
+    reward of finished responses while others are being written. OldLogProb: the actor's log-probs before the
     update are not computed where they are those of the update (one minibatch, one epoch, no KL in the reward)."""
 
 

@@ -47,19 +47,27 @@ class Watches:
             is_whole = await self._await_resources(stop)
             if stop.is_set():
                 return
-            stopped = threading.Event()
-            watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
-            ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
-            if not is_whole:
-                ends.append(asyncio.create_task(self._await_kuberay()))
+            if not await self._watch_until(stop, is_whole=is_whole):
+                return
+
+    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> bool:
+        """Let Kopf watch until `stop` is set or KubeRay has come; False if it ended by itself."""
+        stopped = threading.Event()
+        watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        if not is_whole:
+            ends.append(asyncio.create_task(self._await_kuberay()))
+        try:
             await asyncio.wait([watching, *ends], return_when=asyncio.FIRST_COMPLETED)
             was_asked = not watching.done()
+        finally:
+            # Its thread ends in order even where this is cancelled: no thread can be ended from outside.
             stopped.set()
             for end in ends:
                 end.cancel()
-            await watching
-            if not was_asked:
-                return
+            await asyncio.wait([watching])
+        await watching
+        return was_asked
 
     async def _await_resources(self, stop: asyncio.Event) -> bool:
         """Wait until the API server serves PPOJobs; return whether it serves RayClusters too."""

@@ -26,6 +26,11 @@ def config_map_name(job: str) -> str:
     return f"{job}-job"
 
 
+def network_policy_name(job: str) -> str:
+    """Return the NetworkPolicy of the job's pods."""
+    return f"{job}-ray"
+
+
 def cluster_name(job: str, uid: str, attempt: int) -> str:
     """Return the RayCluster that is made for an attempt: a DNS-1035 label of at most 46 characters.
 

@@ -1,12 +1,14 @@
 """The pods of Ray's head and of a pool, before KubeRay adds Ray's own command, probes and environment.
 
-Restricted pod security throughout: no root, no privileges, no token of the API server. The head alone has the token
+Restricted pod security throughout: no root, no privileges, no token of the API server; only `network.hostNetwork` and
+`network.rdma` of a pool, where they are asked for, leave it. The head alone has the token
 with which the trainer reports, because the driver runs there.
 """
 
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.pools import Head, Pool, Spread
 from ppojob_api.v1alpha1.progress import progress_audience
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -50,7 +52,10 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
     """Return the pod template of a pool, without the user's own. `spec` is resolved."""
     gpus, each = pool.gpus_per_node, pool.resources_per_gpu
     container = _container(naming.WORKER_CONTAINER, spec)
+    _add_network(container, pool.network)
     extended = {pool.gpu_resource_name: str(gpus)} if pool.gpu_resource_name else {}
+    if pool.network.rdma is not None:
+        extended[pool.network.rdma.resource_name] = str(pool.network.rdma.count)
     container["resources"] = _resources(times(each.cpu, gpus), times(each.memory, gpus), extended)
     container["volumeMounts"].append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
     pod = _pod_spec(spec, pool, key, container)
@@ -106,6 +111,16 @@ def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
     if spec.env_from:
         container["envFrom"] = list(spec.env_from)
     return container
+
+
+def _add_network(container: dict[str, Any], network: PoolNetwork) -> None:
+    """Give a pool's container the variables of its network, which win over the job's, and what RDMA needs."""
+    own = network.environment()
+    others = [variable for variable in container["env"] if variable["name"] not in own]
+    container["env"] = [*others, *({"name": name, "value": value} for name, value in own.items())]
+    if network.rdma is not None:
+        # The device reads and writes memory past the kernel, which must not move it meanwhile.
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
 
 
 def _resources(cpu: str, memory: str, extended: dict[str, str]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ _MERGE_KEYS = {
 }
 """Lists whose items are told apart by a key (core/v1 patchMergeKey)."""
 
-_APPENDED = {"tolerations", "envFrom"}
-"""Lists to which the user's items are added. All other lists are replaced."""
+_APPENDED = {"tolerations", "envFrom", "add"}
+"""Lists to which the user's items are added (`add` is that of a container's capabilities). All others are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",

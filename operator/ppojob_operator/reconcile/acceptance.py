@@ -26,6 +26,8 @@ def judge(job: Job, observed: Observed) -> Finding:
 
 
 _ACCEPTED = Finding("True", Reason.VALID, "the spec is valid and everything that it names is there")
+RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")
+"""What is said of a job that was accepted, and whose layout was edited into one that cannot be run."""
 
 
 def _refused(error: SpecError) -> Finding:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Job, Observed
 from ppojob_operator.reconcile.completion import is_finished
+from ppojob_operator.reconcile.layout import spec_in_force
 from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Situation
 
@@ -24,9 +24,10 @@ class DashboardTarget:
 
 def dashboard_target(job: Job, observed: Observed) -> DashboardTarget | None:
     """Return whom to ask about the current attempt, or None: there is nobody yet, or no need any more."""
-    if not isinstance(job.spec, PPOJobSpec) or job.is_going or is_finished(job.status):
+    spec = spec_in_force(job)
+    if spec is None or job.is_going or is_finished(job.status):
         return None
-    situation = Situation(job, job.spec, observed, parse_time(None))
+    situation = Situation(job, spec, observed, parse_time(None))
     cluster, head = situation.cluster, situation.head
     if cluster is None or head is None or not head.is_ready or not cluster.head_service:
         return None

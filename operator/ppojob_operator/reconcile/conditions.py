@@ -14,6 +14,8 @@ _ORDER = (
     Condition.SUBMITTED,
     Condition.PROGRESSING,
     Condition.STALLED,
+    Condition.LAYOUT_APPLIED,
+    Condition.SUSPENDED,
     Condition.COMPLETE,
     Condition.FAILED,
 )
@@ -24,7 +26,11 @@ _GOOD_NEWS = {
     (Condition.POOLS_READY, "True"),
     (Condition.SUBMITTED, "True"),
     (Condition.COMPLETE, "True"),
+    (Condition.LAYOUT_APPLIED, "True"),
+    (Condition.SUSPENDED, "True"),
 }
+_NEWS = {Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+"""Reasons that are worth an Event, whatever the status."""
 _BAD_NEWS = {
     Reason.INVALID_SPEC,
     Reason.KUBERAY_MISSING,
@@ -70,7 +76,7 @@ def events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> It
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
         is_bad = condition.reason in _BAD_NEWS or (condition.type, condition.status) == (Condition.FAILED, "True")
-        if is_bad or (condition.type, condition.status) in _GOOD_NEWS:
+        if is_bad or condition.reason in _NEWS or (condition.type, condition.status) in _GOOD_NEWS:
             yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
 
 

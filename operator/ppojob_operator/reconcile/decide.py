@@ -2,7 +2,9 @@
 
     finished?   release the RayCluster, delete the job when its time is over
     accepted?   no: say why and wait
-    ended?      complete -> final; past a deadline -> final; attempt failed -> next attempt or final
+    ended?      complete -> final; past a deadline -> final
+    stopped?    suspended, or another layout: the trainer is asked to stop in order, then the pods go
+    failed?     next attempt or final
     else        the next step towards a running trainer
 
 Pure and without memory: everything that it must remember is in the status. `loop.py` calls it.
@@ -13,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.layout import layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
@@ -20,20 +23,25 @@ from ppojob_operator.plan import EventRecord, Job, Observed, Plan
 from ppojob_operator.reconcile import (
     acceptance,
     attempts,
+    balance,
     completion,
     conditions,
     deadlines,
+    layout,
     log_tail,
     phase,
     pools,
     retry,
     stall,
+    stopping,
     submission,
     ttl,
 )
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import owned
+from ppojob_operator.reconcile.stopping import Interruption
+from ppojob_operator.reconcile.submission import Step
 
 _NOT_ACCEPTED_INTERVAL = 15.0
 _STARTING_INTERVAL = 15.0
@@ -48,10 +56,13 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
         return Plan()
     if completion.is_finished(job.status):
         return _after_the_end(job, observed, now)
-    accepted = acceptance.judge(job, observed)
-    if accepted.status != "True" or not isinstance(job.spec, PPOJobSpec):
+    accepted, spec, refusal = acceptance.judge(job, observed), layout.spec_in_force(job), ""
+    if accepted.reason == Reason.INVALID_SPEC and job.effective is not None:
+        accepted, spec, refusal = acceptance.RUNS_ON, job.effective, accepted.message
+    if accepted.status != "True" or spec is None:
         return _not_accepted(job, accepted, now)
-    return _accepted(Situation(job, job.spec, observed, now), accepted)
+    wanted = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
+    return _accepted(Situation(job, spec, observed, now, wanted, refusal), accepted)
 
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
@@ -59,29 +70,56 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     if lost := attempts.lost_pods(situation):
         found = replace(found, finding=Finding("False", Reason.POD_LOST, lost))
     step = submission.next_step(situation, found)
-    findings = {
-        Condition.ACCEPTED: accepted,
-        Condition.POOLS_READY: found.finding,
-        Condition.SUBMITTED: step.finding,
-        Condition.PROGRESSING: stall.progressing(situation),
-    }
+    findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
-    late = deadlines.judge(situation, found.finding, step.finding)
+    late = None if stopping.is_held(situation) else deadlines.judge(situation, found.finding, step.finding)
     failure = late or attempts.judge(situation) or stall.judge(situation)
     if failure is not None and log_tail.is_wanted(situation):
         return Plan(wanted_log=situation.submission_id)
     if late is not None:
         return _failed(situation, findings, late, late.reason, late.message)
+    if interruption := stopping.judge(situation, found, failure):
+        return _interrupted(situation, findings, step, interruption)
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
-    if situation.submitted_at is not None:
-        findings[Condition.STALLED] = stall.stalled(None)
+    status, move = _status(situation, findings, found), balance.judge(situation)
+    if move is not None:
+        # The next look finds another layout in the spec.
+        status = status.model_copy(update={"effective_pools": list(move.pools)})
+    plan = _plan(situation, status)
     return replace(
-        _plan(situation, _status(situation, findings, found)),
+        plan,
         apply=step.apply,
         submission=step.submission,
-        look_again_after=_interval(situation, found),
+        events=(*stall.told(situation), *((move.event,) if move else ()), *plan.events),
+        look_again_after=_SOON if move else _interval(situation, found),
+    )
+
+
+def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step: Step) -> dict[str, Finding]:
+    """Return what is to be said of a job that goes on as it is."""
+    findings: dict[str, Finding | None] = {
+        Condition.ACCEPTED: accepted,
+        Condition.POOLS_READY: found.finding,
+        Condition.SUBMITTED: step.finding,
+        Condition.PROGRESSING: stall.progressing(situation),
+        Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
+        Condition.LAYOUT_APPLIED: layout.finding(situation),
+        Condition.SUSPENDED: stopping.resumed(situation),
+    }
+    return {kind: finding for kind, finding in findings.items() if finding is not None}
+
+
+def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: Step, interruption: Interruption) -> Plan:
+    status = _status(situation, {**findings, **interruption.findings}, interruption.found)
+    plan = _plan(situation, status.model_copy(update=dict(interruption.update)))
+    return replace(
+        plan,
+        # A trainer that is waited for still needs the certificate authority; of a job that is held nothing is made.
+        apply=step.apply if situation.submitted_at is not None else (),
+        events=(*interruption.events, *plan.events),
+        look_again_after=interruption.look_again_after,
     )
 
 
@@ -124,9 +162,13 @@ def _final(
 ) -> Plan:
     """End the job: the verdict is written first, then the cluster is released."""
     verdict = next(finding for kind, finding in over.items() if kind in (Condition.COMPLETE, Condition.FAILED))
-    given_back = pools.released(situation)
+    released = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
+    given_back = pools.given_back(situation, released)
     ended = Finding("False", verdict.reason, verdict.message)
-    findings = {**findings, Condition.POOLS_READY: given_back.finding, Condition.PROGRESSING: ended, **over}
+    findings = {**findings, Condition.POOLS_READY: released, Condition.PROGRESSING: ended, **over}
+    for kind in (Condition.LAYOUT_APPLIED, Condition.SUSPENDED):
+        if kind not in findings and situation.condition(kind) is not None:
+            findings[kind] = ended
     status = _status(situation, findings, given_back).model_copy(
         update={"completion_time": conditions.format_time(situation.now), "ray_cluster": None}
     )
@@ -173,7 +215,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         conditions=conditions.merge(old.conditions, findings, job.generation, situation.now),
         attempt=situation.attempt,
         submission_id=situation.submission_id if findings[Condition.SUBMITTED].status == "True" else None,
-        start_time=old.start_time or conditions.format_time(situation.now),
+        start_time=conditions.format_time(situation.start_time),
         completion_time=old.completion_time,
         retries=old.retries or Retries(),
         ready=found.ready,
@@ -181,6 +223,9 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         metrics=[],
         ray_cluster=cluster,
         last_failure=old.last_failure,
+        stop=old.stop,
+        effective_pools=list(job.moved),
+        effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
     )
 
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
-from ppojob_api.v1alpha1.constants import Condition, Phase
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.status import ConditionStatus
+
+_STOPS = (Condition.LAYOUT_APPLIED, Condition.SUSPENDED)
+"""The conditions that say why a trainer was asked to stop in order."""
 
 
 def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
@@ -15,6 +18,17 @@ def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
         return Phase.SUCCEEDED
     if Condition.ACCEPTED not in true:
         return Phase.PENDING
+    if Condition.SUSPENDED in true:
+        return Phase.SUSPENDED
+    return _on_the_way(conditions, true, attempt)
+
+
+def _on_the_way(conditions: Sequence[ConditionStatus], true: set[str], attempt: int) -> str:
+    reasons = {condition.reason for condition in conditions if condition.type in _STOPS}
+    if Reason.SUSPENDING in reasons:
+        return Phase.SUSPENDING
+    if Reason.REALLOCATING in reasons:
+        return Phase.RESTARTING
     if Condition.SUBMITTED in true:
         unknown = any(c.type == Condition.PROGRESSING and c.status == "Unknown" for c in conditions)
         return Phase.RUNNING if Condition.PROGRESSING in true or unknown else Phase.STARTING

@@ -61,11 +61,10 @@ def judge(situation: Situation) -> PoolsFinding:
     return PoolsFinding(finding, statuses, f"{ready_gpus}/{wanted_gpus}")
 
 
-def released(situation: Situation) -> PoolsFinding:
-    """Return the same for a job that has ended and gives its pods back."""
+def given_back(situation: Situation, finding: Finding) -> PoolsFinding:
+    """Return the same for a job that gives its pods back; `finding` says why."""
     pools = situation.spec.pools
     statuses = (PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools)
-    finding = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
 
 
@@ -124,12 +123,21 @@ def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
 def _preface(pool: Pool, trouble: Trouble) -> str:
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
-        return f"pool {pool.name} wants {pool.gpus_per_node} {pool.gpu_resource_name} per node; "
+        return f"pool {pool.name} wants {' and '.join(_devices(pool))} per node; "
     if trouble.reason == Reason.UNSCHEDULABLE:
         wish = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
-        if pool.gpu_resource_name:
-            wish.insert(0, f"{pool.gpus_per_node} {pool.gpu_resource_name},")
+        if devices := _devices(pool):
+            wish.insert(0, f"{', '.join(devices)},")
         selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
         where = f" on nodes with {selector}" if selector else ""
         return f"pool {pool.name} wants {' '.join(wish)} per node{where}; "
     return f"pool {pool.name}: "
+
+
+def _devices(pool: Pool) -> list[str]:
+    """Return what each pod asks of device plugins, in words."""
+    rdma = pool.network.rdma
+    return [
+        *([f"{pool.gpus_per_node} {pool.gpu_resource_name}"] if pool.gpu_resource_name else []),
+        *([f"{rdma.count} {rdma.resource_name}"] if rdma is not None else []),
+    ]

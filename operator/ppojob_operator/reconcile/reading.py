@@ -11,11 +11,13 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.layout import Layout, layout_of, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec
 from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble
+from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
@@ -35,13 +37,19 @@ def read_job(raw: Manifest) -> Job:
     Raises:
         pydantic.ValidationError: the status is none of ours.
     """
-    metadata = raw["metadata"]
+    metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}))
+    spec, moved = _read_spec(raw.get("spec", {})), status.effective_pools
+    if isinstance(spec, PPOJobSpec):
+        moved = sizes.in_force(spec, moved)
+        spec = sizes.with_moved(spec, moved)
     return Job(
         key=JobKey(metadata["namespace"], metadata["name"]),
         uid=metadata["uid"],
         generation=metadata["generation"],
-        spec=_read_spec(raw.get("spec", {})),
-        status=PPOJobStatus.model_validate(raw.get("status", {})),
+        spec=spec,
+        status=status,
+        moved=tuple(moved),
+        effective=_read_effective(raw.get("spec", {}), spec, status.effective_layout),
         is_going="deletionTimestamp" in metadata,
     )
 
@@ -87,6 +95,16 @@ def _read_spec(raw: Mapping[str, Any]) -> PPOJobSpec | SpecError:
         return resolve(parse_spec(raw))
     except SpecError as error:
         return error
+
+
+def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None) -> PPOJobSpec | None:
+    """Return the spec with the layout in force, whatever layout the spec itself has now."""
+    if layout is None:
+        return None
+    if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
+        return spec
+    relaid = _read_spec(with_layout(raw, layout))
+    return relaid if isinstance(relaid, PPOJobSpec) else None
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 from ppojob_api.v1alpha1.constants import Condition
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
+from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, StopStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
 from ppojob_operator.reconcile.reading import parse_time
@@ -52,12 +52,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Situation:
-    """One look at a job whose spec is good."""
+    """One look at a job that can be run."""
 
     job: Job
     spec: PPOJobSpec
+    """The spec with the layout in force."""
     observed: Observed
     now: datetime
+    wanted: PPOJobSpec | None = None
+    """The spec as it stands. None: it cannot be run."""
+    refusal: str = ""
+    """Why the spec as it stands cannot be run; empty: it can."""
 
     @property
     def status(self) -> PPOJobStatus:
@@ -71,8 +76,13 @@ class Situation:
 
     @property
     def start_time(self) -> datetime:
-        """When the job was admitted: now, if that is only just happening."""
-        return parse_time(self.status.start_time) if self.status.start_time else self.now
+        """When the job was admitted, or went on after a suspension: now, if that is only just happening.
+
+        So the active deadline begins anew after a suspension, as it does for a batch/v1 Job.
+        """
+        suspended = self.condition(Condition.SUSPENDED)
+        is_set_free = suspended is not None and suspended.status == "True"
+        return parse_time(self.status.start_time) if self.status.start_time and not is_set_free else self.now
 
     @property
     def cluster_name(self) -> str:
@@ -135,11 +145,19 @@ class Situation:
 
     @property
     def due(self) -> datetime:
-        """When the current attempt may begin: after a failure there is a growing pause."""
-        failure = self.status.last_failure
-        if self.attempt == 0 or failure is None or failure.attempt != self.attempt - 1:
-            return self.start_time
-        return parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1)
+        """When the current attempt may begin: after a failure there is a growing pause, after a stop in order none."""
+        failure, stop, due = self.status.last_failure, self.status.stop, self.start_time
+        if self.attempt > 0 and failure is not None and failure.attempt == self.attempt - 1:
+            due = max(due, parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1))
+        if self.attempt > 0 and stop is not None and stop.attempt == self.attempt - 1 and stop.completion_time:
+            due = max(due, parse_time(stop.completion_time))
+        return due
+
+    @property
+    def open_stop(self) -> StopStatus | None:
+        """The stop in order that the current attempt was asked for and that is waited for; None: there is none."""
+        stop = self.status.stop
+        return stop if stop is not None and stop.attempt == self.attempt and stop.completion_time is None else None
 
     def condition(self, kind: str) -> ConditionStatus | None:
         """Return a condition as it stands in the status."""

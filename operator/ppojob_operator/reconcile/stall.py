@@ -2,23 +2,49 @@
 
 from datetime import timedelta
 
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import Activity, FailureKind
+from ppojob_operator.plan import EventRecord
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 
 def judge(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt whose trainer has been silent for too long, else None."""
+    """Return the failure of an attempt whose trainer has been silent for too long and is to be replaced, else None."""
+    words = _silence(situation)
+    return Failure(FailureKind.USER, Reason.NO_PROGRESS, words) if words and _restarts(situation) else None
+
+
+def overdue(situation: Situation) -> Finding:
+    """Return the condition Stalled of an attempt that goes on."""
+    words = _silence(situation)
+    if not words:
+        return stalled(None)
+    return Finding("True", Reason.NO_PROGRESS, f"{words}; it goes on, as spec.runPolicy.restartOnStall is false")
+
+
+def told(situation: Situation) -> tuple[EventRecord, ...]:
+    """Return the Event of an attempt that has just stalled and goes on."""
+    before, found = situation.condition(Condition.STALLED), overdue(situation)
+    if found.status == "False" or (before is not None and before.status == "True"):
+        return ()
+    return (EventRecord(found.reason, found.message, is_warning=True, action=Condition.STALLED),)
+
+
+def _restarts(situation: Situation) -> bool:
+    return situation.spec.run_policy.restart_on_stall
+
+
+def _silence(situation: Situation) -> str:
+    """Return in words for how long the trainer has been silent; empty: not for too long."""
     since = situation.reported_at or situation.submitted_at
     limit = situation.spec.run_policy.stall_timeout_seconds
     if since is None or situation.now - since <= timedelta(seconds=limit):
-        return None
+        return ""
     what = "has not reported once" if situation.reported_at is None else "has reported no progress"
-    message = (
+    return (
         f"the trainer {what} for {limit} s (spec.runPolicy.stallTimeoutSeconds): see its logs in the storage, "
         "or raise the limit if a phase of the step really takes that long"
     )
-    return Failure(FailureKind.USER, Reason.NO_PROGRESS, message)
 
 
 def progressing(situation: Situation) -> Finding:

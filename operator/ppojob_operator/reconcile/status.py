@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 
 OWNED = (
     "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "completionTime", "retries",
-    "ready", "rayCluster", "lastFailure",
+    "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 
@@ -19,4 +19,6 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
     wire = status.to_wire()
     pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
     part = {name: wire[name] for name in OWNED if name in wire}
+    if not part.get("effectivePools"):
+        part.pop("effectivePools", None)
     return {**part, "pools": pools} if pools else part

@@ -7,6 +7,7 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.config_map import config_map, job_file
 from ppojob_operator.manifests.dashboard_secret import dashboard_secret, dashboard_token
+from ppojob_operator.manifests.network_policy import network_policy
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
 from ppojob_operator.manifests.submission import submission
@@ -66,8 +67,12 @@ def _waiting(words: str) -> Finding:
 def _companions(situation: Situation) -> tuple[Manifest, ...]:
     """Return what the pods need before KubeRay can make them."""
     job, name = situation.job, situation.cluster_name
-    token = dashboard_token(situation.observed.surroundings.dashboard_key, job.uid, name)
-    return service_account(job.key, job.uid), dashboard_secret(job.key, job.uid, name, token)
+    surroundings = situation.observed.surroundings
+    token = dashboard_token(surroundings.dashboard_key, job.uid, name)
+    companions = (service_account(job.key, job.uid), dashboard_secret(job.key, job.uid, name, token))
+    network = surroundings.network
+    policy = None if network is None else network_policy(situation.spec, job.key, job.uid, network)
+    return companions if policy is None else (policy, *companions)
 
 
 def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:

@@ -9,6 +9,7 @@ import logging
 from aiohttp import web
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, REPORT_PATH, ProgressReply
+from ppojob_operator import logs
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.intake import Intake
 from ppojob_operator.status_server.metrics import OperatorMetrics
@@ -36,6 +37,11 @@ class ReportEndpoint:
         return application
 
     async def _handle(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        with logs.about(f"{path['namespace']}/{path['name']}"):
+            return await self._answer(request)
+
+    async def _answer(self, request: web.Request) -> web.Response:
         self._running += 1
         try:
             reply = await self._receive(request)

@@ -17,8 +17,11 @@ from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 
 
-def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the status fields of field manager `ppojob-progress`.
+def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
+    """Return the status fields of field manager `ppojob-progress`, or None where the status has a newer report.
+
+    Reports are ordered by attempt and by their number within it, which the trainer gives: the clocks of two replicas
+    may differ. One without a number, of an older trainer, is always the newest.
 
     What the report does not carry keeps its previous value: with server-side apply a field that is left out is
     deleted, and a restarted trainer does not know the last checkpoint before it has looked.
@@ -30,6 +33,8 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
+    if report.number and (report.attempt, report.number) < _newest(old_progress):
+        return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
         "progress": {**kept, **_progress(report, now).to_wire()},
@@ -37,19 +42,24 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
         "checkpoint": report.checkpoint.to_wire() if report.checkpoint else previous.get("checkpoint"),
         "model": {"path": report.model_path} if report.model_path else previous.get("model"),
-        "recommendation": report.recommendation or previous.get("recommendation"),
+        **_recommendation(report, previous),
     }
     return {name: value for name, value in fields.items() if value}
 
 
-def progress_reply(job: Mapping[str, Any]) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, and to stop if its object is being deleted."""
+def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
+    """Return what the trainer is told: the live part of the spec, and to stop in order where that is asked for.
+
+    It is where the object is being deleted, and where `status.stop` waits for this attempt.
+    """
     spec = job.get("spec", {})
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
     checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
     is_going = job["metadata"].get("deletionTimestamp") is not None
+    stop = job.get("status", {}).get("stop", {})
+    is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
     return ProgressReply(
-        command=Command.STOP if is_going else Command.NONE,
+        command=Command.STOP if is_going or is_asked else Command.NONE,
         settings=LiveSettings(
             total_steps=trainer.total_steps,
             validate_every_steps=trainer.validate_every_steps,
@@ -81,6 +91,11 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _newest(progress: Mapping[str, Any]) -> tuple[int, int]:
+    """Return attempt and number of the report that the status has."""
+    return progress.get("attempt", -1), progress.get("report", 0)
+
+
 def _progress(report: ProgressReport, now: datetime) -> Progress:
     percentage = 100 * report.step // report.total_steps if report.total_steps else 0
     return Progress(
@@ -94,6 +109,8 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         activity=report.activity.value,
         first_step_time=report.first_step_time,
         last_update_time=format_time(now),
+        attempt=report.attempt,
+        report=report.number,
     )
 
 
@@ -109,9 +126,20 @@ def _metrics(report: ProgressReport) -> list[dict[str, str]]:
 
 def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return how busy the job's pools are; a pool that the job does not have would be added to its status."""
-    names = {pool["name"] for pool in job.get("spec", {}).get("pools", [])}
+    layout = job.get("status", {}).get("effectiveLayout") or job.get("spec", {})
+    names = {pool["name"] for pool in layout.get("pools", [])}
     known = (pool for pool in report.pools if pool.name in names)
     return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
+
+
+def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous words.
+
+    Layouts are never kept: autoBalance would apply to an attempt what was measured in another one.
+    """
+    wire = report.to_wire()
+    known = previous if report.recommendation is None else wire
+    return {"recommendation": known.get("recommendation"), "layoutAdvice": wire.get("layoutAdvice")}
 
 
 def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -55,6 +55,11 @@ class Health:
         """Let /readyz fail while the check names a problem."""
         self._ready[name] = check
 
+    def forget(self, name: str) -> None:
+        """Look no longer at the pulse and the checks of this name: what they were about has ended in order."""
+        self._live.pop(name, None)
+        self._ready.pop(name, None)
+
     def live_problems(self) -> list[str]:
         """Return why the process should be restarted."""
         return _problems(self._live)

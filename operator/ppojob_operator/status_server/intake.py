@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
+from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.authentication import Authenticator
@@ -52,6 +53,7 @@ class Intake:
         """
         arrived = self._clock()
         report = parse_report(body)
+        logs.set_attempt(report.attempt)
         key = JobIdentity(namespace, name, report.uid)
         try:
             await self._authenticator.check(authorization, key)
@@ -63,10 +65,10 @@ class Intake:
             raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
         current = _check_job(job, key, report)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, progress_status(report, current, arrived), is_last=is_last)
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
-        return progress_reply(current)
+        return progress_reply(current, report.attempt)
 
 
 def parse_report(body: bytes) -> ProgressReport:

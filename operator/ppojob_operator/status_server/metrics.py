@@ -16,12 +16,12 @@ class _JobsByPhase:
     """Counts the jobs at each scrape, so that no count can drift."""
 
     def __init__(self, jobs_by_phase: Callable[[], Mapping[str, int]]) -> None:
-        self._jobs_by_phase = jobs_by_phase
+        self.jobs_by_phase = jobs_by_phase
 
     def collect(self) -> Iterable[Metric]:
         """Return one gauge with a sample for each phase."""
         family = GaugeMetricFamily("ppojob_jobs", "PPOJobs by phase.", labels=["phase"])
-        for phase, count in sorted(self._jobs_by_phase().items()):
+        for phase, count in sorted(self.jobs_by_phase().items()):
             family.add_metric([phase], count)
         return [family]
 
@@ -31,7 +31,9 @@ class OperatorMetrics:
 
     def __init__(self, jobs_by_phase: Callable[[], Mapping[str, int]] = dict) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_JobsByPhase(jobs_by_phase))
+        self._phases = _JobsByPhase(jobs_by_phase)
+        self.registry.register(self._phases)
+        self.leads = Gauge("ppojob_leader", "1 on the replica that leads, 0 on the others.", registry=self.registry)
         self.reconciles = Histogram(
             "ppojob_reconcile_duration_seconds",
             "Time of one pass over one job, by outcome.",
@@ -40,6 +42,13 @@ class OperatorMetrics:
             registry=self.registry,
         )
         self.queue_depth = Gauge("ppojob_queue_depth", "Jobs that wait for a pass.", registry=self.registry)
+        self.submissions = Counter("ppojob_submissions", "Attempts that Ray was given.", registry=self.registry)
+        self.retries = Counter(
+            "ppojob_retries", "Attempts that failed and are tried again, by whose failure it was.", ["cause"],
+            registry=self.registry,
+        )  # fmt: skip
+        for cause in ("user", "infrastructure"):
+            self.retries.labels(cause=cause)
         self.reports = Counter(
             "ppojob_progress_reports", "Progress reports by outcome: Accepted, or why not.", ["outcome"],
             registry=self.registry,
@@ -53,6 +62,26 @@ class OperatorMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def ask(
+        self,
+        *,
+        jobs_by_phase: Callable[[], Mapping[str, int]],
+        queue_depth: Callable[[], int],
+        leads: Callable[[], bool],
+    ) -> None:
+        """Ask these at each scrape."""
+        self._phases.jobs_by_phase = jobs_by_phase
+        self.queue_depth.set_function(queue_depth)
+        self.leads.set_function(leads)
+
+    def count_submission(self) -> None:
+        """Count one attempt that Ray was given."""
+        self.submissions.inc()
+
+    def count_retries(self, cause: str, count: int) -> None:
+        """Count attempts that are tried again; `cause` is `user` or `infrastructure`."""
+        self.retries.labels(cause=cause).inc(count)
 
     def observe_reconcile(self, seconds: float, outcome: str) -> None:
         """Count one pass over one job."""

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ppojob_operator.api_server import RawObject
+from ppojob_operator.api_server import RawObject, StatusOf
 
 
 class JobIdentity(NamedTuple):
@@ -47,8 +47,11 @@ class ProgressPort(Protocol):
     async def read_job(self, namespace: str, name: str) -> RawObject | None:
         """Return the PPOJob, or None if there is none; an index that lags by seconds will do."""
 
-    async def apply_progress(self, key: JobIdentity, status: RawObject) -> bool:
-        """Apply the part of the status that the reports own; False if that object is gone."""
+    async def apply_progress(self, key: JobIdentity, status_of: StatusOf) -> bool:
+        """Apply the part of the status that the reports own; False if that object is gone.
+
+        `status_of` is asked with the object as it stands at the write; None: the object has something newer already.
+        """
 
 
 class SecretPort(Protocol):

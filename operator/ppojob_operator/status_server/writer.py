@@ -6,6 +6,10 @@
 
 The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report stays
 kept until it is written, so a cancelled or failed write loses nothing; `flush` writes what is left at the end.
+
+Each replica of the operator has a writer of its own, and the reports of one job come to any of them. So what is written
+is made at the write, from the object as it stands then: a report that was kept here never overwrites a newer one that
+another replica wrote meanwhile.
 """
 
 import asyncio
@@ -15,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
+from ppojob_operator import logs
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable, StatusOf
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 
@@ -33,7 +38,7 @@ _MAX_REFUSALS = 5
 class _Job:
     """What is known of one job's writes. Times are of the monotonic clock."""
 
-    status: RawObject | None = None
+    status_of: StatusOf | None = None
     received: float = 0.0
     is_last: bool = False
     due: float = 0.0
@@ -64,17 +69,17 @@ class ProgressWriter:
         self._queue: asyncio.Queue[JobIdentity] = asyncio.Queue()
         self._changed = asyncio.Event()
 
-    def keep(self, key: JobIdentity, status: RawObject, *, is_last: bool = False) -> None:
-        """Take a report's status; an older one of the same job that is not written yet is replaced.
+    def keep(self, key: JobIdentity, status_of: StatusOf, *, is_last: bool = False) -> None:
+        """Take a report; an older one of the same job that is not written yet is replaced.
 
         Args:
             key: the job.
-            status: the whole part of the status that the reports own.
+            status_of: gives the whole part of the status that the reports own, when it is written.
             is_last: write it at once.
         """
         job = self._jobs.setdefault(key, _Job())
         now = self._clock()
-        job.status, job.received, job.is_last = status, now, is_last
+        job.status_of, job.received, job.is_last = status_of, now, is_last
         job.due = now if is_last else max(now, job.last_try + self._interval)
         job.written.clear()
         self._changed.set()
@@ -115,7 +120,7 @@ class ProgressWriter:
                 await asyncio.sleep(_LAST_REPORT_RETRY)
 
     def _waiting(self) -> list[JobIdentity]:
-        return [key for key, job in self._jobs.items() if job.status is not None]
+        return [key for key, job in self._jobs.items() if job.status_of is not None]
 
     async def _dispatch(self) -> None:
         while True:
@@ -123,14 +128,14 @@ class ProgressWriter:
             self._beat()
             now = self._clock()
             for key, job in self._jobs.items():
-                if job.status is not None and not job.is_queued and job.due <= now:
+                if job.status_of is not None and not job.is_queued and job.due <= now:
                     job.is_queued = True
                     self._queue.put_nowait(key)
             self._forget(now)
             await self._sleep()
 
     async def _sleep(self) -> None:
-        waiting = [job.due for job in self._jobs.values() if job.status is not None and not job.is_queued]
+        waiting = [job.due for job in self._jobs.values() if job.status_of is not None and not job.is_queued]
         seconds = min([due - self._clock() for due in waiting] + [_LONGEST_SLEEP])
         await asyncio.sleep(_SHORTEST_SLEEP)
         with contextlib.suppress(TimeoutError):
@@ -140,33 +145,34 @@ class ProgressWriter:
     async def _work(self) -> None:
         while True:
             key = await self._queue.get()
-            await self._write(key)
+            with logs.about(key):
+                await self._write(key)
 
     async def _write(self, key: JobIdentity) -> None:
         job = self._jobs[key]
-        status, received = job.status, job.received
-        if status is None:
+        status_of, received = job.status_of, job.received
+        if status_of is None:
             return
         job.last_try = self._clock()
         try:
-            exists = await self._port.apply_progress(key, status)
+            exists = await self._port.apply_progress(key, status_of)
         except ApiUnavailable as error:
             self._postpone(key, job, error)
         except ApiRefused as error:
             job.refusals += 1
             self._postpone(key, job, error)
         else:
-            self._done(job, status, exists=exists)
+            self._done(job, status_of, exists=exists)
             self._metrics.status_write_lag.observe(self._clock() - received)
         finally:
             job.is_queued = False
             self._changed.set()
 
-    def _done(self, job: _Job, status: RawObject, *, exists: bool) -> None:
+    def _done(self, job: _Job, status_of: StatusOf, *, exists: bool) -> None:
         self._metrics.status_writes.labels(outcome="written" if exists else "job_gone").inc()
         job.refusals = 0
-        if job.status is status or not exists:
-            job.status = None
+        if job.status_of is status_of or not exists:
+            job.status_of = None
             job.written.set()
         elif not job.is_last:  # A younger report came while this one was being written.
             job.due = job.last_try + self._interval
@@ -179,13 +185,13 @@ class ProgressWriter:
             _LOG.warning("the progress of %s is not written yet, next try in %g s: %s", key, wait, error)
             return
         _LOG.error("the progress of %s is dropped, the API server refused it %d times: %s", key, job.refusals, error)
-        job.status, job.refusals = None, 0
+        job.status_of, job.refusals = None, 0
 
     def _forget(self, now: float) -> None:
         """Drop jobs that have nothing to write and may be written at once: their memory holds nothing."""
         idle = [
             key for key, job in self._jobs.items()
-            if job.status is None and not job.is_queued and job.last_try + self._interval <= now
+            if job.status_of is None and not job.is_queued and job.last_try + self._interval <= now
         ]  # fmt: skip
         for key in idle:
             del self._jobs[key]

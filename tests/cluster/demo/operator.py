@@ -31,6 +31,8 @@ def install(target: Target, image: str) -> None:
     target.helm(
         *("upgrade", "--install", RELEASE, str(CHART), "--create-namespace"),
         *(f"--set-string={value}" for value in values),
+        # One node has nowhere else to go to.
+        "--set=replicas=1",
         # The definition may have come by `kubectl apply` before.
         "--take-ownership",
         limit=120,

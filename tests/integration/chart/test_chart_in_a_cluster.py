@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster import operators
+
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
+PREVIOUS = Path(__file__).with_name("previous") / "ppojob-0.1.0.tgz"
+DEFINITION = CHART.parents[1] / "crds" / "ppojobs.ppojob.dev.yaml"
 # The definition is shared by all tests of this cluster, so the release does not own it here.
 COMMON = ("--set=crds.install=false",)
 
@@ -42,6 +46,7 @@ def release(kubectl: Any) -> Iterator[str]:
         (),
         ("--set=watchNamespace={namespace}",),
         ("--set=certificates.existingSecret=given", "--set=networkPolicy.enabled=true"),
+        ("--set=jobNetworkPolicy.enabled=true", "--set=metrics.dashboards.enabled=true"),
         ("--set=serviceAccount.create=false", "--set=priorityClassName=system-cluster-critical"),
     ],
     ids=" ".join,
@@ -68,14 +73,15 @@ def test_the_api_server_takes_the_charts_definition(kubectl: Any) -> None:
 def test_the_pod_passes_the_restricted_pod_security_standard(kubectl: Any) -> None:
     kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
     kubectl("create", "serviceaccount", "ppojob")
-    [deployment] = [m for m in render(kubectl.namespace) if m["kind"] == "Deployment"]
+    objects = render(kubectl.namespace)
+    [deployment], [test] = ([m for m in objects if m["kind"] == kind] for kind in ("Deployment", "Pod"))
     pod = {"apiVersion": "v1", "kind": "Pod", **deployment["spec"]["template"]}
     pod["metadata"]["name"] = "operator"
 
-    done = kubectl.run("create", "--dry-run=server", "--filename=-", stdin=json.dumps(pod))
+    done = [kubectl.run("create", "--dry-run=server", "--filename=-", stdin=json.dumps(each)) for each in (pod, test)]
     kubectl("delete", "serviceaccount", "ppojob")
 
-    assert done.returncode == 0, done.stderr
+    assert [(each.returncode, each.stderr) for each in done] == [(0, ""), (0, "")]
 
 
 def test_the_notes_name_the_next_commands(kubectl: Any, release: str) -> None:
@@ -99,6 +105,47 @@ def test_an_upgrade_leaves_what_the_operator_stored_alone(kubectl: Any, release:
     assert kubectl.json("get", "secret", "ppojob-certificates")["data"] == data
     environment = kubectl.json("get", "deployment", "ppojob")["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "PPOJOB_LOG_LEVEL", "value": "DEBUG"} in environment
+
+
+@pytest.fixture
+def previous_definition(kubectl: Any, cluster: Any) -> Iterator[None]:
+    """The definition of PPOJob as the chart before this one has it, and no operator; the newest is back at the end."""
+    [old] = [m for m in render_package(kubectl.namespace) if m["kind"] == "CustomResourceDefinition"]
+    apply = ("apply", "--server-side", "--force-conflicts", "--filename=-")
+    with operators.paused(cluster):
+        kubectl(*apply, stdin=yaml.safe_dump(old))
+        yield
+        kubectl(*apply, stdin=DEFINITION.read_text())
+
+
+def render_package(namespace: str) -> list[dict[str, Any]]:
+    text = helm("template", "ppojob", str(PREVIOUS), f"--namespace={namespace}", "--kube-version=1.34.0")
+    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def test_an_upgrade_from_the_chart_before_touches_no_running_job(
+    kubectl: Any, previous_definition: None, manifest: dict[str, Any]
+) -> None:
+    where, settings = f"--namespace={kubectl.namespace}", ("--set=replicas=0", *COMMON)
+    helm("install", "ppojob", str(PREVIOUS), where, *settings)
+    kubectl.create({**manifest, "metadata": {"name": "running"}})
+    status = {"phase": "Running", "attempt": 1, "progress": {"step": 3, "totalSteps": 8}, "ready": "3/3"}
+    patch = f"--patch={json.dumps({'status': status})}"
+    kubectl("patch", "ppojob", "running", "--subresource=status", "--type=merge", patch)
+    before = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
+
+    kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=DEFINITION.read_text())
+    kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    helm("upgrade", "ppojob", str(CHART), where, *settings)
+    first = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
+    helm("upgrade", "ppojob", str(CHART), where, *settings)
+    second = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
+    after = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
+    helm("uninstall", "ppojob", where, "--wait")
+
+    assert after == before
+    # The operator of the chart before knows no Lease: its pod must be gone before the new one decides.
+    assert (first, second) == ("Recreate", "RollingUpdate")
 
 
 def test_nothing_stays_after_uninstalling_but_the_definition(kubectl: Any, release: str) -> None:

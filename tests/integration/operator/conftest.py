@@ -1,5 +1,6 @@
 """The operator as a process of this machine, with the rights that the chart gives it, on the real API server."""
 
+import base64
 import json
 import os
 import signal
@@ -7,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import yaml
 from tests.cluster import operators
 from tests.cluster.kwok import TOLERATION, add_nodes, remove_nodes
 from tests.cluster.layout import Layout
+from tests.integration.operator.hiding_proxy import HidingProxy
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"
@@ -59,6 +63,22 @@ class OperatorProcess:
         except (OSError, IndexError):
             return 0
 
+    def metric(self, name: str) -> float:
+        """Return the value of one of its metrics without labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
+    def leads(self) -> bool:
+        """Whether it says that it leads."""
+        return self.process is not None and self.process.poll() is None and self.metric("ppojob_leader") == 1
+
+    def kill(self) -> None:
+        """End it without a chance to do anything."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=_STOP_SECONDS)
+
     def stop(self) -> int:
         """Ask it to end, and return its exit status."""
         assert self.process is not None
@@ -75,7 +95,7 @@ def free_port() -> int:
 
 def render_chart(namespace: str) -> list[dict[str, Any]]:
     """Return the chart's objects for one namespace."""
-    values = ["crds.install=false", f"watchNamespace={namespace}"]
+    values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true"]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
         [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False
@@ -97,6 +117,19 @@ class Rights:
 
     kubeconfig: dict[str, Any]
     environment: dict[str, str]
+
+    def proxy(self, hidden: str = "") -> HidingProxy:
+        """Return a way to the API server that can be disturbed; it is not entered."""
+        cluster = self.kubeconfig["clusters"][0]["cluster"]
+        return HidingProxy(cluster["server"], base64.b64decode(cluster["certificate-authority-data"]).decode(), hidden)
+
+    def operator_behind(self, proxy: HidingProxy, folder: Path, **environment: str) -> OperatorProcess:
+        """Return an operator on that way, with more in its environment; it is not started."""
+        kubeconfig = deepcopy(self.kubeconfig)
+        kubeconfig["clusters"][0]["cluster"] = {"server": proxy.url}
+        process = self.operator(folder, kubeconfig)
+        process.environment |= environment
+        return process
 
     def operator(self, folder: Path, kubeconfig: dict[str, Any] | None = None) -> OperatorProcess:
         """Return an operator that has these rights; it is not started."""
@@ -126,7 +159,7 @@ def _alone(cluster: Any) -> Iterator[None]:
 def rights(kubectl: Any, _alone: None) -> Iterator[Rights]:
     """The chart's account, roles and Secrets, applied to the module's namespace."""
     chart = render_chart(kubectl.namespace)
-    wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service")]
+    wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service", "Pod")]
     done = kubectl.apply(*wanted)
     assert done.returncode == 0, done.stderr
     kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))

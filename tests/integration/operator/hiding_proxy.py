@@ -1,30 +1,41 @@
-"""A way to the API server on which a whole API group can be hidden, as if nobody had installed it.
+"""A way to the API server that can be disturbed: a group hidden, calls refused, the line cut, watches frozen.
 
-Everything else goes through unchanged, watches too. It listens on this machine only and speaks plain HTTP.
+Everything else goes through unchanged, watches too, and is written down as the rights that it takes. It listens on this
+machine only and speaks plain HTTP.
 """
 
 import asyncio
 import ssl
 import threading
 from types import TracebackType
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
 
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 _HOP_BY_HOP = {"connection", "host", "transfer-encoding", "content-length", "content-encoding"}
 
 
 class HidingProxy:
     """The proxy, in a thread of its own."""
 
-    def __init__(self, server: str, ca_pem: str, hidden: str) -> None:
+    def __init__(self, server: str, ca_pem: str, hidden: str = "") -> None:
         """`hidden` is the API group that is not there while `is_hiding`."""
         self._server = server
         self._hidden = hidden
+        self._answering: set[asyncio.Task[object]] = set()
+        self.refusals: dict[str, int] = {}
+        """Method -> status with which its calls are answered in place of the API server."""
+        self.are_watches_frozen = False
+        """Watches stay open, and nothing comes any more."""
+        self.used: set[Right] = set()
+        """What was asked of the API server."""
+        self._is_cut = False
         self._context = ssl.create_default_context(cadata=ca_pem)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hiding proxy", daemon=True)
-        self.is_hiding = True
+        self.is_hiding = bool(hidden)
         self.url = ""
 
     def __enter__(self) -> "HidingProxy":
@@ -59,10 +70,38 @@ class HidingProxy:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
+    def cut(self) -> None:
+        """Close every connection, and each new one at once."""
+        self._is_cut = True
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._answering])
+
+    def mend(self) -> None:
+        """Let everything through again."""
+        self._is_cut = self.are_watches_frozen = self.is_hiding = False
+        self.refusals.clear()
+
     async def _forward(self, request: web.Request) -> web.StreamResponse:
+        if self._is_cut:
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
         if self.is_hiding and request.path.startswith(f"/apis/{self._hidden}"):
             words = {"kind": "Status", "message": "the server could not find the requested resource", "code": 404}
             return web.json_response(words, status=404)
+        if (status := self.refusals.get(request.method)) is not None:
+            return web.json_response({"kind": "Status", "message": "said by the proxy", "code": status}, status=status)
+        self.used.add(right_of(request))
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            return await self._pass_on(request)
+        except ConnectionResetError:  # Who asked is gone.
+            return web.Response()
+        finally:
+            self._answering.discard(task)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
         body = await request.read()
         async with self._session.request(
@@ -72,5 +111,30 @@ class HidingProxy:
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
+                while self.are_watches_frozen and "watch" in request.query:
+                    await asyncio.sleep(0.1)
                 await response.write(chunk)
             return response
+
+
+class Right(NamedTuple):
+    """What a rule of a role allows."""
+
+    verb: str
+    group: str
+    resource: str
+    """With the subresource, if any, as roles write it."""
+
+
+def right_of(request: web.Request) -> Right:
+    """Return the right that a request takes, by the API server's own reading of paths."""
+    parts = request.path.strip("/").split("/")
+    group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1] if len(parts) > 1 else "", parts[3:])
+    if rest[:1] == ["namespaces"] and len(rest) > 2:
+        rest = rest[2:]
+    resource = "/".join([*rest[:1], *rest[2:]]) or request.path
+    if request.method == "GET":
+        verb = "get" if len(rest) > 1 else "watch" if "watch" in request.query else "list"
+    else:
+        verb = _VERBS[request.method]
+    return Right(verb, group, resource)

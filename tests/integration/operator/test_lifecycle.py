@@ -8,7 +8,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
-OWNED = "rayclusters,configmaps,serviceaccounts,secrets,pods"
+OWNED = "rayclusters,configmaps,serviceaccounts,secrets,networkpolicies,pods"
 
 
 def names(kubectl: Any, job: str) -> list[str]:
@@ -25,6 +25,7 @@ def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, j
     found = names(kubectl, name)
     assert {each for each in found if not each.startswith("Pod/")} == {
         f"ConfigMap/{name}-job",
+        f"NetworkPolicy/{name}-ray",
         f"RayCluster/{cluster}",
         f"Secret/{cluster}-ray",
         f"ServiceAccount/{name}-trainer",
@@ -33,6 +34,15 @@ def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, j
     kubectl("delete", "ppojob", name)
     kubectl("wait", "--for=delete", OWNED, "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
     assert names(kubectl, name) == []
+
+
+def test_the_pods_of_a_job_meet_the_restricted_standard(kubectl: Any, jobs: Any) -> None:
+    kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+    name = jobs.create()
+
+    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in names(kubectl, name)) == 3, limit=90)
+
+    kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce-")
 
 
 def test_status_has_two_owners_who_leave_each_others_fields_alone(kubectl: Any, jobs: Any) -> None:
@@ -114,3 +124,19 @@ def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, j
 
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+
+def test_what_comes_again_is_one_event_that_is_counted(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    for _ in range(2):
+        kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
+        kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+
+    selector = f"involvedObject.name={name},reason={Reason.CLUSTER_SUSPENDED}"
+    [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
+    assert event["count"] == 2
+    assert event["lastTimestamp"] > event["firstTimestamp"]

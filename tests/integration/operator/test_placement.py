@@ -65,6 +65,23 @@ def test_two_pools_land_on_their_own_kinds_of_node(kubectl: Any, jobs: Any, fake
     assert "Ray's dashboard" in message
 
 
+def test_two_pools_share_the_hosts_and_each_has_a_pod_on_both(kubectl: Any, jobs: Any, fake_nodes: Any) -> None:
+    """The placement of examples/07-shared-hosts, at half its size: each host has half its GPUs for each pool."""
+    pools = [
+        fake_pool(fake_nodes, name, "h200", nodes=2, gpusPerNode=2, spread="Required") for name in ("actor", "critic")
+    ]
+    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+
+    jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
+    pods = kubectl.json("get", "pods", "--selector", f"ppojob.dev/job={name}")["items"]
+
+    hosts = [f"{fake_nodes.prefix}-h200-0", f"{fake_nodes.prefix}-h200-1"]
+    for pool in ("actor", "critic"):
+        own = [pod for pod in pods if pod["metadata"]["labels"].get("ppojob.dev/pool") == pool]
+        assert sorted(pod["spec"]["nodeName"] for pod in own) == hosts
+    assert jobs.status(name)["ready"] == "8/8"
+
+
 def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(jobs: Any, fake_nodes: Any) -> None:
     pools = [
         fake_pool(fake_nodes, "actor", "h200", gpusPerNode=4),

@@ -1,8 +1,6 @@
 """Without KubeRay the operator says so, and picks the job up when it comes: no restart, no new apply."""
 
-import base64
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -16,18 +14,14 @@ pytestmark = pytest.mark.usefixtures("volumes", "claim")
 @pytest.fixture(scope="module")
 def proxy(rights: Any) -> Iterator[HidingProxy]:
     """A way to the API server on which nobody has heard of RayClusters."""
-    cluster = rights.kubeconfig["clusters"][0]["cluster"]
-    ca_pem = base64.b64decode(cluster["certificate-authority-data"]).decode()
-    with HidingProxy(cluster["server"], ca_pem, hidden="ray.io") as proxy:
+    with rights.proxy(hidden="ray.io") as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
 def operator(rights: Any, proxy: HidingProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The operator, on that way."""
-    kubeconfig = deepcopy(rights.kubeconfig)
-    kubeconfig["clusters"][0]["cluster"] = {"server": proxy.url}
-    process = rights.operator(tmp_path_factory.mktemp("operator"), kubeconfig)
+    process = rights.operator_behind(proxy, tmp_path_factory.mktemp("operator"))
     process.start()
     yield process
     assert process.stop() == 0, process.log.read_text()

@@ -59,7 +59,9 @@ class Operator:
 @pytest.fixture(scope="module")
 def operator(kubectl: Any) -> Iterator[Operator]:
     """Everything of the chart but the Deployment, in the module's namespace, and a token of its account."""
-    wanted = [manifest for manifest in render(kubectl.namespace) if manifest["kind"] not in ("Deployment", "Service")]
+    wanted = [
+        manifest for manifest in render(kubectl.namespace) if manifest["kind"] not in ("Deployment", "Service", "Pod")
+    ]
     done = kubectl.apply(*wanted)
     assert done.returncode == 0, done.stderr
     admin = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))

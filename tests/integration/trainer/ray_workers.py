@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import ray
 import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, Meta
@@ -29,6 +30,11 @@ class SumWorker:
     @register(dispatch=Dispatch.RANK_ZERO)
     def process_id(self) -> int:
         return os.getpid()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def place(self) -> tuple[str, int]:
+        """Return the Ray node, and how many ranks of the group this one believes to be there."""
+        return ray.get_runtime_context().get_node_id(), self.seat.local_ranks
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def own(self, mine: str) -> str:

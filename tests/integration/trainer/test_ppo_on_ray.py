@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import JobFailedError, run_job
+from tests import chart_metrics
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)
@@ -103,6 +105,14 @@ def test_a_run_is_finished_with_a_record_of_each_step(overlapped: Run) -> None:
         assert records[step]["response_length/max"] <= 16
 
 
+def test_a_run_measures_what_the_charts_dashboards_and_alerts_ask_for(overlapped: Run) -> None:
+    measured = {**overlapped.records[2], "last_step_timestamp_seconds": 0.0}
+
+    exposed = {f"ppojob_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}" for name in measured}
+
+    assert chart_metrics.by_the_training().missing_from(exposed) == []
+
+
 def test_trainer_and_rollout_compute_the_same_model_after_every_push(overlapped: Run) -> None:
     # The learning rate is such that the policy moves visibly: stale weights would be seen in the second step.
     assert [record["training/rollout_probs_diff_mean"] < 0.005 for record in list(overlapped.records.values())[1:]] == [
@@ -133,13 +143,18 @@ def test_adapters_are_their_own_reference_and_reach_the_rollout(model: Path, tmp
     assert list(tmp_path.glob("**/adapter/adapter_model.safetensors"))
 
 
-def test_the_updates_overlap(overlapped: Run) -> None:
-    events = [event for event in read_trace(overlapped.root / "trace.json") if event["ph"] == "X"]
-    span = {(event["name"], event["args"]["step"]): (event["ts"], event["ts"] + event["dur"]) for event in events}
+def test_phases_of_two_pools_overlap(overlapped: Run) -> None:
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for event in read_trace(overlapped.root / "trace.json"):
+        if event["ph"] == "X":
+            span = (event["ts"], event["ts"] + event["dur"])
+            spans.setdefault((event["name"], event["args"]["step"]), []).append(span)
 
-    assert overlap(span["update_actor", 1], span["update_critic", 1])
-    assert overlap(span["old_log_prob", 1], span["values", 1])
-    assert span["values", 2][0] >= span["update_critic", 1][1]
+    assert overlap(spans["update_actor", 1][0], spans["update_critic", 1][0])
+    # Values are computed on parts of the batch, beside the generation of the others and then beside the log-probs.
+    beside = [*spans["gen", 1], *spans["old_log_prob", 1]]
+    assert any(overlap(part, other) for part in spans["values", 1] for other in beside)
+    assert min(start for start, _ in spans["values", 2]) >= spans["update_critic", 1][0][1]
 
 
 def test_the_exported_model_loads_and_has_learned_something(overlapped: Run, model: Path) -> None:

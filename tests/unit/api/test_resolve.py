@@ -6,8 +6,9 @@ import pytest
 
 from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.resolve import job_root, resolve, roles
+from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GONE, with_changes
 
@@ -74,6 +75,24 @@ def test_auto_overlaps_where_actor_and_critic_are_apart(
     changes: dict[tuple[str | int, ...], Any], mode: ScheduleMode
 ) -> None:
     assert _resolved(changes).schedule.mode is mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "kept"),
+    [
+        ({}, "Auto", [Overlap.VALUES]),
+        ({}, "Overlapped", [Overlap.VALUES]),
+        # One pool: Serial, which has no overlaps.
+        (NO_CRITIC_POOL, "Auto", []),
+    ],
+)
+def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
+    changes: dict[tuple[str | int, ...], Any], mode: str, kept: list[Overlap]
+) -> None:
+    once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "without": ["Values"]}})
+
+    assert once.schedule.without == kept
+    assert list(check(once)) == []
 
 
 @pytest.mark.parametrize(

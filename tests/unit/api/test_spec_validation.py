@@ -7,8 +7,7 @@ import yaml
 
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
-
-EXAMPLES = sorted(Path("examples").glob("*/ppojob.yaml"))
+from tests.examples import EXAMPLES, name_of
 
 
 @pytest.mark.parametrize("bad", BAD_SPECS, ids=lambda bad: bad.name)
@@ -35,7 +34,7 @@ def test_the_spec_that_the_table_begins_from_is_good() -> None:
     assert spec.pool("critic").gpus == 1
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_good(path: Path) -> None:
     parse_manifest(yaml.safe_load(path.read_text()))
 

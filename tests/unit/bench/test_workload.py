@@ -6,22 +6,55 @@ from pathlib import Path
 import pytest
 
 from ppojob_api.v1alpha1.validation import parse_manifest
-from tests.bench import bench_split, workload
-from tests.bench.floors import floors_of
+from tests.bench import workload
+from tests.bench.floors import floors_of, num_parameters, sync_floor
+from tests.bench.layouts import layout, layouts
 
+GPUS = {"actor": 1, "rollout": 1, "critic": 1, "ref": 1}
 TINY = workload.Size("tiny", num_prompts=8, prompt_tokens=20, response_tokens=16, vocabulary=512)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 3, 4])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -> None:
-    for layout in bench_split.layouts(num_gpus).values():
-        _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, layout, 3, device))
+    for sections in layouts(num_gpus).values():
+        _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, device))
         assert sum(pool.gpus for pool in spec.pools) == num_gpus
 
 
+@pytest.mark.parametrize(
+    ("name", "pools", "mode"),
+    [
+        ("colocated", {"all": 4}, "Serial"),
+        ("colocated-1", {"all": 1}, "Serial"),
+        ("split-serial", {"actor": 2, "critic": 2}, "Serial"),
+        ("1+1", {"actor": 1, "critic": 1}, "Overlapped"),
+        ("3+1", {"actor": 3, "critic": 1}, "Overlapped"),
+        ("1+2-parallel-update", {"actor": 1, "critic": 2}, "ParallelUpdate"),
+        ("rollout-alone", {"actor": 1, "critic": 1, "rollout": 2}, "Overlapped"),
+        ("ref-alone", {"actor": 2, "critic": 1, "ref": 1}, "Overlapped"),
+        ("reward-alone", {"actor": 2, "critic": 1, "reward": 1}, "Overlapped"),
+    ],
+)
+def test_a_name_says_pools_and_mode(name: str, pools: dict[str, int], mode: str) -> None:
+    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, layout(name, 4), 3, "cuda"))
+
+    assert {pool.name: pool.gpus for pool in spec.pools} == pools
+    assert spec.schedule.mode == mode
+    assert (spec.model.reward is not None) == (name == "reward-alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("4+1", "needs 5 GPUs, and there are 4"), ("reward", "there is no layout reward on 4 GPUs: take some of coloc")],
+)
+def test_a_layout_that_is_not_there_says_which_are(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout(name, 4)
+
+
 def test_one_gpu_cannot_be_split() -> None:
-    assert list(bench_split.layouts(1)) == ["colocated"]
+    assert list(layouts(1)) == ["colocated"]
 
 
 def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None:
@@ -39,7 +72,7 @@ def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None
 
 def test_the_least_times_of_workload_w_by_hand() -> None:
     """0.5B on a device of 1 PFLOP/s and 5 TB/s: 164,352 tokens, 131,072 of them written."""
-    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, {"actor": 1, "critic": 1, "ref": 1})
+    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, GPUS)
 
     matrices = 24 * (2 * 896 * 896 + 896 * 256 + 3 * 896 * 4864)
     attention = 2 * 24 * 896 * 642 * 164_352
@@ -47,3 +80,11 @@ def test_the_least_times_of_workload_w_by_hand() -> None:
     assert least["values"] == pytest.approx(forward / 1e15)
     assert least["old_log_prob"] == pytest.approx((forward + 2 * 151_936 * 896 * 131_072) / 1e15)
     assert least["update_critic"] == pytest.approx(4 * forward / 1e15)
+
+
+def test_weights_cross_a_link_once() -> None:
+    shape = workload.SHAPES["0.5B"]
+
+    # 494 million parameters in bfloat16 over 450 GB/s.
+    assert num_parameters(shape, workload.Size()) == pytest.approx(494e6, rel=0.001)
+    assert sync_floor(shape, workload.Size(), 450e9) == pytest.approx(2 * 494e6 / 450e9, rel=0.001)

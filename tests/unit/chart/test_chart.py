@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ppojob_operator.settings import Settings
+from tests.unit.chart.rendered import environment_of, identity, only, pod_of, role_of
 
 PROJECT = Path(__file__).resolve().parents[3]
 CHART = PROJECT / "charts" / "ppojob"
@@ -21,8 +22,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "given certificates": {"certificates.existingSecret": "from-cert-manager"},
     "given account": {"serviceAccount.create": False, "serviceAccount.name": "mine"},
     "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
+    "observed": {
+        "metrics.podMonitor.enabled": True,
+        "metrics.alerts.enabled": True,
+        "metrics.dashboards.enabled": True,
+        "logFormat": "JSON",
+    },
     "guarded": {"networkPolicy.enabled": True},
+    "guarded jobs": {"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"},
     "asleep": {"replicas": 0},
+    "alone": {"replicas": 1},
 }
 
 EVERYTHING: dict[str, Any] = {
@@ -48,30 +57,6 @@ def combinations() -> list[Any]:
 
 def values_of(chosen: list[str]) -> dict[str, Any]:
     return {name: value for switch in chosen for name, value in SWITCHES[switch].items()}
-
-
-def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    [found] = [manifest for manifest in objects if manifest["kind"] == kind]
-    return found
-
-
-def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
-    metadata = manifest["metadata"]
-    return manifest["kind"], metadata.get("namespace", ""), metadata["name"]
-
-
-def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    template: dict[str, Any] = only(objects, "Deployment")["spec"]["template"]
-    return template
-
-
-def role_of(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    [found] = [m for m in objects if m["kind"] in ("Role", "ClusterRole") and m["metadata"]["name"] == name]
-    return found
-
-
-def environment_of(objects: list[dict[str, Any]]) -> dict[str, str]:
-    return {entry["name"]: entry.get("value", "") for entry in pod_of(objects)["spec"]["containers"][0]["env"]}
 
 
 def test_helm_finds_nothing_to_complain_about(helm: Any) -> None:
@@ -101,8 +86,12 @@ def test_every_combination_fits_together(helm: Any, chosen: list[str]) -> None:
     secrets = {name for kind, _, name in names if kind == "Secret"}
     environment = environment_of(objects)
     assert secrets == {name for name in (environment.get("PPOJOB_CERTIFICATE_SECRET"),) if name}
-    own = {name for rule in role_of(objects, "ppojob-own")["rules"] for name in rule.get("resourceNames", [])}
-    assert own == secrets | {environment["PPOJOB_DASHBOARD_SECRET"]}
+    own = [rule for rule in role_of(objects, "ppojob-own")["rules"] if rule.get("resourceNames")]
+    named = {(rule["resources"][0], name) for rule in own for name in rule["resourceNames"]}
+    assert named == {
+        *(("secrets", name) for name in secrets | {environment["PPOJOB_DASHBOARD_SECRET"]}),
+        ("leases", environment["PPOJOB_LEASE_NAME"]),
+    }
 
 
 def test_all_values_at_once_reach_the_deployment(helm: Any) -> None:
@@ -114,8 +103,9 @@ def test_all_values_at_once_reach_the_deployment(helm: Any) -> None:
     assert container["imagePullPolicy"] == "Always"
     assert container["resources"] == EVERYTHING["resources"]
     assert environment_of(objects)["PPOJOB_LOG_LEVEL"] == "DEBUG"
-    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "affinity", "priorityClassName"):
+    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
         assert pod["spec"][name] == EVERYTHING[name]
+    assert pod["spec"]["affinity"].items() >= EVERYTHING["affinity"].items()
     assert pod["metadata"]["annotations"] == {"a/b": "c"}
     assert pod["metadata"]["labels"]["team"] == "rl"
     assert only(objects, "ServiceAccount")["metadata"]["annotations"] == {"role": "x"}
@@ -221,16 +211,6 @@ def test_the_operators_certificates_come_empty_so_that_an_upgrade_leaves_them_al
     assert "stringData" not in secret
 
 
-def test_the_service_monitor_finds_the_service(helm: Any) -> None:
-    objects = helm.objects(SWITCHES["monitored"])
-    monitor, service = only(objects, "ServiceMonitor"), only(objects, "Service")
-
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    [endpoint] = monitor["spec"]["endpoints"]
-    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert monitor["metadata"]["labels"]["team"] == "rl"
-
-
 def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     everywhere = only(helm.objects({"networkPolicy.enabled": True}), "NetworkPolicy")["spec"]
     one = only(helm.objects({"networkPolicy.enabled": True, "watchNamespace": "rl-team"}), "NetworkPolicy")["spec"]
@@ -240,6 +220,38 @@ def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     labels = {"kubernetes.io/metadata.name": "rl-team"}
     assert one["ingress"][0]["from"] == [{"namespaceSelector": {"matchLabels": labels}}]
     assert one["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
+
+
+def test_jobs_get_a_network_policy_by_choice_and_the_right_to_make_it_comes_with_it(helm: Any) -> None:
+    with_it = helm.objects({"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"})
+    without = helm.objects({})
+    settings = Settings.from_environment(environment_of(with_it))
+
+    assert settings.job_network_policy
+    assert settings.metrics_namespace == "monitoring"
+    assert settings.labels_of_operator.items() <= pod_of(with_it)["metadata"]["labels"].items()
+    assert not Settings.from_environment(environment_of(without)).job_network_policy
+    rules = [[rule["resources"] for rule in role_of(each, "system-ppojob")["rules"]] for each in (with_it, without)]
+    assert [["networkpolicies"] in resources for resources in rules] == [True, False]
+
+
+@pytest.mark.parametrize("values", [{}, {"watchNamespace": "rl-team"}], ids=["everywhere", "one namespace"])
+def test_helm_test_asks_with_the_operators_image_and_rights(helm: Any, values: dict[str, Any]) -> None:
+    objects = helm.objects(values)
+    test, pod = only(objects, "Pod"), pod_of(objects)["spec"]
+    [container], [operators] = test["spec"]["containers"], pod["containers"]
+    *_, script, probe, jobs, lease = container["command"]
+
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert container["image"] == operators["image"]
+    assert test["spec"]["serviceAccountName"] == pod["serviceAccountName"]
+    assert script.strip() == (CHART / "files" / "installation_test.py").read_text().strip()
+    compile(script, "installation_test.py", "exec")
+    assert probe == f"http://{only(objects, 'Service')['metadata']['name']}.system.svc:8081/readyz"
+    assert jobs.endswith("/namespaces/rl-team/ppojobs" if values else "/v1alpha1/ppojobs")
+    assert lease.endswith(f"/namespaces/system/leases/{environment_of(objects)['PPOJOB_LEASE_NAME']}")
+    # Its labels are not those that the Service and the budget select.
+    assert test["metadata"]["labels"]["app.kubernetes.io/name"] != "ppojob-operator"
 
 
 def test_an_old_kubernetes_is_refused(helm: Any) -> None:
@@ -253,7 +265,7 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
     ("name", "value", "words"),
     [
         ("replica", 1, "replica"),
-        ("replicas", 2, "replicas"),
+        ("replicas", 6, "replicas"),
         ("replicas", "1", "replicas"),
         ("image.repository", "", "repository"),
         ("image.repository", None, "image"),
@@ -263,6 +275,10 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("watchNamespace", "a,b", "watchNamespace"),
         ("watchNamespace", ["a"], "watchNamespace"),
         ("logLevel", "debug", "logLevel"),
+        ("logFormat", "json", "logFormat"),
+        ("metrics.podMonitor.port", 9464, "port"),
+        ("metrics.alerts.rules", [], "rules"),
+        ("metrics.dashboards.labels", {"grafana_dashboard": True}, "grafana_dashboard"),
         ("resources.request", {}, "request"),
         ("resources.limits", {"memory": "much"}, "limits"),
         ("tolerations", [{"effect": "Never"}], "effect"),
@@ -279,7 +295,12 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("metrics.enabled", True, "enabled"),
         ("metrics.serviceMonitor.interval", "often", "interval"),
         ("networkPolicy.enabled", "true", "enabled"),
+        ("jobNetworkPolicy.egress", [], "egress"),
+        ("jobNetworkPolicy.metricsNamespace", "a,b", "metricsNamespace"),
         ("autoscaling", {}, "autoscaling"),
+        ("leaderElection.leaseDuration", "15s", "leaseDuration"),
+        ("leaderElection.retryPeriodSeconds", 0, "retryPeriodSeconds"),
+        ("podDisruptionBudget.minAvailable", 1, "minAvailable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Any, name: str, value: Any, words: str) -> None:

@@ -26,6 +26,7 @@ class Player:
         self.races = 0
         self.answer: tuple[int, str] | None = None
         self.delay = 0.0
+        self.exists = False
         self.seen: list[str] = []
         self.written: list[dict[str, Any]] = []
 
@@ -40,9 +41,11 @@ class Player:
                 self.races, self.version = self.races - 1, self.version + 1
             return web.json_response({"metadata": metadata})
         sent = json.loads(await request.text())
+        if request.method == "POST":
+            return web.json_response(sent, status=409 if self.exists else 201)
         if sent["metadata"]["resourceVersion"] != str(self.version):
             return web.json_response({"message": "the object has been modified"}, status=409)
-        self.written.append({**sent, "manager": request.query["fieldManager"]})
+        self.written.append({**sent, "manager": request.query.get("fieldManager")})
         return web.json_response({"metadata": metadata})
 
 
@@ -63,7 +66,7 @@ async def api(player: Player) -> AsyncIterator[ApiServer]:
 
 
 async def write(api: ApiServer) -> bool:
-    return await api.apply_status("ns", "x", "u", status=STATUS, manager="me")
+    return await api.apply_status("ns", "x", "u", status_of=lambda _: STATUS, manager="me")
 
 
 async def test_a_status_is_written_to_the_object_as_it_was_just_read(api: ApiServer, player: Player) -> None:
@@ -159,3 +162,53 @@ async def test_a_name_from_outside_leads_to_no_other_path(api: ApiServer, player
     await api.read(JOBS, "ns", "../../secrets/key")
 
     assert player.seen == ["GET /apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/..%2F..%2Fsecrets%2Fkey"]
+
+
+async def test_a_status_is_made_of_the_object_at_each_try(api: ApiServer, player: Player) -> None:
+    player.races = 2
+    seen: list[str] = []
+
+    def status_of(current: Any) -> dict[str, Any]:
+        seen.append(current["metadata"]["resourceVersion"])
+        return STATUS
+
+    assert await api.apply_status("ns", "x", "u", status_of=status_of, manager="me")
+    assert seen == ["7", "8", "9"]
+
+
+async def test_where_there_is_nothing_to_write_nothing_is_sent(api: ApiServer, player: Player) -> None:
+    assert await api.apply_status("ns", "x", "u", status_of=lambda _: None, manager="me")
+
+    assert player.seen == [f"GET {PATH}"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+async def test_an_object_is_created_once(api: ApiServer, player: Player, exists: bool) -> None:
+    player.exists = exists
+
+    assert await api.create(JOBS, {"metadata": {"namespace": "ns", "name": "x"}}) is not exists
+
+
+@pytest.mark.parametrize(("version", "is_replaced"), [("7", True), ("6", False)])
+async def test_only_the_object_that_was_read_is_replaced(
+    api: ApiServer, player: Player, version: str, is_replaced: bool
+) -> None:
+    manifest = {"metadata": {"namespace": "ns", "name": "x", "resourceVersion": version}}
+
+    assert await api.replace(JOBS, manifest) is is_replaced
+    assert len(player.written) == int(is_replaced)
+
+
+async def test_a_guard_that_says_no_lets_nothing_be_written_but_everything_be_read(
+    api: ApiServer, player: Player
+) -> None:
+    def guard() -> None:
+        raise ApiUnavailable("does not lead")
+
+    guarded = ApiServer(api._client, timeout=20.0, guard=guard)
+
+    assert await guarded.read(JOBS, "ns", "x")
+    for method in ("PATCH", "POST", "PUT", "DELETE"):
+        with pytest.raises(ApiUnavailable, match="does not lead"):
+            await guarded.call(method, f"{JOBS}/{{name}}", "ns", "x", body={})
+    assert player.seen == [f"GET {PATH}"]

@@ -1,6 +1,5 @@
-"""The process as a whole: its key, and how its parts begin and end together."""
+"""The process as a whole: the key that its replicas share."""
 
-import asyncio
 import base64
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from kubernetes.aio.client import Configuration
 
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.main import StartError, ask_environment_once, dashboard_key, run_together
+from ppojob_operator.main import StartError, ask_environment_once, dashboard_key
 
 
 class Secrets:
@@ -69,59 +68,6 @@ async def test_a_secret_without_a_good_key_is_refused(data: dict[str, str]) -> N
 
     with pytest.raises(StartError, match="delete it, and it is made anew"):
         await dashboard_key(secrets, "ns", "key")
-
-
-async def waiting(stop: asyncio.Event) -> None:
-    """A part that ends when it is asked to."""
-    await stop.wait()
-
-
-async def ending() -> None:
-    """A part that ends by itself."""
-
-
-async def failing() -> None:
-    """A part that breaks."""
-    raise OSError("port taken")
-
-
-async def endless() -> None:
-    """A part that does not end."""
-    await asyncio.sleep(3600)
-
-
-async def test_all_parts_end_when_asked() -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.05, stop.set)
-
-    await run_together(stop, {"a": waiting(stop), "b": waiting(stop)})
-
-
-async def test_a_part_that_ends_by_itself_ends_the_process_and_the_others_in_order() -> None:
-    stop = asyncio.Event()
-
-    with pytest.raises(RuntimeError, match="a ended by itself"):
-        await run_together(stop, {"a": ending(), "b": waiting(stop)})
-
-    assert stop.is_set()
-
-
-async def test_a_part_that_breaks_is_named_with_its_cause() -> None:
-    stop = asyncio.Event()
-
-    with pytest.raises(RuntimeError, match="b failed") as caught:
-        await run_together(stop, {"a": waiting(stop), "b": failing()})
-
-    assert str(caught.value.__cause__) == "port taken"
-
-
-async def test_a_part_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "_STOP_SECONDS", 0.05)
-    stop = asyncio.Event()
-    stop.set()
-
-    with pytest.raises(RuntimeError, match=r"b did not end in 0\.05 s"):
-        await run_together(stop, {"a": waiting(stop), "b": endless()})
 
 
 @pytest.mark.parametrize(

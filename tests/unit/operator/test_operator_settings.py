@@ -41,8 +41,24 @@ def test_an_empty_variable_is_not_set() -> None:
         ("PPOJOB_REQUEST_TIMEOUT", "-1"),
         ("PPOJOB_DASHBOARD_ACCESS", "Ingress"),
         ("PPOJOB_LOG_LEVEL", "loud"),
+        ("PPOJOB_LOG_FORMAT", "XML"),
+        ("PPOJOB_JOB_NETWORK_POLICY", "maybe"),
+        ("PPOJOB_OPERATOR_LABELS", "app"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"{name}='{value}'"):
         Settings.from_environment({name: value})
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PPOJOB_LEASE_DURATION": "10"},
+        {"PPOJOB_LEASE_RENEW_DEADLINE": "15"},
+        {"PPOJOB_LEASE_RETRY_PERIOD": "10"},
+    ],
+)
+def test_times_with_which_two_would_lead_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="PPOJOB_LEASE_RETRY_PERIOD < PPOJOB_LEASE_RENEW_DEADLINE < PPOJOB_LEASE_D"):
+        Settings.from_environment(variables)

@@ -6,7 +6,7 @@ and passes it on. What the controller does see are ids, lengths, scalars and met
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -30,6 +30,14 @@ class Batch(Protocol):
 
     def replaced_by(self, other: Self) -> Self:
         """Return the columns of both; of those that both have, the other's."""
+        ...
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Return these rows, in this order."""
+        ...
+
+    def join_rows(self, others: Sequence[Self], numbers: Sequence[int]) -> Self:
+        """Return the rows of this and of the others as one; `numbers` are theirs there, in the order they come in."""
         ...
 
 
@@ -70,6 +78,20 @@ class Rollout(Protocol[B_co]):
         ...
 
 
+class Finished(Protocol[B_co]):
+    """Responses that are finished while others are still being written."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Which rows of the prompts they belong to."""
+        ...
+
+    @property
+    def batch(self) -> B_co:
+        """As `Rollout.batch`, of these rows."""
+        ...
+
+
 class DataPort(Protocol[B_co]):
     """The prompts."""
 
@@ -97,6 +119,14 @@ class RolloutPort(Protocol[B]):
         """Write a response to each row; each sample's seed depends on run seed, step, prompt and sample only."""
         ...
 
+    def stream(self, prompts: B, step: int) -> AsyncIterator[Finished[B]]:
+        """Write the same responses as `generate`, and yield them in the order in which they are finished."""
+        ...
+
+    async def finished(self, batch: B) -> Rollout[B]:
+        """Return what `generate` would have, from the rows of a whole stream."""
+        ...
+
     async def generate_for_validation(self, prompts: B) -> Rollout[B]:
         """Write a response to each row, with the sampling of validation."""
         ...
@@ -105,8 +135,12 @@ class RolloutPort(Protocol[B]):
 class ActorPort(Protocol[B]):
     """The policy that is trained."""
 
-    async def compute_log_prob(self, batch: B) -> tuple[B, Metrics]:
-        """Return old_log_probs, and how far the rollout's log-probs are from them."""
+    async def compute_log_prob(self, batch: B) -> B:
+        """Return old_log_probs."""
+        ...
+
+    def log_prob_metrics(self, computed: B) -> Metrics:
+        """Say how far the rollout's log-probs are from those that were computed."""
         ...
 
     async def update(self, batch: B) -> Metrics:
@@ -137,8 +171,12 @@ class RefPort(Protocol[B]):
 class ScoresPort(Protocol[B]):
     """One way of scoring: the reward function or the reward model."""
 
-    async def compute_scores(self, batch: B) -> tuple[B, Metrics]:
+    async def compute_scores(self, batch: B) -> B:
         """Return this way's scores, which are token_level_scores where it is the only way."""
+        ...
+
+    def metrics(self, scores: B) -> Metrics:
+        """Return what was measured while these scores were computed."""
         ...
 
 
@@ -192,6 +230,11 @@ class AdvantagePort(Protocol[B]):
 
 class WeightsPort(Protocol):
     """The way of the policy's weights to the rollout engines."""
+
+    @property
+    def are_given_up(self) -> bool:
+        """Whether the engines give the weights up once they have generated, and need even unchanged ones again."""
+        ...
 
     async def push(self, version: int) -> Metrics:
         """Make the engines generate with the policy as it is now; checked before it returns what it moved."""

@@ -1,13 +1,15 @@
 """One step of PPO as a dataflow of awaits. In Overlapped, with critic, ref and reward in a pool of their own:
 
     time ────────────────────────────────────────────────────────────────────────────────▶
-    actor pool    gen N ─┬─ old_log_prob N ─┐       ┌─ update_actor N ─ update_weights ─ gen N+1 ─┬─ ...
-                         │                  ├─ adv ─┤                                             │
-    critic pool   ·······├─ values N ─ ref ─┤       └─ update_critic N ───────────────────▶┐      ├─ values N+1
-                         └─ reward N ───────┘                                              └──────┘
+    actor pool    gen N ───────┬─ old_log_prob N ─┐       ┌─ update_actor N ─ update_weights ─ gen N+1 ──────┬─ ...
+                    │ │ │ │    │                  ├─ adv ─┤                                      │ │ │ │     │
+    critic pool     └─┴─┴─┴ values, ref N ────────┤       └─ update_critic N ───────────────────▶┴─┴─┴ values, ref N+1
+    CPU cores       └─┴─┴─┴ reward N ─────────────┘
 
 * The phases of a pool run one after the other; those of different pools at the same time. A reward model is a phase of
   its pool; a reward function runs on CPU cores, beside whatever its pool's GPUs do.
+* Responses go to the other pools as they are finished: see `forward`. Where a user's worker changes the batch after
+  gen, all of it must be there first.
 * The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
   is laid over the batch.
 * The weights go out when the actor is done. They never wait for the critic, and neither does the next generation.
@@ -22,15 +24,15 @@ it again gives the same responses.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.forward import Early, ForwardPhase, join_parts, on_whole
 from ppojob_trainer.controller.metrics import length_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, CriticPort, Metrics, Ports, RefPort, Rollout, ScoresPort
+from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
 from ppojob_trainer.controller.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
-_Work: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[B, Metrics]]]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ class PPOSettings:
 
 @dataclass(frozen=True)
 class Generated(Generic[B]):
-    """Responses to the prompts of a step, with the prompts' own columns in `batch`."""
+    """Responses to the prompts of a step, with the prompts' own columns in `batch`. `early` began with them already."""
 
     step: int
     batch: B
     rollout: Rollout[B]
     epoch: int
     metrics: Metrics
+    early: Early[B] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,21 @@ class PPO(Generic[B]):
         self._kl = kl
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
+        self._early: Early[B] | None = None
 
     async def generate(self, step: int) -> Generated[B]:
         """Get the prompts of a step and write the responses; the users' hooks after Generate see them."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
-        rollout = await self._run(Phase.GENERATE, "rollout", step, self._ports.rollout.generate(prompts.batch, step))
+        early: Early[B] | None = None
+        if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
+            rollout, early = await self._stream(prompts.batch, step)
+        else:
+            writing = self._ports.rollout.generate(prompts.batch, step)
+            rollout = await self._run(Phase.GENERATE, "rollout", step, writing)
         # A worker sees the points of all steps in their order.
         await self._hook_metrics()
         batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
-        return Generated(step, batch, rollout, prompts.epoch, found)
+        return Generated(step, batch, rollout, prompts.epoch, found, early)
 
     async def prepare(self, generated: Generated[B]) -> Prepared[B]:
         """Compute all that the updates read. Waits for the last step's critic update before the values."""
@@ -132,16 +140,20 @@ class PPO(Generic[B]):
             self._critic_update = asyncio.create_task(work)
             if not self._schedule.updates:
                 await self._critic_update
-        updated = {} if step <= self._settings.critic_warmup_steps else await self._update_actor(prepared)
+        updated = await self._update_actor(prepared)
         self._step_hooks = asyncio.create_task(self._after_step(prepared))
         if not self._schedule.next_generation:
             await self._hook_metrics()
         return dict(updated)
 
     async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
-        """Update the policy and push its weights."""
+        """Update the policy, once the critic is warmed up, and push its weights where the engines need them."""
         step, batch = prepared.step, prepared.batch
-        updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
+        updated: Metrics = {}
+        if step > self._settings.critic_warmup_steps:
+            updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
+        elif not self._ports.weights.are_given_up:
+            return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
         moved = await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
@@ -165,7 +177,9 @@ class PPO(Generic[B]):
         self._kl.load_state_dict(dict(state))
 
     def close(self) -> None:
-        """Stop waiting for the critic and the hooks, where the run ends by an error."""
+        """Stop waiting for what still runs, where the run ends by an error or a stop."""
+        if self._early is not None:
+            self._early.cancel()
         for task in (self._critic_update, self._step_hooks):
             if task is not None:
                 task.cancel()
@@ -190,23 +204,43 @@ class PPO(Generic[B]):
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""
-        works = self._forward_phases(generated)
-        if self._schedule.old_log_prob and self._settings.is_one_update:
-            del works[Phase.OLD_LOG_PROB]
-        chains: dict[str, list[str]] = {}
-        for name, (role, _) in works.items():
-            chains.setdefault(self._chain_of(name, role), []).append(name)
-        found: dict[str, tuple[B, Metrics]] = {}
-
-        async def follow(names: list[str]) -> None:
-            for name in names:
-                found[name] = await works[name][1]()
-
-        await _together(follow(names) for names in chains.values())
-        batch = generated.batch.union(*(found[name][0] for name in works))
-        metrics = {key: value for name in works for key, value in found[name][1].items()}
-        batch, total = await self._run(Phase.REWARD, "reward", generated.step, self._ports.reward.total(batch))
+        step, early = generated.step, generated.early
+        phases = self._forward_phases(step)
+        chains = [names for chain, names in self._chains(phases).items() if early is None or not self._is_early(chain)]
+        whole = await on_whole(phases, chains, generated.batch)
+        found = {**whole, **(await early.found() if early is not None else {})}
+        batch = generated.batch.union(*(found[name] for name in phases))
+        metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
+        batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
+
+    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], Early[B]]:
+        """Write the responses; the phases that need no GPU of the rollout's begin with those that are finished."""
+        phases = self._forward_phases(step)
+        chains = [names for chain, names in self._chains(phases).items() if self._is_early(chain)]
+        early = self._early = Early(phases, chains)
+        parts: list[tuple[Sequence[int], B]] = []
+
+        async def written() -> Rollout[B]:
+            async for part in self._ports.rollout.stream(prompts, step):
+                parts.append((part.rows, part.batch))
+                early.add(part.rows, prompts.take(part.rows).union(part.batch))
+            return await self._ports.rollout.finished(join_parts(parts))
+
+        try:
+            rollout = await self._run(Phase.GENERATE, "rollout", step, written())
+        except BaseException:
+            early.cancel()
+            raise
+        early.end()
+        return rollout, early
+
+    def _chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, list[str]]:
+        """Return the phases that follow each other, by the pool that they keep busy."""
+        chains: dict[str, list[str]] = {}
+        for name, phase in phases.items():
+            chains.setdefault(self._chain_of(name, phase.role), []).append(name)
+        return chains
 
     def _chain_of(self, phase: str, role: str) -> str:
         """Return which phases this one waits for: those before it in the same chain."""
@@ -216,37 +250,35 @@ class PPO(Generic[B]):
         # The reward function takes no GPU, so it is in no pool's chain.
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
-    def _forward_phases(self, generated: Generated[B]) -> dict[str, tuple[str, _Work[B]]]:
-        """Return phase -> (role, work), in the serial order."""
-        step, batch, ports = generated.step, generated.batch, self._ports
+    def _is_early(self, chain: str) -> bool:
+        """Whether the phases of a chain may run while the rollout generates."""
+        return chain != self._settings.pool_of["rollout"]
 
-        async def reward(function: ScoresPort[B]) -> tuple[B, Metrics]:
-            return await self._run(Phase.REWARD, "reward", step, function.compute_scores(batch))
+    def _forward_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
+        """Return the forward phases of a step, in the serial order."""
+        ports = self._ports
 
-        async def old_log_prob() -> tuple[B, Metrics]:
-            return await self._run(Phase.OLD_LOG_PROB, "actor", step, ports.actor.compute_log_prob(batch))
+        def phase(
+            name: str,
+            role: str,
+            compute: Callable[[B], Coroutine[Any, Any, B]],
+            metrics: Callable[[B], Metrics] = _no_metrics,
+            ready: Callable[[], Awaitable[object]] = _at_once,
+        ) -> None:
+            found[name] = ForwardPhase(role, lambda batch: self._run(name, role, step, compute(batch)), metrics, ready)
 
-        async def values(critic: CriticPort[B]) -> tuple[B, Metrics]:
-            await self.critic_metrics()
-            return await self._run(Phase.VALUES, "critic", step, critic.compute_values(batch)), {}
-
-        async def ref(reference: RefPort[B]) -> tuple[B, Metrics]:
-            return await self._run(Phase.REF, "ref", step, reference.compute_ref_log_prob(batch)), {}
-
-        async def reward_model(model: ScoresPort[B]) -> tuple[B, Metrics]:
-            return await self._run(Phase.REWARD_MODEL, "reward_model", step, model.compute_scores(batch))
-
-        works: dict[str, tuple[str, _Work[B]]] = {}
+        found: dict[str, ForwardPhase[B]] = {}
         if ports.reward.function is not None:
-            works[Phase.REWARD] = ("reward", partial(reward, ports.reward.function))
-        works[Phase.OLD_LOG_PROB] = ("actor", old_log_prob)
+            phase(Phase.REWARD, "reward", ports.reward.function.compute_scores, ports.reward.function.metrics)
+        if not (self._schedule.old_log_prob and self._settings.is_one_update):
+            phase(Phase.OLD_LOG_PROB, "actor", ports.actor.compute_log_prob, ports.actor.log_prob_metrics)
         if ports.critic is not None:
-            works[Phase.VALUES] = ("critic", partial(values, ports.critic))
+            phase(Phase.VALUES, "critic", ports.critic.compute_values, ready=self.critic_metrics)
         if ports.ref is not None:
-            works[Phase.REF] = ("ref", partial(ref, ports.ref))
+            phase(Phase.REF, "ref", ports.ref.compute_ref_log_prob)
         if ports.reward.model is not None:
-            works[Phase.REWARD_MODEL] = ("reward_model", partial(reward_model, ports.reward.model))
-        return works
+            phase(Phase.REWARD_MODEL, "reward_model", ports.reward.model.compute_scores, ports.reward.model.metrics)
+        return found
 
     async def _run(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
         return await self._phases.run(phase, role, step, work)
@@ -256,12 +288,9 @@ class PPO(Generic[B]):
         return "actor" if self._ports.critic is None else "critic"
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first failure ends the others and is raised as it is."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _no_metrics(_: object) -> Metrics:
+    return {}
+
+
+async def _at_once() -> None:
+    return None

@@ -1,37 +1,167 @@
-"""What the measured phases say about the layout: one sentence, or nothing. Pure; called by `main`'s monitor.
+"""What the measured phases say about the sizes of the pools: sentences for people, and layouts for programs.
 
-It speaks of pools that are idle for more than half of the time, because fewer GPUs there cost no time. It does not
-speak of pools that are short of GPUs: that needs a model of how the phases scale.
+Three questions, each answered where the answer is worth something: which pool could do with fewer GPUs, which one
+would gain by more, and whether the same GPUs would be better off in another pool. The seconds are `prediction`'s;
+what they leave out is said in `cost_model`. Fewer GPUs hold more of each model: where the memory was measured, a
+layout that might not fit is left out. Pure; called by `main`'s monitor.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
-__all__ = ["recommend"]
+from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
+from ppojob_trainer.controller.cost_model import fit
+from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus
+from ppojob_trainer.controller.prediction import observations, predict
+from ppojob_trainer.controller.step_time import Layout
 
-QUIET_BELOW = 0.5
-# Fewer GPUs should be busy for most of the time, and not all of it: phases differ from step to step.
-BUSY_ENOUGH = 0.9
-NUM_STEPS = 10
+__all__ = ["NUM_STEPS", "Recommendation", "recommend"]
+
+NUM_STEPS: Final = 10
+MIN_STEPS: Final = 3
+MAX_COST: Final = 0.05
+"""Share of the step time that fewer GPUs may cost, and that is at most a third of the share of the GPUs they save."""
+MIN_GAIN: Final = 0.05
+"""Share of the step time from which on a gain is worth a word: a model's error is of this size."""
+_A_STEP = "timing_s/update_actor"
 
 
-def recommend(busy_of_steps: Sequence[Mapping[str, float]], gpus: Mapping[str, int]) -> str:
-    """Return a sentence about the quietest pool that could do with fewer GPUs; empty where there is none.
+@dataclass(frozen=True)
+class Recommendation:
+    """Sentences, and the layouts that they speak of; both empty where the layout is as good as any other."""
+
+    text: str = ""
+    layouts: tuple[LayoutAdvice, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Other sizes of the pools; change: of the step time, as a share of it."""
+
+    pools: Sequence[Pool]
+    change: float
+
+    @property
+    def gpus(self) -> int:
+        return total_gpus(self.pools)
+
+    def advice(self) -> LayoutAdvice:
+        return LayoutAdvice(
+            pools=[PoolSize(name=p.name, nodes=p.nodes, gpus_per_node=p.gpus_per_node) for p in self.pools],
+            gpus=self.gpus,
+            step_time_percent=round(100 * self.change),
+        )
+
+
+def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: Layout) -> Recommendation | None:
+    """Return what to say about the layout; None while too few steps were seen.
 
     Args:
-        busy_of_steps: the busy fraction of each pool, for each of the last steps. The first step of a run is not
-            among them: it compiles and allocates.
-        gpus: of each pool.
+        steps: metrics of the last steps. The first step of a run is not among them: it compiles and allocates.
+        spec: resolved.
+        layout: that of the spec.
     """
-    if not busy_of_steps:
-        return ""
-    last = busy_of_steps[-NUM_STEPS:]
-    means = {pool: sum(step[pool] for step in last) / len(last) for pool in last[-1]}
-    for pool, busy in sorted(means.items(), key=lambda item: item[1]):
-        wanted = max(1, math.ceil(gpus[pool] * busy / BUSY_ENOUGH))
-        if busy < QUIET_BELOW and wanted < gpus[pool]:
-            plural = "" if wanted == 1 else "s"
-            return f"pool {pool} was {busy:.0%} busy over the last {len(last)} steps: {wanted} GPU{plural} would do"
-    return ""
+    last = [metrics for metrics in steps if _A_STEP in metrics][-NUM_STEPS:]
+    if len(last) < MIN_STEPS:
+        return None
+    costs = fit(observations(last, layout))
+    now = predict(costs, layout).seconds
+
+    def options(possible: Iterable[list[Pool]]) -> list[_Option]:
+        fitting = (pools for pools in possible if _fit_memory(pools, spec, layout, last))
+        layouts = ((pools, replace(layout, gpus={pool.name: pool.gpus for pool in pools})) for pools in fitting)
+        return [_Option(pools, predict(costs, other).seconds / now - 1) for pools, other in layouts]
+
+    chosen = {
+        _say_fewer: _cheapest(options(fewer(spec)), total_gpus(spec.pools)),
+        _say_more: _fastest(options(more(spec))),
+        _say_moved: _fastest(options(moved(spec))),
+    }
+    said = {say: option for say, option in chosen.items() if option is not None}
+    busy = {pool.name: _busy(last, pool.name) for pool in spec.pools}
+    noun = "GPU" if spec.device is Device.CUDA else "worker"
+    sentences = [say(_Words(spec.pools, noun, busy, len(last)), option) for say, option in said.items()]
+    text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
+    return Recommendation(text, tuple(option.advice() for option in said.values()))
+
+
+def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:
+    """Return the fewest GPUs that cost little."""
+    cheap = [o for o in options if o.change <= min(MAX_COST, (gpus - o.gpus) / gpus / 3)]
+    return min(cheap, key=lambda option: (option.gpus, option.change), default=None)
+
+
+def _fastest(options: Sequence[_Option]) -> _Option | None:
+    best = min(options, key=lambda option: option.change, default=None)
+    return best if best is not None and best.change <= -MIN_GAIN else None
+
+
+def _fit_memory(pools: Sequence[Pool], spec: PPOJobSpec, layout: Layout, steps: Sequence[Mapping[str, float]]) -> bool:
+    """Whether pools that shrink can hold their roles, if all that torch allocated there is divided over fewer GPUs.
+
+    That is more than is true (activations are not divided), so nothing is offered that could not run.
+    """
+    for pool, old in zip(pools, spec.pools, strict=True):
+        total = max(metrics.get(f"pool/{pool.name}/memory_total_gb", 0.0) for metrics in steps)
+        if pool.gpus >= old.gpus or not total:
+            continue
+        peak = max(metrics.get(f"pool/{pool.name}/memory_peak_gb", 0.0) for metrics in steps)
+        roles = [role for role, name in layout.pool_of.items() if name == pool.name]
+        allocated = sum(max(m.get(f"perf/max_memory_allocated_gb/{role}", 0.0) for m in steps) for role in roles)
+        if peak + allocated * (old.gpus / pool.gpus - 1) > total:
+            return False
+    return True
+
+
+def _busy(steps: Sequence[Mapping[str, float]], pool: str) -> float:
+    return sum(metrics.get(f"pool/{pool}/busy_fraction", 0.0) for metrics in steps) / len(steps)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What the sentences need to know of the layout as it is."""
+
+    pools: Sequence[Pool]
+    noun: str
+    busy: Mapping[str, float]
+    num_steps: int
+
+    def changed(self, option: _Option) -> list[tuple[str, int, int]]:
+        """Return (name, GPUs now, GPUs then) of the pools that change."""
+        both = zip(self.pools, option.pools, strict=True)
+        return [(old.name, old.gpus, new.gpus) for old, new in both if old.gpus != new.gpus]
+
+    def number(self, number: int) -> str:
+        return f"{number} {self.noun}{'' if number == 1 else 's'}"
+
+
+_Say = Callable[[_Words, _Option], str]
+
+
+def _say_fewer(words: _Words, option: _Option) -> str:
+    ((name, old, new),) = words.changed(option)
+    cost = f"{max(0.0, option.change):.0%}"
+    return (
+        f"pool {name} was {words.busy[name]:.0%} busy over the last {words.num_steps} steps: "
+        f"{words.number(new)} instead of {old} would cost {'no' if cost == '0%' else cost} step time"
+    )
+
+
+def _say_more(words: _Words, option: _Option) -> str:
+    ((name, old, new),) = words.changed(option)
+    return f"{words.number(new - old)} more in pool {name} would save {-option.change:.0%} step time"
+
+
+def _say_moved(words: _Words, option: _Option) -> str:
+    (giver, number), (taker, _) = sorted(((name, old - new) for name, old, new in words.changed(option)), key=_given)
+    return f"{words.number(number)} of pool {giver} in pool {taker} instead would save {-option.change:.0%} step time"
+
+
+def _given(change: tuple[str, int]) -> int:
+    return -change[1]

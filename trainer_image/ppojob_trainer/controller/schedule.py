@@ -25,6 +25,7 @@ class Schedule:
     updates: the critic's update beside the actor's.
     weight_sync: the weights go out as soon as the actor is done, whatever the critic does.
     next_generation: the next step's generation beside the critic's update.
+    streaming: values, ref and reward of responses that are finished, while others are being written.
     old_log_prob: the phase is left out where the ratio is 1 by construction.
     """
 
@@ -33,6 +34,7 @@ class Schedule:
     updates: bool = False
     weight_sync: bool = False
     next_generation: bool = False
+    streaming: bool = False
     old_log_prob: bool = False
 
 
@@ -40,7 +42,13 @@ _SCHEDULES: Final = {
     ScheduleMode.SERIAL: Schedule(),
     ScheduleMode.PARALLEL_UPDATE: Schedule(updates=True),
     ScheduleMode.OVERLAPPED: Schedule(
-        values=True, reference=True, updates=True, weight_sync=True, next_generation=True, old_log_prob=True
+        values=True,
+        reference=True,
+        updates=True,
+        weight_sync=True,
+        next_generation=True,
+        streaming=True,
+        old_log_prob=True,
     ),
 }
 _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
@@ -49,6 +57,7 @@ _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
     Overlap.NEXT_GENERATION: {"next_generation": False},
     # A generation cannot begin before it has its weights.
     Overlap.WEIGHT_SYNC: {"weight_sync": False, "next_generation": False},
+    Overlap.STREAMING: {"streaming": False},
     Overlap.OLD_LOG_PROB: {"old_log_prob": False},
 }
 

@@ -7,6 +7,7 @@ neither torch nor vLLM, so the controller can ask.
 from __future__ import annotations
 
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 
 def base_environment(device: Device, num_threads: int | None = None) -> dict[str, str]:
@@ -26,3 +27,8 @@ def base_environment(device: Device, num_threads: int | None = None) -> dict[str
     if device is Device.CUDA:
         return common | {"NCCL_NVLS_ENABLE": "0"}
     return common if num_threads is None else common | {"OMP_NUM_THREADS": str(num_threads)}
+
+
+def pool_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
+    """Return what the processes of a pool need: its own network's variables win over ours."""
+    return base_environment(spec.device) | spec.pool(pool).network.environment()

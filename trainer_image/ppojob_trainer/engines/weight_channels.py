@@ -6,7 +6,9 @@ vLLM worker, which has its own, can join. Every wait has the channel's limit.
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -17,8 +19,12 @@ from torch._C._distributed_c10d import Backend as Group
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ppojob_trainer.engines.network import local_address
+from ppojob_trainer.engines.transports import CUDA_IPC, GLOO, NcclLog, Transports
 
 Backend = Literal["gloo", "nccl", "cuda_ipc"]
+
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Variable with gloo's network interfaces, with commas between them; torch's own groups read it too."""
 
 
 class Channel(Protocol):
@@ -30,6 +36,10 @@ class Channel(Protocol):
 
     def receive(self, num_bytes: int) -> Tensor:
         """Return the next buffer, in memory of its own."""
+        ...
+
+    def transports(self) -> Transports:
+        """Return over what this end sends to others."""
         ...
 
     def close(self) -> None:
@@ -48,9 +58,11 @@ def open_channel(
     """
     timeout = timedelta(seconds=timeout_seconds)
     if backend == "gloo":
-        return _GroupChannel(_gloo(store, rank, size, timeout), device)
+        others = {GLOO: size - 1} if rank == 0 else {}
+        return _GroupChannel(_gloo(store, rank, size, timeout), device, lambda: others)
     if backend == "nccl":
-        return _GroupChannel(_nccl(store, rank, size, timeout, device), device)
+        log = NcclLog()
+        return _GroupChannel(_nccl(store, rank, size, timeout, device), device, log.take)
     if backend == "cuda_ipc":
         return _SharedMemoryChannel(store, rank, size, device)
     raise ValueError(f"unknown backend {backend!r} for weights: gloo, nccl or cuda_ipc")
@@ -59,10 +71,14 @@ def open_channel(
 class _GroupChannel:
     """Broadcasts from rank 0 of a process group."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, seen: Callable[[], Transports]) -> None:
         self._group, self._device = group, device
         # The first collective makes the connections; here it fails with a clear cause instead of in a transfer.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+        self._transports = seen()
+
+    def transports(self) -> Transports:
+        return self._transports
 
     def send(self, buffer: Tensor) -> None:
         self._broadcast(buffer)
@@ -88,12 +104,16 @@ class _SharedMemoryChannel:
         if size != 2:
             raise ValueError(f"memory of a GPU is shared by one sender and one receiver, not by {size} processes")
         self._store, self._device, self._number = store, device, 0
+        self._transports = {CUDA_IPC: 1} if rank == 0 else {}
         mine, theirs = ("sender", "receiver") if rank == 0 else ("receiver", "sender")
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         store.set(f"gpu/{mine}", uuid)
         other = store.get(f"gpu/{theirs}").decode()
         if other != uuid:
             raise RuntimeError(f"sender and receiver are on different GPUs, {uuid} and {other}: use nccl")
+
+    def transports(self) -> Transports:
+        return self._transports
 
     def send(self, buffer: Tensor) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -132,10 +152,18 @@ def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, .
 
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Group:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # By itself gloo listens where DNS says this host's name is, which need not be where the others can reach it.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(store.host))]
+    options._devices = _gloo_devices(store.host)
     options._timeout = timeout
     return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+
+
+def _gloo_devices(towards: str) -> list[Any]:
+    """Return where gloo listens. By itself that is where DNS says this host's name is, which others need not reach."""
+    create = dist.ProcessGroupGloo.create_device
+    interfaces = os.environ.get(GLOO_INTERFACES)
+    if interfaces:
+        return [create(interface=interface) for interface in interfaces.split(",")]
+    return [create(hostname=local_address(towards))]
 
 
 def _nccl(store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> Group:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -106,8 +107,8 @@ class WeightSync(Protocol):
         """Open the meeting place and say where it is; None if this rank sends to nobody."""
         ...
 
-    def prepare(self) -> None:
-        """Wait for the replicas, which connect at the same time."""
+    def prepare(self) -> Transports:
+        """Wait for the replicas, which connect at the same time. Return over what this rank reaches them."""
         ...
 
     def push(self, version: int) -> Receipt | None:
@@ -158,14 +159,14 @@ class WeightSender:
             self._plan.backend, self._address, self._store.port, len(self._plan.receivers), self._timeout_seconds
         )
 
-    def prepare(self) -> None:
+    def prepare(self) -> Transports:
         """See `WeightSync`.
 
         Raises:
             RendezvousError: not all replicas came in time.
         """
         if self._plan is None:
-            return
+            return {}
         assert self._store is not None, "listen() comes before prepare()"
         size = 1 + len(self._plan.receivers)
         try:
@@ -175,6 +176,7 @@ class WeightSender:
                 f"the rollout workers {list(self._plan.receivers)} did not all connect for weights at "
                 f"{self._address}:{self._store.port} within {self._timeout_seconds:g} s: {error}"
             ) from error
+        return self._channel.transports()
 
     def push(self, version: int) -> Receipt | None:
         """See `WeightSync`. Returns what was sent, or None from a rank that sends to nobody.
@@ -240,6 +242,10 @@ class WeightReceiver:
                 f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"
             ) from error
         self._buckets = buckets_from_text(self._store.get("buckets"))
+
+    def transports(self) -> Transports:
+        """Return over what this receiver passes weights on to others."""
+        return self._channel.transports()
 
     def begin(self, version: int) -> WeightStream:
         """Return the tensors of the next push.

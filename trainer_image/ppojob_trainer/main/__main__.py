@@ -20,12 +20,7 @@ from pathlib import Path
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
 from ppojob_api.v1alpha1.progress import FailureRecord
 from ppojob_api.v1alpha1.resolve import JobFile
-from ppojob_trainer.main.failures import (
-    INTERRUPTED_EXIT_CODE,
-    JobFileMissingError,
-    failure_record,
-    interrupted,
-)
+from ppojob_trainer.main.failures import JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.main.run import run_job
 from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, tee_output
 
@@ -38,16 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the job; return the exit code."""
     configure_logging()
     options = _parse(arguments)
-    stop, signals = threading.Event(), []
+    stop = threading.Event()
 
-    def handle(number: int, _: object) -> None:
-        signals.append(number)
+    def handle(_number: int, _frame: object) -> None:
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
     output = _Output()
-    record = _run(options, stop, signals, output)
+    record = _run(options, stop, output)
     if record is None:
         return 0
     output.end(record.to_log_line())
@@ -98,9 +92,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
     )
 
 
-def _run(
-    options: argparse.Namespace, stop: threading.Event, signals: list[int], output: _Output
-) -> FailureRecord | None:
+def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) -> FailureRecord | None:
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
         # Not before: the job says where its logs go.
@@ -115,8 +107,8 @@ def _run(
     if outcome.is_finished:
         logger.info("all %d steps are done", outcome.step)
         return None
-    # Asked by the operator it ends well; by a signal it was ended.
-    return interrupted(outcome.step, INTERRUPTED_EXIT_CODE if signals else 0)
+    # Whoever asked for it: for Ray only a job of which all steps are done has succeeded.
+    return interrupted(outcome.step)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

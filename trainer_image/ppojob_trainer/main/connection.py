@@ -18,8 +18,9 @@ import ray
 from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
 
-__all__ = ["RayNotStartedError", "connected", "local_resources"]
+__all__ = ["RayNotStartedError", "check_gpus", "connected", "local_resources"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,17 @@ class RayNotStartedError(RuntimeError):
 
 @contextmanager
 def connected(spec: PPOJobSpec) -> Iterator[None]:
-    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine whose resources are the pools'."""
+    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine whose resources are the pools'.
+
+    Raises:
+        PoolNotPlacedError: this machine has fewer GPUs than the pools want.
+        RayNotStartedError: Ray could not be started or reached.
+    """
+    if not os.environ.get("RAY_ADDRESS") and spec.device is Device.CUDA:
+        # Loads CUDA's driver, and the operator's cluster has no GPU where this runs.
+        import torch
+
+        check_gpus(spec, torch.cuda.device_count())
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # Ray's own zero would hide the GPUs from processes that ask for none, and warns that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -68,6 +79,21 @@ def _connect(spec: PPOJobSpec) -> None:
                     "session's logs below Ray's temporary folder; is the machine overloaded or out of memory?"
                 ) from error
             logger.warning("try %d of %d to connect to Ray failed: %s", attempt, NUM_TRIES, error)
+
+
+def check_gpus(spec: PPOJobSpec, found: int) -> None:
+    """Refuse pools that want more than the `found` GPUs of this machine: Ray would take our word that they are there.
+
+    Raises:
+        PoolNotPlacedError: there are fewer; names the pools.
+    """
+    wanted = sum(pool.gpus for pool in spec.pools)
+    if wanted > found:
+        pools = ", ".join(f"pool {pool.name} {pool.gpus}" for pool in spec.pools)
+        raise PoolNotPlacedError(
+            f"the pools want {wanted} GPUs ({pools}), and this machine shows {found}: lower nodes or gpusPerNode, put "
+            "the roles into fewer pools, or set device: cpu. Does CUDA_VISIBLE_DEVICES hide some?"
+        )
 
 
 def local_resources(spec: PPOJobSpec) -> dict[str, float]:

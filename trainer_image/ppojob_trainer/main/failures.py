@@ -93,13 +93,13 @@ def failure_record(error: BaseException) -> FailureRecord:
     return FailureRecord(reason=Reason.TRAINER_FAILED, message=_sentence(error, error), kind=FailureKind.USER)
 
 
-def interrupted(step: int, exit_code: int) -> FailureRecord:
+def interrupted(step: int) -> FailureRecord:
     """Return the record of a run that was stopped in order."""
     return FailureRecord(
         reason=Reason.INTERRUPTED,
         message=f"stopped in order after step {step}; the run goes on from its last checkpoint",
         kind=FailureKind.INFRASTRUCTURE,
-        exit_code=exit_code,
+        exit_code=INTERRUPTED_EXIT_CODE,
     )
 
 

@@ -1,7 +1,7 @@
 """Starts the worker groups of a job and makes them ready: processes, checks, models, the way of the weights.
 
-Called by `run`, once. Paths, data and the reward function are checked before the first model is loaded, in the
-processes that will use them, so that a typo costs seconds.
+Called by `run`, once. Paths, data and the reward function are checked before FSDP loads a model, in the processes that
+will use them, so that a typo costs seconds; the rollout's engine, which takes longest, starts meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
-from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.engines.environment import pool_environment
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.main.memory_fit import check_memory
+from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
@@ -39,7 +42,7 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, join
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["Groups", "launch", "make_ready", "pools_of_phases", "pools_of_roles"]
+__all__ = ["Groups", "launch", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,28 +88,6 @@ class Groups:
         return [*(group.group for group in groups if group is not None), *holders, *self.custom]
 
 
-def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool of each role of the controller's; the data worker is in the first pool."""
-    placement = spec.placement
-    named = {
-        "data": spec.pools[0].name,
-        "actor": placement.actor,
-        "rollout": placement.rollout,
-        "critic": placement.critic,
-        "ref": placement.ref,
-        "reward": placement.reward,
-        "reward_model": placement.reward if spec.reward.uses_model else None,
-        **{worker.name: worker.pool for worker in spec.workers},
-    }
-    return {role: pool for role, pool in named.items() if pool is not None}
-
-
-def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool whose GPUs a role's phases keep busy; what runs on CPU cores alone keeps none."""
-    on_cpu = {"data", "reward", *(worker.name for worker in spec.workers if not worker.uses_gpu)}
-    return {role: pool for role, pool in pools_of_roles(spec).items() if role not in on_cpu}
-
-
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
     """Start all processes, without waiting for them.
 
@@ -116,12 +97,10 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     users = [UserWorkers.of(worker, index) for index, worker in enumerate(spec.workers)]
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
 
-    base = base_environment(spec.device)
-
     def on_gpus(role: str, worker: Any) -> WorkerGroup[Any]:
         pool = where[role]
-        make = partial(worker, spec=spec)
-        return launcher.start(role, make, pool, pool.bundles, gpu_fraction=pool.gpu_fraction, environment=base)
+        start = partial(launcher.start, role, partial(worker, spec=spec), pool, pool.bundles)
+        return start(gpu_fraction=pool.gpu_fraction, environment=pool_environment(spec, pool.name))
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, where["rollout"])
@@ -130,7 +109,9 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     if "ref" in where:
         is_actor = spec.model.reference_is_actor
         ref = AdaptersOff(actor) if is_actor else RefGroup(on_gpus("ref", RefWorker), spec)
-    custom = tuple(user.start(launcher, where[user.spec.name], base) for user in users)
+    custom = tuple(
+        user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
+    )
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(
@@ -167,22 +148,35 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
     return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
 
 
-async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[Connections]:
     """Check everything, then load everything; each within the limit of a phase.
+
+    Returns:
+        Over what the ranks of each role, and the actor and the rollout, are connected.
 
     Raises:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
         WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
     """
-    await wait_until_up(groups.all())
-    logger.info("all processes are up")
-    await _check(groups, phases)
-    if spec.device is Device.CUDA:
-        await _check_memory(groups, spec, phases)
-    logger.info("model paths, data and reward are in order; loading the models")
-    await _load_all(groups, spec, phases)
-    await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
+    # vLLM takes longest by far, and its own process is enough for it to begin.
+    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+    try:
+        await wait_until_up(groups.all())
+        logger.info("all processes are up")
+        # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
+        await _check(groups, phases)
+        if spec.device is Device.CUDA:
+            await _check_memory(groups, spec, phases)
+        logger.info("model paths, data and reward are in order; loading the models")
+        joined = await _load_all(groups, spec, phases, rollout)
+    finally:
+        rollout.cancel()
+        rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
+    sent = await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
     logger.info("all models are loaded")
+    pool_of = pools_of_roles(spec)
+    ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
+    return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
 
 
 async def _check(groups: Groups, phases: Phases) -> None:
@@ -208,8 +202,10 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
-async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
-    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+async def _load_all(
+    groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: asyncio.Task[None]
+) -> dict[str, list[Transports]]:
+    """Load all models; return over what the ranks of each role send to each other."""
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load)
@@ -219,15 +215,18 @@ async def _load_all(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     pool_of = pools_of_roles(spec)
 
-    async def load(role: str) -> None:
+    async def load(role: str) -> list[Transports]:
         if spec.device is Device.CUDA and pool_of[role] == pool_of["rollout"]:
             # vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile.
             await rollout
-        await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
+        return await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
 
-    await asyncio.gather(rollout, *map(load, loads))
+    loading = {role: asyncio.create_task(load(role), name=f"load {role}") for role in loads}
+    await asyncio.gather(rollout, *loading.values())
+    return {role: task.result() for role, task in loading.items()}
 
 
-async def _load(group: WorkerGroup[Any], load: Any) -> None:
-    await join(group)
+async def _load(group: WorkerGroup[Any], load: Any) -> list[Transports]:
+    joined = await join(group)
     await group.call(load)
+    return joined

@@ -15,7 +15,8 @@ from pathlib import Path
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.checkpoints import FencedOutError
-from ppojob_trainer.controller.recommendation import NUM_STEPS, recommend
+from ppojob_trainer.controller.layout import layout_of
+from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
 from ppojob_trainer.telemetry import (
     MetricLogger,
     ProgressReporter,
@@ -24,6 +25,7 @@ from ppojob_trainer.telemetry import (
     TrackedRun,
     open_trackers,
     read_metrics,
+    write_advice,
 )
 
 __all__ = ["Monitor", "live_settings"]
@@ -52,14 +54,18 @@ class Monitor:
     def __init__(self, job: JobFile, attempt: int, files: RunFiles, stop: threading.Event) -> None:
         self.observed: Callable[[int], Mapping[str, float]] | None = None
         """Returns what the processes measured of themselves in a step; set before the loop begins."""
+        self.once: Mapping[str, float] = {}
+        """What does not change from step to step: metrics of the first step that is recorded."""
         self._job = job
         self._files = files
         self._attempt = attempt
         self._stop = stop
         self._settings = live_settings(job)
         self._stopping = asyncio.Event()
-        self._gpus = {pool.name: pool.gpus for pool in job.spec.pools}
-        self._busy: list[Mapping[str, float]] = []
+        self._layout = layout_of(job.spec)
+        self._steps: list[Mapping[str, float]] = []
+        self._seen_first = False
+        self._recommendation: Recommendation | None = None
         self._metrics: MetricLogger | None = None
         self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
@@ -72,6 +78,8 @@ class Monitor:
 
     def close(self) -> None:
         """Finish the files and send the last report."""
+        if self._recommendation is not None and self._recommendation.text:
+            logger.info("%s", self._recommendation.text)
         if self._metrics is not None:
             self._metrics.close()
         if self._reporter is not None:
@@ -143,6 +151,7 @@ class Monitor:
         """See `MonitorPort`."""
         if self.observed is not None:
             metrics = {**metrics, **self.observed(step)}
+        metrics, self.once = {**metrics, **self.once}, {}
         self._progress.record(step, metrics)
         self._recommend(step, metrics)
         # Begun afresh: what an attempt without a checkpoint has written, its step 0 too, is of another course.
@@ -162,12 +171,15 @@ class Monitor:
         self._report()
 
     def _recommend(self, step: int, metrics: Mapping[str, float]) -> None:
-        names = {pool: f"pool/{pool}/busy_fraction" for pool in self._gpus}
-        busy = {pool: metrics[name] for pool, name in names.items() if name in metrics}
-        # The first step allocates and compiles.
-        if step > 1 and busy:
-            self._busy = [*self._busy, busy][-NUM_STEPS:]
-            self._progress.set_recommendation(recommend(self._busy, self._gpus))
+        # The first step allocates and compiles, and so it is after a restart, which begins with an empty list.
+        if self._seen_first and step > 0:
+            self._steps = [*self._steps, metrics][-NUM_STEPS:]
+        self._seen_first = self._seen_first or step > 0
+        found = recommend(self._steps, self._job.spec, self._layout)
+        if found is not None and found != self._recommendation:
+            self._recommendation = found
+            self._progress.set_recommendation(found.text, found.layouts)
+            write_advice(self._files.recommendation, found.text, found.layouts)
 
     def _open(self, resume_step: int) -> MetricLogger:
         if self._metrics is None:

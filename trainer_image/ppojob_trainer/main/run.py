@@ -19,6 +19,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
 from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
@@ -26,10 +27,11 @@ from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
-from ppojob_trainer.main.groups import Groups, launch, make_ready, pools_of_phases, pools_of_roles
+from ppojob_trainer.main.groups import Groups, launch, make_ready
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
+from ppojob_trainer.worker_groups.connections import between_pools, connection_metrics, report
 from ppojob_trainer.worker_groups.launch import Launcher
 from ppojob_trainer.worker_groups.observation import observed_metrics
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
@@ -127,7 +129,9 @@ class _Attempt:
         pool_of = pools_of_roles(spec)
         self._monitor.observed = lambda step: observed_metrics(launcher.observations.take(step), pool_of)
         self._groups = launch(spec, self._pools, launcher)
-        await make_ready(self._groups, spec, self._phases)
+        connections = [*await make_ready(self._groups, spec, self._phases), *between_pools(self._pools.values())]
+        report(connections, {pool.name: pool for pool in spec.pools}, folder)
+        self._monitor.once = connection_metrics(connections)
 
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"

@@ -1,5 +1,6 @@
 """What a run tells the outside: metrics, progress, logs, trace, plot. Imports neither torch nor Ray."""
 
+from ppojob_trainer.telemetry.advice import write_advice
 from ppojob_trainer.telemetry.current_phase import CurrentPhase, current_phase, within_phase
 from ppojob_trainer.telemetry.logs import OutputTee, configure_logging, tee_output
 from ppojob_trainer.telemetry.metrics import MetricLogger
@@ -28,4 +29,5 @@ __all__ = [
     "read_metrics",
     "tee_output",
     "within_phase",
+    "write_advice",
 ]

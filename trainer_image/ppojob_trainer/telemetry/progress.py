@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
-from ppojob_api.v1alpha1.status import CheckpointStatus
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
 from ppojob_trainer.telemetry.eta import Eta
 from ppojob_trainer.telemetry.records import Record
 
@@ -37,6 +37,7 @@ class RunProgress:
         self._checkpoint: CheckpointStatus | None = None
         self._model_path: str | None = None
         self._recommendation: str | None = None
+        self._layout_advice: list[LayoutAdvice] | None = None
 
     @property
     def total_steps(self) -> int:
@@ -76,9 +77,9 @@ class RunProgress:
         """Note where the exported policy is."""
         self._model_path = path
 
-    def set_recommendation(self, text: str) -> None:
-        """Note what the measured phases say about the layout."""
-        self._recommendation = text
+    def set_recommendation(self, text: str, layouts: Sequence[LayoutAdvice] = ()) -> None:
+        """Note what the measured phases say about the layout, and the layouts that the text speaks of."""
+        self._recommendation, self._layout_advice = text, list(layouts)
 
     def report(self) -> ProgressReport:
         """Return everything that is known."""
@@ -98,6 +99,7 @@ class RunProgress:
             checkpoint=self._checkpoint,
             model_path=self._model_path,
             recommendation=self._recommendation,
+            layout_advice=self._layout_advice,
         )
 
     def _record(self, step: int, metrics: Mapping[str, float], now: float) -> None:

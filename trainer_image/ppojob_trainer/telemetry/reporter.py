@@ -42,6 +42,7 @@ class ProgressReporter:
         self._delivered: ProgressReport | None = None
         self._reply = ProgressReply()
         self._is_urgent = False
+        self._num_sent = 0
         self._closes_at: float | None = None
         self._complained_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="progress-reporter", daemon=True)
@@ -120,13 +121,15 @@ class ProgressReporter:
             report = self._report
         if report is None:
             return
+        self._num_sent += 1
+        numbered = report.model_copy(update={"number": self._num_sent})
         try:
             # Token and authority are renewed while the job runs, so both are read each time.
             token = Path(self._reporting.token_path).read_text().strip()
             with httpx.Client(verify=self._authority(), timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
                 answer = client.post(
                     self._reporting.url,
-                    content=report.model_dump_json(by_alias=True, exclude_none=True),
+                    content=numbered.model_dump_json(by_alias=True, exclude_none=True),
                     headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
                 )
         except (OSError, httpx.HTTPError) as error:

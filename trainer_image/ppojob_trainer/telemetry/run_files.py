@@ -31,6 +31,11 @@ class RunFiles:
         return self.root / "trace.json"
 
     @property
+    def recommendation(self) -> Path:
+        """What the measured phases say about the layout, as a JSON object."""
+        return self.root / "recommendation.json"
+
+    @property
     def samples(self) -> Path:
         """Some responses of each step with prompt and score, one JSON object a line."""
         return self.root / "samples.jsonl"

@@ -7,6 +7,7 @@ everything: it compiles and allocates.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ppojob_trainer.telemetry.advice import read_advice
 from ppojob_trainer.telemetry.plot_runs import (
     STYLE,
     WHOLE_STEP,
@@ -28,6 +30,7 @@ from ppojob_trainer.telemetry.plot_runs import (
     pools_of,
     save,
 )
+from ppojob_trainer.telemetry.run_files import RunFiles
 from ppojob_trainer.telemetry.trace import Span, read_trace
 
 _NOT_OF_EACH_STEP = ("save_checkpoint", "testing", "load_checkpoint", "export")
@@ -36,6 +39,8 @@ _CPU = "CPU"
 _LANE = 0.66
 _SAME_TIME_S = 0.002
 """Clocks are read a moment after one phase and before the next; that is no overlap."""
+_ADVICE_WIDTH = 110
+"""Letters of a line of the recommendation, below the lanes."""
 _NAMED_FROM = 0.07
 """A phase shorter than this share of the width has no room for its name."""
 
@@ -51,6 +56,8 @@ class Timing:
     shown_step: int
     lanes: dict[str, list[Span]]
     """By pool; times count from the beginning of the step. Empty without a trace."""
+    advice: str = ""
+    """What the run's phases said about its layout, in lines."""
 
 
 def plot_timing(paths: Sequence[Path], output: Path, labels: Sequence[str] = ()) -> Path:
@@ -81,8 +88,10 @@ def _timing(run: Run) -> Timing:
             means[phase] = float(values[np.isin(numbers, steps)].sum()) / len(steps)
     middle = int(np.argsort(seconds)[(len(seconds) - 1) // 2])
     shown = int(steps[middle])
-    lanes = _lanes(read_trace(run.folder / "trace.json"), shown, float(seconds[middle]))
-    return Timing(run, means, float(seconds.mean()), len(steps), shown, lanes)
+    files = RunFiles(run.folder)
+    lanes = _lanes(read_trace(files.trace), shown, float(seconds[middle]))
+    advice = textwrap.fill(read_advice(files.recommendation), _ADVICE_WIDTH)
+    return Timing(run, means, float(seconds.mean()), len(steps), shown, lanes, advice)
 
 
 def _lanes(spans: Sequence[Span], step: int, seconds: float) -> dict[str, list[Span]]:
@@ -108,7 +117,10 @@ def _draw(timings: Sequence[Timing]) -> Figure:
     phases = [phase for phase in phases_of(runs) if any(timing.phases.get(phase) for timing in timings)]
     colors = phase_colors(phases)
     lane_names = [_lane_names(timing) for timing in timings]
-    heights = [0.62 * len(names) + 0.95 for names in lane_names]
+    heights = [
+        0.62 * len(names) + 0.95 + 0.2 * len(timing.advice.splitlines())
+        for names, timing in zip(lane_names, timings, strict=True)
+    ]
     figure = Figure(figsize=(14, max(sum(heights) + 0.4, 5.0)), dpi=110, layout="constrained")
     grid = figure.add_gridspec(1, 2, width_ratios=[1.0 + 0.12 * len(runs), 2.1])
     left, right = figure.add_subfigure(grid[0, 0]), figure.add_subfigure(grid[0, 1])
@@ -117,7 +129,9 @@ def _draw(timings: Sequence[Timing]) -> Figure:
     longest = max(_length(timing) for timing in timings)
     for axes, timing, names in zip(panels, timings, lane_names, strict=True):
         _draw_lanes(axes, timing, names, colors, longest)
-    panels[-1].set_xlabel("seconds from the beginning of the step")
+        axes.set_xlabel(timing.advice, loc="left")
+    below = "seconds from the beginning of the step"
+    panels[-1].set_xlabel(f"{below}\n{timings[-1].advice}" if timings[-1].advice else below, loc="left")
     return figure
 
 
@@ -157,7 +171,7 @@ def _length(timing: Timing) -> float:
 
 
 def _draw_lanes(axes: Axes, timing: Timing, names: Sequence[str], colors: dict[str, str], longest: float) -> None:
-    """Draw a lane for each pool, idle where it is pale; at its end how busy it was in all steps, and peak memory."""
+    """Draw a lane for each pool, idle where it is pale; at its end what `_use_of_pool` says of all steps."""
     axes.set_title(f"{timing.run.name}: step {timing.shown_step}" if timing.lanes else timing.run.name)
     length = _length(timing)
     for place, name in enumerate(names):
@@ -169,14 +183,22 @@ def _draw_lanes(axes: Axes, timing: Timing, names: Sequence[str], colors: dict[s
         elif busy is not None:
             axes.barh(place, length * busy, _LANE, color=_BUSY_COLOR)
             axes.text(length * busy / 2, place, "busy", ha="center", va="center", fontsize=8.5)
-        if busy is not None:
-            memory = _of_pool(timing.run, name, "memory_peak_gb", max)
-            text = f"{busy:.0%} busy" + ("" if memory is None else f"\n{memory:.1f} GB")
-            axes.text(longest * 1.01, place, text, va="center", fontsize=9)
+        axes.text(longest * 1.01, place, "\n".join(_use_of_pool(timing.run, name)), va="center", fontsize=9)
     axes.set_yticks(range(len(names)), [name if name == _CPU else f"pool {name}" for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, longest * 1.12)
+    axes.set_xlim(0, longest * 1.15)
     axes.grid(visible=False, axis="y")
+
+
+def _use_of_pool(run: Run, pool: str) -> list[str]:
+    """Say how busy a pool was, how busy its GPUs' kernels kept them, and the most memory in use on one of them."""
+    shown = (
+        ("busy_fraction", _mean, "{:.0%} busy"),
+        ("gpu_utilization", _mean, "{:.0%} GPU use"),
+        ("memory_peak_gb", max, "{:.1f} GB peak"),
+    )
+    values = ((_of_pool(run, pool, metric, reduce), text) for metric, reduce, text in shown)
+    return [text.format(value) for value, text in values if value is not None]
 
 
 def _in_tracks(spans: Sequence[Span], place: float) -> Iterator[tuple[float, float, Span]]:

@@ -22,16 +22,19 @@ INTERVAL_S = 0.25
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Samples of one GPU: the most bytes in use by anybody; sum and number of the utilizations, each from 0 to 1."""
+    """Samples of one GPU: the most bytes in use by anybody, and how many it has (0: not known); sum and number of the
+    utilizations, each from 0 to 1."""
 
     memory_peak_bytes: int = 0
+    memory_total_bytes: int = 0
     utilization_sum: float = 0.0
     num_utilizations: int = 0
 
-    def with_sample(self, memory_bytes: int, utilization: float | None) -> GpuUse:
+    def with_sample(self, memory_bytes: int, total_bytes: int, utilization: float | None) -> GpuUse:
         """Return the use with one more sample."""
         return GpuUse(
             max(self.memory_peak_bytes, memory_bytes),
+            total_bytes,
             self.utilization_sum + (utilization or 0.0),
             self.num_utilizations + (utilization is not None),
         )
@@ -82,13 +85,13 @@ class GpuSampler:
 
     def _sample(self) -> None:
         try:
-            memory = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         except self._nvml.NVMLError:
             # A GPU that fell off the bus is the training's affair to report.
             return
         utilization = self._utilization()
         with self._lock:
-            self._use = self._use.with_sample(memory, utilization)
+            self._use = self._use.with_sample(int(memory.used), int(memory.total), utilization)
 
     def _utilization(self) -> float | None:
         if not self._tells_utilization:

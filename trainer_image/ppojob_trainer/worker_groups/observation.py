@@ -101,7 +101,7 @@ class Observer:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         free, total = torch.cuda.mem_get_info()
-        return GpuUse(total - free)
+        return GpuUse(total - free, total)
 
 
 class Observations:
@@ -131,7 +131,8 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
     """Return the metrics of a step's calls; memory in GB (1e9 bytes), the largest over ranks and GPUs.
 
     perf/max_memory_allocated_gb/<role>: by torch. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
-    processes. pool/<name>/gpu_utilization: mean share of the time in which a kernel ran, from 0 to 1.
+    processes, and memory_total_gb: what the GPU has. pool/<name>/gpu_utilization: mean share of the time in which a
+    kernel ran, from 0 to 1.
     comm_s/<phase>: seconds that the slowest rank took to fetch its rows and to store its answer, which are part of
     timing_s/<phase>. comm_mb/<phase>: the rows that all ranks fetched, in MB (1e6 bytes).
     """
@@ -147,6 +148,8 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
         pool = pool_of.get(call.role)
         if call.gpu is not None and pool is not None:
             _raise_to(metrics, f"pool/{pool}/memory_peak_gb", call.gpu.memory_peak_bytes / _BYTES_PER_GB)
+            if call.gpu.memory_total_bytes:
+                _raise_to(metrics, f"pool/{pool}/memory_total_gb", call.gpu.memory_total_bytes / _BYTES_PER_GB)
             utilizations.setdefault(pool, []).append(call.gpu)
     for pool, uses in utilizations.items():
         number = sum(use.num_utilizations for use in uses)

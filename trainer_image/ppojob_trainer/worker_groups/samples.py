@@ -28,12 +28,19 @@ class SampleKeeper:
         self._number = spec.telemetry.samples_per_step
         is_asked = seat.rank == 0 and seat.run_folder is not None and self._number > 0
         self._log = SampleLog(RunFiles(seat.run_folder).samples) if is_asked and seat.run_folder else None
+        # A step's rows may come in parts.
+        self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
 
     def keep(
         self, batch: DataProto, scores: Tensor, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """Write some rows of a scored batch; scores [B, R], and what the reward function returned beside each."""
         phase = current_phase()
-        if self._log is not None and phase is not None:
-            samples = samples_of(batch, scores, decoder, self._number, extras)
+        if self._log is None or phase is None:
+            return
+        which = (phase.phase, phase.step)
+        num_kept = self._kept[1] if self._kept[0] == which else 0
+        samples = samples_of(batch, scores, decoder, self._number - num_kept, extras)
+        if samples:
             self._log.write(samples, phase=phase.phase, step=phase.step)
+        self._kept = (which, num_kept + len(samples))

@@ -31,6 +31,8 @@ __all__ = ["Rows", "StoredRows", "Table", "store_rows"]
 
 MAX_BLOCKS = 32
 """Blocks of one result. More would let a receiver of scattered rows fetch less, and cost an object each."""
+MIN_BLOCK_BYTES = 1_048_576
+"""Below this an object costs its writer and each reader more time than its bytes."""
 
 Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -66,10 +68,17 @@ def store_rows(batch: DataProto) -> StoredRows:
         batch.non_tensor_batch,
         {key: value for key, value in batch.meta_info.items() if key != Meta.METRICS},
     )
-    size = max(1, -(-len(plain) // MAX_BLOCKS))
+    size = rows_of_block(len(plain), plain.num_bytes)
     starts = (*range(0, len(plain), size), len(plain))
     blocks = tuple(ray.put(part) for part in plain.split(size))
     return StoredRows(blocks, starts, _lengths(plain), metrics)
+
+
+def rows_of_block(num_rows: int, num_bytes: int) -> int:
+    """Return how many rows a block of a result shall have, so that it is neither one of too many nor too small."""
+    of_many = -(-num_rows // MAX_BLOCKS)
+    of_small = -(-num_rows * MIN_BLOCK_BYTES // max(1, num_bytes))
+    return max(1, of_many, min(num_rows, of_small))
 
 
 def _lengths(batch: DataProto) -> dict[str, list[int]]:
@@ -148,6 +157,16 @@ def _pull(source: Source, timeout_s: float) -> DataProto:
             fetched_rows += stop - start
             wanted.append(result.blocks[block])
     return DataProto.concat(ray.get(wanted, timeout=timeout_s))[places]
+
+
+def _one_below_the_other(sources: Sequence[Source]) -> Source:
+    starts = np.cumsum([0, *(len(source.results) for source in sources)])
+    return Source(
+        tuple(result for source in sources for result in source.results),
+        np.concatenate([source.result_of + start for source, start in zip(sources, starts, strict=False)]),
+        np.concatenate([source.position_of for source in sources]),
+        sources[0].replaces,
+    )
 
 
 @dataclass(frozen=True)
@@ -234,6 +253,38 @@ class Table:
             for name, values in result.metrics.items():
                 metrics.setdefault(name, []).extend(values)
         return Table(self.sources, lengths, metrics)
+
+    def join_rows(self, others: Sequence[Table], numbers: Sequence[int]) -> Table:
+        """Return the rows of this table and of the others as one.
+
+        All have the same columns, from as many sources. Metrics are joined as they come.
+
+        Args:
+            numbers: the number of each row in the result, in the order in which the rows come.
+
+        Raises:
+            ValueError: the tables do not have the same number of sources, or `numbers` is no permutation of all rows.
+        """
+        tables = (self, *others)
+        if len({len(table.sources) for table in tables}) != 1:
+            raise ValueError(
+                f"tables of {[len(table.sources) for table in tables]} sources cannot be one below the other"
+            )
+        columns = zip(*(table.sources for table in tables), strict=True)
+        lengths = {
+            key: tuple(length for table in tables for length in table.lengths[key])
+            for key in self.lengths
+            if all(key in table.lengths for table in tables)
+        }
+        metrics: dict[str, list[float]] = {}
+        for table in tables:
+            for name, values in table.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+        joined = Table(tuple(_one_below_the_other(sources) for sources in columns), lengths)
+        if sorted(numbers) != list(range(len(joined))):
+            raise ValueError(f"join_rows needs a number for each of {len(joined)} rows, got {list(numbers)[:16]}")
+        joined = joined.take(np.argsort(numbers).tolist())
+        return replace(joined, metrics=metrics)
 
     def reorder(self, order: Sequence[int]) -> Table:
         """Return the rows in the order of `order`.

@@ -39,6 +39,7 @@ class WorkerGroup(Generic[W]):
         meta: Mapping[str, Any] | None = None,
         observations: Observations | None = None,
         num_peers: int = 1,
+        first_rank: int = 0,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class WorkerGroup(Generic[W]):
             meta: entries for the meta_info of every batch that is sent.
             observations: who gathers what the processes see of themselves.
             num_peers: ranks that work on the same rows; they lie side by side.
+            first_rank: number of the first process among those of the role, for messages.
 
         Raises:
             ValueError: the peers do not divide the processes.
@@ -60,6 +62,7 @@ class WorkerGroup(Generic[W]):
         self._meta = dict(meta or {})
         self._observations = observations
         self._num_peers = num_peers
+        self._first_rank = first_rank
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -77,12 +80,34 @@ class WorkerGroup(Generic[W]):
         """Return the same group, which adds these entries to the meta_info of the batches that it sends."""
         return self._with(self._partition, {**self._meta, **meta}, self._num_peers)
 
+    def only(self, rank: int) -> WorkerGroup[W]:
+        """Return the process of that rank as a group of its own; in messages it keeps its number."""
+        process = self._processes[rank : rank + 1]
+        return WorkerGroup(
+            self.role,
+            process,
+            self._timeout_s,
+            None,
+            self._meta,
+            self._observations,
+            first_rank=self._first_rank + rank,
+        )
+
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
         """Return the same group, of which `num_peers` ranks each work on the same rows."""
         return self._with(self._partition, self._meta, num_peers)
 
     def _with(self, partition: Partition | None, meta: Mapping[str, Any], num_peers: int) -> WorkerGroup[W]:
-        return WorkerGroup(self.role, self._processes, self._timeout_s, partition, meta, self._observations, num_peers)
+        return WorkerGroup(
+            self.role,
+            self._processes,
+            self._timeout_s,
+            partition,
+            meta,
+            self._observations,
+            num_peers,
+            self._first_rank,
+        )
 
     def call(self, method: RemoteMethod[W, Any, Any, C, M], *args: C.args, **kwargs: C.kwargs) -> M:
         """Call a registered method on the ranks. What comes back is the method's affair: see `dispatch.Dispatch`.
@@ -150,7 +175,7 @@ class WorkerGroup(Generic[W]):
         return future.result(self._timeout_s) if method.blocking else future
 
     def _origin(self, method: RemoteMethod[W, Any, Any, Any, Any], ranks: tuple[int, ...]) -> Origin:
-        return Origin(self.role, method.__name__, ranks)
+        return Origin(self.role, method.__name__, tuple(self._first_rank + rank for rank in ranks))
 
     def addresses(self) -> Future[list[str]]:
         """Return each process's address, once all of them are up."""

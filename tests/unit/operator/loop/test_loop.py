@@ -9,7 +9,8 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.loop import Hooks, Loop
-from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
+from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Plan, Ray, Submission, Surroundings
+from ppojob_operator.reconcile import read_job
 from ppojob_operator.settings import DashboardAccess, Settings
 from tests.unit.operator.virtual_time import now
 
@@ -281,6 +282,22 @@ async def test_jobs_that_no_watch_told_of_are_found_and_the_watch_is_blamed() ->
 
     loop.note(BAD)
     assert loop.watch_problem() is None
+
+
+async def test_retries_are_counted_once_they_are_written() -> None:
+    counted: list[tuple[str, int]] = []
+    loop = make_loop(MemoryCluster(GOOD))
+    loop._hooks = Hooks(count_retries=lambda cause, count: counted.append((cause, count)))
+    job = read_job({**_job(GOOD), "status": {"retries": {"user": 1, "infrastructure": 0, "total": 1}}})
+
+    for retries in (
+        {"user": 1, "infrastructure": 0},
+        {"user": 2, "infrastructure": 0},
+        {"user": 1, "infrastructure": 1},
+    ):
+        await loop._write(job, Plan(status={"retries": retries}))
+
+    assert counted == [("user", 1), ("infrastructure", 1)]
 
 
 async def pods_read_by(cluster: MemoryCluster, loop: Loop, num_looks: int = 1) -> int:

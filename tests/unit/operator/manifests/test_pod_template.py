@@ -60,6 +60,15 @@ def test_the_ray_container_is_changed_by_its_name(with_template: WithTemplate) -
     assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
+def test_capabilities_are_added_to_that_of_rdma(make_spec: MakeSpec) -> None:
+    change = {"name": "ray-worker", "securityContext": {"capabilities": {"add": ["SYS_PTRACE"]}}}
+    network = {"rdma": {"resourceName": "rdma/hca"}}
+    pools = [{"name": "actor", "gpusPerNode": 2, "network": network, "podTemplate": {"spec": {"containers": [change]}}}]
+    (ray,) = pod(make_spec(pools=pools, placement={"actor": "actor"}))["spec"]["containers"]
+
+    assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_PTRACE"]}
+
+
 def test_another_container_stands_behind_rays(with_template: WithTemplate) -> None:
     found = pod(with_template({"spec": {"containers": [{"name": "sidecar", "image": "x"}]}}))["spec"]["containers"]
 

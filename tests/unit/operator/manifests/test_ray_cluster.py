@@ -216,6 +216,36 @@ def test_the_hosts_network_brings_its_own_dns_policy(make_spec: MakeSpec) -> Non
     assert found["dnsPolicy"] == "ClusterFirstWithHostNet"
 
 
+def test_rdma_devices_are_asked_for_by_each_pod_and_may_lock_memory(make_spec: MakeSpec) -> None:
+    network = {"rdma": {"resourceName": "rdma/hca", "count": 4}}
+    (ray,) = pod(one_pool(make_spec, network=network))["containers"]
+
+    wanted = {"nvidia.com/gpu": "2", "rdma/hca": "4"}
+    assert ray["resources"]["limits"] == {"memory": "128Gi", **wanted}
+    assert ray["resources"]["requests"] == {"cpu": "16", "memory": "128Gi", **wanted}
+    assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_a_pools_network_sets_its_own_pods_variables_over_the_jobs(make_spec: MakeSpec) -> None:
+    network = {"interface": "eth1", "nccl": {"NCCL_IB_HCA": "mlx5_0"}}
+    spec = make_spec(
+        env=[{"name": "NCCL_IB_HCA", "value": "mlx5_7"}],
+        pools=[{"name": "actor", "gpusPerNode": 2, "network": network}, {"name": "critic", "gpusPerNode": 1}],
+    )
+    own, other = (
+        {variable["name"]: variable["value"] for variable in pod(spec, index)["containers"][0]["env"]}
+        for index in range(2)
+    )
+
+    assert own == {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_IB_HCA": "mlx5_0",
+    }
+    assert other == {"RAY_USAGE_STATS_ENABLED": "0", "NCCL_IB_HCA": "mlx5_7"}
+
+
 def test_labels_name_job_and_pool(make_spec: MakeSpec) -> None:
     spec = cluster(make_spec())
 

@@ -104,6 +104,29 @@ def test_a_silent_trainer_is_stalled_and_gets_a_new_attempt_on_new_pods(has_repo
     assert world.observed.clusters == ()
 
 
+def test_a_stalled_trainer_may_be_left_alone_and_then_goes_on() -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run()
+
+    world.wait(101).settle().wait(100).settle()
+    assert world.verdict(Condition.STALLED) == ("True", Reason.NO_PROGRESS)
+    assert "spec.runPolicy.restartOnStall is false" in world.condition(Condition.STALLED).message
+    assert world.said.count(Reason.NO_PROGRESS) == 1
+    assert world.status["attempt"] == 0
+    assert world.status["phase"] == Phase.RUNNING
+
+    world.trainer_reports().settle()
+    assert world.verdict(Condition.STALLED) == ("False", Reason.TRAINING)
+
+
+def test_a_stall_that_was_left_alone_can_be_ended_by_an_edit() -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run().wait(101).settle()
+
+    world.edit(runPolicy={"stallTimeoutSeconds": 100}).settle()
+
+    assert world.status["attempt"] == 1
+    assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
+
+
 def test_the_next_attempt_is_not_stalled_by_the_silence_of_the_last() -> None:
     world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
     world.wait(101).settle()

@@ -82,6 +82,18 @@ def test_a_pool_in_trouble_says_so_in_the_words_of_who_knows(trouble: Trouble, r
     assert world.said.count(reason) == 1
 
 
+def test_devices_for_rdma_are_named_beside_the_gpus() -> None:
+    rdma = {"resourceName": "rdma/hca", "count": 8}
+    pools = [GPU_POOLS[0], {**GPU_POOLS[1], "network": {"rdma": rdma}}]
+    lacking = Trouble(Reason.INSUFFICIENT_GPUS, "0/1 nodes are available: 1 Insufficient rdma/hca.")
+    world = starting(pools=pools).pods_become(ready=True).pods_become(ready=False, pool="critic", trouble=lacking)
+
+    world.settle()
+
+    message = "pool critic wants 8 nvidia.com/gpu and 8 rdma/hca per node; 0/1 nodes are available: "
+    assert world.condition(Condition.POOLS_READY).message == f"{message}1 Insufficient rdma/hca."
+
+
 def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_condition() -> None:
     world = starting(pools=GPU_POOLS)
     world.pods_become(ready=False, pool="actor", trouble=NO_GPUS)

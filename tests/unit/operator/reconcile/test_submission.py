@@ -1,11 +1,13 @@
 """The trainer is sent to Ray once, when all is ready, and with what it needs to find its file."""
 
+from dataclasses import replace
+
 import pytest
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.resolve import JobFile
-from ppojob_operator.plan import Ray, RayState, Surroundings
+from ppojob_operator.plan import JobNetwork, Ray, RayState, Surroundings
 from tests.unit.operator.reconcile.worlds import SURROUNDINGS, UID, World, first_cluster
 
 
@@ -20,6 +22,14 @@ def test_the_first_look_makes_everything_that_the_pods_need_in_order() -> None:
     assert [manifest["kind"] for manifest in plan.apply] == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
     assert {manifest["metadata"]["ownerReferences"][0]["uid"] for manifest in plan.apply} == {UID}
     assert plan.submission is None
+
+
+def test_the_network_policy_comes_before_the_pods_that_it_guards() -> None:
+    network = JobNetwork("ppojob-system", {"app": "operator"})
+    plan = World().see(surroundings=replace(SURROUNDINGS, network=network)).look()
+
+    assert plan.apply[0]["kind"] == "NetworkPolicy"
+    assert plan.apply[0]["metadata"]["ownerReferences"][0]["uid"] == UID
 
 
 def test_what_was_made_is_not_made_again() -> None:

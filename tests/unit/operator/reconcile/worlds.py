@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
 from ppojob_operator.manifests import naming
@@ -63,6 +64,8 @@ class World:
         self.is_going = False
         self.is_deleted = False
         self.said: list[str] = []
+        self.words: list[str] = []
+        self.made: list[dict[str, Any]] = []
 
     # What the test moves.
 
@@ -103,6 +106,23 @@ class World:
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
 
+    def trainer_stops_in_order(self) -> "World":
+        """Let the trainer end as it does when it was asked to stop, or got a signal."""
+        kind = FailureKind.INFRASTRUCTURE
+        return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped in order after step 3", exit_code=130)
+
+    def suspend(self, wish: bool = True) -> "World":
+        """Change `spec.runPolicy.suspend`."""
+        self.spec["runPolicy"] = {**self.spec.get("runPolicy", {}), "suspend": wish}
+        self.generation += 1
+        return self
+
+    def edit(self, **changes: Any) -> "World":
+        """Replace sections of the spec."""
+        self.spec = {**self.spec, **changes}
+        self.generation += 1
+        return self
+
     def trainer_reports(self, activity: str = "Training", step: int = 1) -> "World":
         """Let the status server write a report."""
         time = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -131,12 +151,17 @@ class World:
             sent = RayJob(plan.submission.submission_id, RayState.RUNNING, metadata=plan.submission.metadata)
             self.see(ray=Ray((*(self.observed.ray.jobs if self.observed.ray else ()), sent)))
         if plan.status is not None:
-            theirs = {name: self.status[name] for name in ("progress",) if name in self.status}
+            theirs = {
+                name: self.status[name]
+                for name in ("progress", "recommendation", "layoutAdvice")
+                if name in self.status
+            }
             self.status = {**plan.status, **theirs}
         for name in plan.delete_clusters:
             self._release(name)
         self.is_deleted = self.is_deleted or plan.delete_job
         self.said += [event.reason for event in plan.events]
+        self.words += [event.message for event in plan.events]
         return plan
 
     def settle(self, limit: int = 10) -> "World":
@@ -159,6 +184,7 @@ class World:
         if manifest["kind"] == "RayCluster" and name not in [cluster.name for cluster in self.observed.clusters]:
             fresh = Cluster(name, head_service=f"{name}-head-svc")
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
+            self.made.append(dict(manifest))
         if manifest["kind"] == "ConfigMap":
             self.see(config=manifest["data"])
 

@@ -45,12 +45,14 @@ class FakeCluster:
         self._fail("read_job")
         return self.jobs.get((namespace, name))
 
-    async def apply_progress(self, key: JobIdentity, status: dict[str, Any]) -> bool:
+    async def apply_progress(self, key: JobIdentity, status_of: Callable[[Any], dict[str, Any] | None]) -> bool:
         if self.before_write:
             await self.before_write()
         self._fail("apply_progress")
-        self.writes.append((key, status))
         job = self.jobs.get((key.namespace, key.name))
+        status = status_of(job or {})
+        if status is not None:
+            self.writes.append((key, status))
         return job is not None and job["metadata"]["uid"] == key.uid
 
     async def read_secret(self, namespace: str, name: str) -> dict[str, Any] | None:
@@ -137,6 +139,7 @@ def report() -> dict[str, Any]:
     return {
         "uid": KEY.uid,
         "attempt": 2,
+        "number": 17,
         "activity": "Training",
         "step": 12,
         "totalSteps": 120,

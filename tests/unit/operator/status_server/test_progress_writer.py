@@ -19,6 +19,11 @@ INTERVAL = 10.0
 AT_ONCE = 1.0
 
 
+def said(status: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Return what makes this status of any object."""
+    return lambda _: status
+
+
 @pytest.fixture
 def metrics() -> OperatorMetrics:
     return OperatorMetrics()
@@ -50,7 +55,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10 * INTERVAL) -
 
 async def test_the_first_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
 
         assert await until(lambda: cluster.writes == [(key, {"n": 1})]) < AT_ONCE
 
@@ -59,11 +64,11 @@ async def test_a_younger_report_is_kept_and_written_after_the_interval_the_newes
     writer: ProgressWriter, cluster: Any, key: JobIdentity
 ) -> None:
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(cluster.writes) == 1)
         begin = now()
         for number in range(2, 8):
-            writer.keep(key, {"n": number})
+            writer.keep(key, said({"n": number}))
             await asyncio.sleep(INTERVAL / 10)
         await until(lambda: len(cluster.writes) == 2)
 
@@ -79,7 +84,7 @@ async def test_a_stream_of_reports_makes_one_write_in_each_interval(
     async with running(writer):
         begin = now()
         while (spent := now() - begin) < 4.5 * INTERVAL:
-            writer.keep(key, {"at": spent})
+            writer.keep(key, said({"at": spent}))
             await asyncio.sleep(0.01)
 
     assert len(cluster.writes) == 5
@@ -88,16 +93,16 @@ async def test_a_stream_of_reports_makes_one_write_in_each_interval(
 async def test_jobs_do_not_wait_for_each_other(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     async with running(writer):
         for number in range(50):
-            writer.keep(key._replace(name=f"job-{number}"), {"n": number})
+            writer.keep(key._replace(name=f"job-{number}"), said({"n": number}))
 
         assert await until(lambda: len(cluster.writes) == 50) < AT_ONCE
 
 
 async def test_the_last_report_is_written_at_once(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(cluster.writes) == 1)
-        writer.keep(key, {"n": 2}, is_last=True)
+        writer.keep(key, said({"n": 2}), is_last=True)
 
         assert await writer.written(key, AT_ONCE)
         assert cluster.writes[1] == (key, {"n": 2})
@@ -109,9 +114,9 @@ async def test_the_last_report_overtakes_a_write_that_is_on_its_way(
     gate = asyncio.Event()
     cluster.before_write = gate.wait
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await asyncio.sleep(0.1)
-        writer.keep(key, {"n": 2}, is_last=True)
+        writer.keep(key, said({"n": 2}), is_last=True)
         gate.set()
 
         assert await writer.written(key, AT_ONCE)
@@ -124,9 +129,9 @@ async def test_a_report_that_comes_while_another_is_being_written_is_not_lost(
     gate = asyncio.Event()
     cluster.before_write = gate.wait
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await asyncio.sleep(0.1)
-        writer.keep(key, {"n": 2})
+        writer.keep(key, said({"n": 2}))
         gate.set()
 
         assert await until(lambda: len(cluster.writes) == 2) > INTERVAL / 2
@@ -138,7 +143,7 @@ async def test_a_write_that_failed_is_tried_again(
 ) -> None:
     cluster.errors["apply_progress"] = iter([unavailable, unavailable])
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
 
         assert await until(lambda: len(cluster.writes) == 1) > 1.5 * INTERVAL
 
@@ -148,20 +153,20 @@ async def test_what_the_api_server_refuses_for_good_is_dropped_after_some_tries(
 ) -> None:
     cluster.errors["apply_progress"] = repeat(ApiRefused("422 progress.step: Invalid value"), 5)
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: "is dropped" in caplog.text)
         failed = metrics.registry.get_sample_value("ppojob_progress_status_writes_total", {"outcome": "failed"})
         assert failed == 5
         assert "422 progress.step" in caplog.text
 
-        writer.keep(key, {"n": 2})
+        writer.keep(key, said({"n": 2}))
         await until(lambda: cluster.writes == [(key, {"n": 2})])
 
 
 async def test_a_job_that_is_gone_is_forgotten(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     cluster.jobs.clear()
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(cluster.writes) == 1)
         await until(lambda: not writer._jobs)
 
@@ -171,11 +176,11 @@ async def test_a_job_that_is_gone_is_forgotten(writer: ProgressWriter, cluster: 
 async def test_nothing_is_lost_at_the_end(writer: ProgressWriter, cluster: Any, key: JobIdentity) -> None:
     gate = asyncio.Event()
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(cluster.writes) == 1)
         cluster.before_write = gate.wait
-        writer.keep(key, {"n": 2})  # Due in an interval.
-        writer.keep(key._replace(name="other"), {"n": 3})  # On its way when the end comes.
+        writer.keep(key, said({"n": 2}))  # Due in an interval.
+        writer.keep(key._replace(name="other"), said({"n": 3}))  # On its way when the end comes.
         await asyncio.sleep(0.1)
     gate.set()
 
@@ -187,7 +192,7 @@ async def test_the_end_tries_again_where_a_write_fails(
     writer: ProgressWriter, cluster: Any, key: JobIdentity, unavailable: ApiUnavailable
 ) -> None:
     cluster.errors["apply_progress"] = iter([unavailable])
-    writer.keep(key, {"n": 1})
+    writer.keep(key, said({"n": 1}))
 
     assert await writer.flush(5) == 0
     assert cluster.writes == [(key, {"n": 1})]
@@ -197,7 +202,7 @@ async def test_the_end_waits_for_an_api_server_that_is_away_no_longer_than_it_ma
     writer: ProgressWriter, cluster: Any, key: JobIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.before_write = asyncio.Event().wait
-    writer.keep(key, {"n": 1})
+    writer.keep(key, said({"n": 1}))
     begin = now()
 
     assert await writer.flush(0.2) == 1
@@ -209,15 +214,38 @@ async def test_the_dispatcher_shows_that_it_lives(cluster: Any, metrics: Operato
     beats = []
     writer = ProgressWriter(cluster, metrics, interval_seconds=INTERVAL, clock=now, beat=lambda: beats.append(1))
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(beats) >= 2)
+
+
+async def test_what_is_written_is_made_from_the_object_as_it_stands_then(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity, job: dict[str, Any]
+) -> None:
+    async with running(writer):
+        writer.keep(key, said({"n": 1}))
+        await until(lambda: len(cluster.writes) == 1)
+        writer.keep(key, lambda found: {"saw": found["status"]["attempt"]})
+        job["status"]["attempt"] = 7  # While the report waits for the end of the interval.
+        await until(lambda: len(cluster.writes) == 2)
+
+    assert cluster.writes[1] == (key, {"saw": 7})
+
+
+async def test_a_report_that_another_replica_overtook_is_done_with(
+    writer: ProgressWriter, cluster: Any, key: JobIdentity
+) -> None:
+    async with running(writer):
+        writer.keep(key, lambda _: None)
+
+        assert await writer.written(key, AT_ONCE)
+    assert cluster.writes == []
 
 
 async def test_the_lag_of_writes_is_measured(
     writer: ProgressWriter, cluster: Any, key: JobIdentity, metrics: OperatorMetrics
 ) -> None:
     async with running(writer):
-        writer.keep(key, {"n": 1})
+        writer.keep(key, said({"n": 1}))
         await until(lambda: len(cluster.writes) == 1)
 
     assert metrics.registry.get_sample_value("ppojob_progress_status_write_lag_seconds_count") == 1

@@ -15,17 +15,25 @@ from ppojob_operator.status_server.fields import (
     progress_status,
 )
 
+ADVICE: dict[str, Any] = {
+    "recommendation": "1 GPU would do",
+    "layoutAdvice": [
+        {"pools": [{"name": "actor", "nodes": 1, "gpusPerNode": 1}], "gpus": 1, "stepTimePercent": 3},
+    ],
+}
 NOW = datetime(2026, 1, 31, 12, 5, 6, 999_999, tzinfo=UTC)
 
 
 def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    return progress_status(ProgressReport.model_validate(report), job, NOW)
+    status = progress_status(ProgressReport.model_validate(report), job, NOW)
+    assert status is not None
+    return status
 
 
 def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    status = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+    status = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
 
     assert status == {
         "progress": {
@@ -38,12 +46,14 @@ def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
             "activity": "Training",
             "firstStepTime": "2026-01-31T12:00:00Z",
             "lastUpdateTime": "2026-01-31T12:05:06Z",
+            "attempt": 2,
+            "report": 17,
         },
         "metrics": [{"name": "critic/score/mean", "value": "0.4123"}, {"name": "actor/lr", "value": "1e-06"}],
         "pools": [{"name": "actor", "busyFraction": "0.91"}],
         "checkpoint": report["checkpoint"],
         "model": {"path": "/data/model"},
-        "recommendation": "1 GPU would do",
+        **ADVICE,
     }
 
 
@@ -54,7 +64,7 @@ def test_the_fields_are_those_of_the_contract(report: dict[str, Any], job: dict[
 def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    before = status_of({**report, "modelPath": "/data/model", "recommendation": "1 GPU would do"}, job)
+    before = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
     job["status"] |= before | {
         "pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]
     }
@@ -70,10 +80,22 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "activity": "Loading",
         "firstStepTime": "2026-01-31T12:00:00Z",
         "lastUpdateTime": "2026-01-31T12:05:06Z",
+        "attempt": 3,
+        "report": 0,
     }
-    assert {name: after[name] for name in before if name != "progress"} == {
-        name: value for name, value in before.items() if name != "progress"
-    }
+    assert "layoutAdvice" not in after, "it is of the layout before"
+    kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
+    assert {name: after[name] for name in kept} == kept
+
+
+def test_a_layout_that_is_as_good_as_any_other_takes_the_recommendation_away(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    job["status"] |= status_of({**report, **ADVICE}, job)
+
+    after = status_of({**report, "recommendation": "", "layoutAdvice": []}, job)
+
+    assert not {"recommendation", "layoutAdvice"} & set(after)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +134,7 @@ def test_times_are_in_utc() -> None:
 
 
 def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
-    assert progress_reply(job).to_wire() == {
+    assert progress_reply(job, 2).to_wire() == {
         "command": "None",
         "settings": {"totalSteps": 120, "validateEverySteps": 10, "checkpointEverySteps": 50, "checkpointKeep": 2},
     }
@@ -121,7 +143,33 @@ def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) 
 def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
-    assert progress_reply(job).command is Command.STOP
+    assert progress_reply(job, 2).command is Command.STOP
+
+
+@pytest.mark.parametrize(("attempt", "command"), [(2, Command.STOP), (3, Command.NONE)])
+def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
+    job: dict[str, Any], attempt: int, command: Command
+) -> None:
+    job["status"]["stop"] = {"attempt": 2, "reason": "Suspending", "time": "2026-01-31T12:00:00Z"}
+
+    assert progress_reply(job, attempt).command is command
+
+
+def test_a_stop_that_is_over_is_not_asked_for_again(job: dict[str, Any]) -> None:
+    time = "2026-01-31T12:00:00Z"
+    job["status"]["stop"] = {"attempt": 2, "reason": "Reallocating", "time": time, "completionTime": time}
+
+    assert progress_reply(job, 2).command is Command.NONE
+
+
+def test_a_pool_that_the_spec_gave_up_is_reported_as_long_as_it_is_in_force(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    busy = {**report, "pools": [{"name": "gone", "busyFraction": 0.5}]}
+    assert "pools" not in status_of(busy, job)
+
+    job["status"]["effectiveLayout"] = {"pools": [{"name": "gone"}]}
+    assert status_of(busy, job)["pools"] == [{"name": "gone", "busyFraction": "0.5"}]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +188,23 @@ def test_a_job_is_over_when_it_is_complete_or_failed(conditions: list[dict[str, 
 
 def test_a_job_without_a_status_is_not_over() -> None:
     assert finished_condition({}) is None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "number", "is_written"),
+    [
+        (2, 16, False),  # Another replica wrote the next one already.
+        (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
+        (2, 18, True),
+        (1, 99, False),  # Of an attempt that was replaced.
+        (3, 1, True),
+        (2, 0, True),  # A trainer that does not number them.
+    ],
+)
+def test_an_older_report_never_replaces_a_newer_one(
+    report: dict[str, Any], job: dict[str, Any], attempt: int, number: int, is_written: bool
+) -> None:
+    job["status"] |= status_of(report, job)
+    late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
+
+    assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written

@@ -15,7 +15,8 @@ from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.maths.kl import AdaptiveKLController
-from tests.unit.trainer.controller.fake_ports import FakeBatch, FakeCheckpoints, FakeMonitor, World, fake_ports
+from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, World, fake_ports
+from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeMonitor
 
 SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "reward_model": "c"}
 
@@ -92,10 +93,10 @@ def stop_at() -> StopAt:
     async def run_until(run: Run, phase: str) -> Outcome:
         begin = run.world.phase
 
-        async def watched(what: str, step: int = 0) -> None:
+        async def watched(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
             if phase == (f"{what} {step}" if step else what):
                 run.monitor.stopping.set()
-            await begin(what, step)
+            await begin(what, step, num_rows)
 
         run.world.phase = watched  # type: ignore[method-assign]
         return await run()

@@ -10,12 +10,10 @@ import asyncio
 import hashlib
 import heapq
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
 
@@ -42,6 +40,8 @@ DURATIONS = {
     "export": 1.0,
 }
 _TURNS = 50
+NUM_ROWS = 2
+"""Rows of every whole batch."""
 
 
 class VirtualTime:
@@ -92,6 +92,19 @@ class FakeBatch:
     def replaced_by(self, other: FakeBatch) -> FakeBatch:
         return FakeBatch(self.num_rows, {**self.columns, **other.columns})
 
+    def take(self, rows: Sequence[int]) -> FakeBatch:
+        return FakeBatch(len(rows), self.columns)
+
+    def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
+        assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
+        return FakeBatch(len(numbers), self.columns)
+
+
+@dataclass(frozen=True)
+class FakeFinished:
+    rows: Sequence[int]
+    batch: FakeBatch
+
 
 @dataclass(frozen=True)
 class FakePrompts:
@@ -117,11 +130,14 @@ class World:
     actor: float = 1.0
     critic: float = 2.0
     rollout: float = 1.0
+    engines_sleep: bool = False
+    engines_have_weights: bool = True
 
-    async def phase(self, what: str, step: int = 0) -> None:
+    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+        """Take a phase's time, for a part of the rows its share."""
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what])
+        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
         if what in self.failing:
             raise self.failing[what]
         self.events.append((self.time.now, name, "end"))
@@ -169,9 +185,26 @@ class FakeRollouts:
         self.world = world
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
+        assert self.world.engines_have_weights, "the engine gave its weights up when it slept"
         weights = self.world.rollout
         await self.world.phase("generate", step)
+        self.world.engines_have_weights = not self.world.engines_sleep
         return FakeRollout(FakeBatch(2, {"response": number_of(step, weights)}))
+
+    async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
+        """The second row is written in half of the time."""
+        batch = FakeBatch(1, {"response": number_of(step, self.world.rollout)})
+        writing = asyncio.create_task(self.world.phase("generate", step))
+        try:
+            await self.world.time.sleep(self.world.durations["generate"] / 2)
+            yield FakeFinished([1], batch)
+            await writing
+            yield FakeFinished([0], batch)
+        finally:
+            writing.cancel()
+
+    async def finished(self, batch: FakeBatch) -> FakeRollout:
+        return FakeRollout(batch)
 
     async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
         await self.world.phase("validate")
@@ -182,10 +215,13 @@ class FakeActor:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def compute_log_prob(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
+    async def compute_log_prob(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.actor
-        await self.world.phase("old_log_prob", int(batch.columns["step"]))
-        return FakeBatch(2, {"old": number_of("old", batch.columns["response"], weights)}), {"diff": 0.0}
+        await self.world.phase("old_log_prob", int(batch.columns["step"]), len(batch))
+        return FakeBatch(len(batch), {"old": number_of("old", batch.columns["response"], weights)})
+
+    def log_prob_metrics(self, computed: FakeBatch) -> Metrics:
+        return {"diff": 0.0}
 
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_actor", int(batch.columns["step"]))
@@ -199,8 +235,8 @@ class FakeCritic:
 
     async def compute_values(self, batch: FakeBatch) -> FakeBatch:
         weights = self.world.critic
-        await self.world.phase("values", int(batch.columns["step"]))
-        return FakeBatch(2, {"value": number_of("value", batch.columns["response"], weights)})
+        await self.world.phase("values", int(batch.columns["step"]), len(batch))
+        return FakeBatch(len(batch), {"value": number_of("value", batch.columns["response"], weights)})
 
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_critic", int(batch.columns["step"]))
@@ -213,8 +249,8 @@ class FakeRef:
         self.world = world
 
     async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase("ref", int(batch.columns["step"]))
-        return FakeBatch(2, {"ref": number_of("ref", batch.columns["response"])})
+        await self.world.phase("ref", int(batch.columns["step"]), len(batch))
+        return FakeBatch(len(batch), {"ref": number_of("ref", batch.columns["response"])})
 
 
 class FakeScores:
@@ -223,9 +259,12 @@ class FakeScores:
     def __init__(self, world: World, what: str, column: str) -> None:
         self.world, self.what, self.column = world, what, column
 
-    async def compute_scores(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
-        await self.world.phase(self.what, int(batch.columns["step"]))
-        return FakeBatch(2, {self.column: number_of(self.what, batch.columns["response"])}), {f"{self.what}/seen": 1.0}
+    async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
+        await self.world.phase(self.what, int(batch.columns["step"]), len(batch))
+        return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
+
+    def metrics(self, scores: FakeBatch) -> Metrics:
+        return {f"{self.what}/seen": float(len(scores) == NUM_ROWS)}
 
 
 class FakeReward:
@@ -279,9 +318,13 @@ class FakeWeights:
     def __init__(self, world: World) -> None:
         self.world = world
 
+    @property
+    def are_given_up(self) -> bool:
+        return self.world.engines_sleep
+
     async def push(self, version: int) -> dict[str, float]:
         await self.world.phase("push", version)
-        self.world.rollout = self.world.actor
+        self.world.rollout, self.world.engines_have_weights = self.world.actor, True
         return {"comm_mb/update_weights": 269.0}
 
 
@@ -305,68 +348,3 @@ def fake_ports(
         weights=FakeWeights(world),
         hooks=[FakeHook(world, point) for point in hooks],
     )
-
-
-class FakeCheckpoints:
-    """Keeps the models of each saved step."""
-
-    def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
-        self.world = world
-        self.found = found
-        self.staged: dict[int, tuple[float, float]] = {}
-        self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
-        self.num_exports = 0
-
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
-        return self.found
-
-    async def stage(self, step: int) -> None:
-        await self.world.phase("save", step)
-        self.staged[step] = (self.world.actor, self.world.critic)
-
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        # Only a save in the background takes its time here.
-        if "write" in self.world.durations:
-            await self.world.phase("write", step)
-        self.saved[step] = (state, *self.staged[step])
-        return Path(f"step-{step}")
-
-    async def export(self) -> Path:
-        await self.world.phase("export")
-        self.num_exports += 1
-        return Path("model")
-
-
-class FakeMonitor:
-    """Remembers what it is told; `stop_at` names the phase at whose start the run is asked to stop."""
-
-    def __init__(self, settings: LiveSettings) -> None:
-        self.settings = settings
-        self.stopping = asyncio.Event()
-        self.records: dict[int, dict[str, float]] = {}
-        self.activities: list[Activity] = []
-        self.resumed_step: int | None = None
-        self.saved_steps: list[int] = []
-        self.exports: list[Path] = []
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.stopping.is_set()
-
-    async def wait_for_stop(self) -> None:
-        await self.stopping.wait()
-
-    def set_activity(self, activity: Activity) -> None:
-        self.activities.append(activity)
-
-    def resumed(self, step: int) -> None:
-        self.resumed_step = step
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        self.records[step] = dict(metrics)
-
-    def saved(self, step: int, path: Path) -> None:
-        self.saved_steps.append(step)
-
-    def exported(self, path: Path) -> None:
-        self.exports.append(path)

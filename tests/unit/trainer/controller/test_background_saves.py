@@ -4,6 +4,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from tests.unit.trainer.controller.conftest import MakeRun
+from tests.unit.trainer.controller.fake_ports import NUM_ROWS
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 
@@ -45,10 +46,10 @@ async def test_a_stop_waits_for_it_too(make_run: MakeRun) -> None:
     run = make_run(ScheduleMode.SERIAL, steps=5, save_every=1, write_s=500.0)
     begin = run.world.phase
 
-    async def stopping(what: str, step: int = 0) -> None:
+    async def stopping(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
         if (what, step) == ("generate", 2):
             run.monitor.stopping.set()
-        await begin(what, step)
+        await begin(what, step, num_rows)
 
     run.world.phase = stopping  # type: ignore[method-assign]
     outcome = await run()

@@ -3,10 +3,14 @@
 import pytest
 
 from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun
+from tests.unit.trainer.controller.fake_ports import DURATIONS
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
+WHOLE = schedule_of(OVERLAPPED, [Overlap.STREAMING])
+"""Every phase gets all responses at once."""
 
 
 async def test_serial_runs_one_phase_after_the_other(make_run: MakeRun) -> None:
@@ -44,7 +48,7 @@ async def test_parallel_update_overlaps_the_two_updates_and_nothing_else(make_ru
 
 
 async def test_overlapped_computes_values_and_reward_beside_old_log_prob(make_run: MakeRun) -> None:
-    run = make_run(OVERLAPPED, steps=1)
+    run = make_run(WHOLE, steps=1)
 
     await run()
 
@@ -57,13 +61,72 @@ async def test_overlapped_computes_values_and_reward_beside_old_log_prob(make_ru
 
 async def test_overlapped_puts_ref_after_old_log_prob_where_it_is_in_the_actors_pool(make_run: MakeRun) -> None:
     pools = {"data": "a", "actor": "a", "rollout": "a", "ref": "a", "critic": "c", "reward": "c"}
-    run = make_run(OVERLAPPED, steps=1, pool_of=pools)
+    run = make_run(WHOLE, steps=1, pool_of=pools)
 
     await run()
 
     assert run.world.at("ref 1", "start") == run.world.at("old_log_prob 1", "end")
     assert run.world.overlap("ref 1", "reward 1") is False
     assert run.world.overlap("old_log_prob 1", "values 1")
+
+
+async def test_overlapped_computes_on_finished_responses_while_others_are_written(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=1)
+
+    await run()
+
+    world, half = run.world, run.world.at("generate 1", "start") + DURATIONS["generate"] / 2
+    assert world.at("values 1", "start") == world.at("reward 1", "start") == half
+    assert world.overlap("ref 1", "generate 1")
+    assert [name for name in world.names() if name in ("values 1", "ref 1")] == ["values 1", "ref 1"] * 2
+    assert world.at("old_log_prob 1", "start") == world.at("generate 1", "end"), "it is in the rollout's pool"
+
+
+async def test_a_chain_takes_all_that_came_while_it_was_busy_at_once(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+    run.world.durations["update_critic"] = 100.0
+
+    await run()
+
+    assert run.world.names().count("values 2") == 1, "both parts waited for the critic"
+    assert run.world.names().count("reward 2") == 2, "the reward function waits for nobody"
+
+
+async def test_phases_in_the_rollouts_pool_wait_for_its_end(make_run: MakeRun) -> None:
+    pools = {"data": "a", "actor": "a", "rollout": "a", "ref": "a", "critic": "c", "reward": "c"}
+    run = make_run(OVERLAPPED, steps=1, pool_of=pools)
+
+    await run()
+
+    assert run.world.at("ref 1", "start") >= run.world.at("generate 1", "end")
+    assert run.world.overlap("values 1", "generate 1")
+
+
+async def test_with_a_pool_of_its_own_the_rollout_streams_to_the_actor_too(make_run: MakeRun) -> None:
+    pools = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "critic": "c", "reward": "c"}
+    run = make_run(OVERLAPPED, steps=1, pool_of=pools)
+
+    await run()
+
+    assert run.world.overlap("old_log_prob 1", "generate 1")
+
+
+async def test_a_worker_that_changes_the_responses_sees_all_of_them_first(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=1, hooks=[HookPoint.GENERATE])
+
+    await run()
+
+    assert run.world.at("values 1", "start") >= run.world.at("hook_Generate 1", "end")
+
+
+async def test_what_fails_on_a_part_ends_the_run_with_its_own_error(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=2)
+    run.world.failing["ref"] = ZeroDivisionError("in the reference")
+
+    with pytest.raises(ZeroDivisionError, match="in the reference"):
+        await run()
+
+    assert "advantages 1" not in run.world.names()
 
 
 async def test_overlapped_pushes_the_weights_when_the_actor_is_done_and_generates_while_the_critic_updates(
@@ -106,8 +169,19 @@ async def test_the_warmup_of_the_critic_leaves_the_actor_alone(make_run: MakeRun
 
     await run()
 
-    assert "update_actor 1" not in run.world.names()
+    assert not {"update_actor 1", "push 1"} & set(run.world.names())
     assert {"update_critic 1", "update_actor 2", "push 2"} <= set(run.world.names())
+
+
+async def test_engines_that_sleep_get_their_weights_back_in_the_warmup_too(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=3, settings={"critic_warmup_steps": 2})
+    run.world.engines_sleep = True
+
+    await run()
+
+    names = run.world.names()
+    assert [name for name in names if name.startswith("update_actor")] == ["update_actor 3"]
+    assert [name for name in names if name.startswith("push")] == ["push 1", "push 2", "push 3"]
 
 
 async def test_a_failing_phase_ends_the_run_with_its_own_error(make_run: MakeRun) -> None:
@@ -131,7 +205,7 @@ async def test_a_critic_update_that_fails_ends_the_run_before_the_next_values(ma
 
 
 async def test_without_values_they_wait_for_old_log_prob_and_ref_does_not(make_run: MakeRun) -> None:
-    run = make_run(schedule_of(OVERLAPPED, [Overlap.VALUES]), steps=1)
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.VALUES, Overlap.STREAMING]), steps=1)
 
     await run()
 
@@ -141,7 +215,7 @@ async def test_without_values_they_wait_for_old_log_prob_and_ref_does_not(make_r
 
 
 async def test_without_reference_it_waits_for_old_log_prob_and_values_do_not(make_run: MakeRun) -> None:
-    run = make_run(schedule_of(OVERLAPPED, [Overlap.REFERENCE]), steps=1)
+    run = make_run(schedule_of(OVERLAPPED, [Overlap.REFERENCE, Overlap.STREAMING]), steps=1)
 
     await run()
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import SPLIT, MakeRun
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
@@ -11,7 +12,8 @@ ALL_POINTS = tuple(HookPoint)
 
 
 async def test_function_and_model_score_at_the_same_time_as_old_log_prob(make_run: MakeRun) -> None:
-    run = make_run(OVERLAPPED, steps=1, reward="Both", pool_of={**SPLIT, "reward_model": "r"})
+    schedule = schedule_of(OVERLAPPED, [Overlap.STREAMING])
+    run = make_run(schedule, steps=1, reward="Both", pool_of={**SPLIT, "reward_model": "r"})
 
     await run()
 

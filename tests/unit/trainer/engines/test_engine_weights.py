@@ -68,7 +68,7 @@ def connected(
     assert type(link)(**link.to_wire()) == link
     prepared = pool.submit(sender.prepare)
     receivers = [pool.submit(WeightReceiver, link, rank, CPU) for rank in range(1, num_receivers + 1)]
-    prepared.result(20)
+    assert prepared.result(20) == {"GLOO/TCP": num_receivers}
     return sender, [receiver.result(20) for receiver in receivers]
 
 
@@ -119,6 +119,19 @@ def test_a_reader_that_stops_early_has_no_receipt(pool: ThreadPoolExecutor) -> N
     assert pushed.result(20) == stream.receipt()
 
 
+def test_gloo_listens_on_the_interface_that_it_is_given(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1)
+    for end in (sender, receiver):
+        end.close()
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none9")
+    with pytest.raises(RendezvousError, match="none9"):
+        connected(Tensors(), pool, num_receivers=1, limit=1)
+
+
 def test_a_replica_that_does_not_come_is_named() -> None:
     sender = WeightSender(Tensors(), LinkPlan(0, "gloo", (0, 1)), HOST, 1, CPU)
     sender.listen()
@@ -129,7 +142,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
 def test_a_rank_without_a_plan_only_gathers() -> None:
     sender = WeightSender(Tensors(), None, HOST, 1, CPU)
     assert sender.listen() is None
-    sender.prepare()
+    assert sender.prepare() == {}
     assert sender.push(1) is None
 
 

@@ -117,7 +117,7 @@ def test_of_rays_page_about_memory_the_first_line_is_kept() -> None:
 
 
 def test_a_failure_that_has_its_name_keeps_it() -> None:
-    record = interrupted(step=3, exit_code=130)
+    record = interrupted(step=3)
 
     assert failure_record(JobFailedError(record)) is record
     assert (record.reason, record.kind, record.exit_code) == (Reason.INTERRUPTED, INFRASTRUCTURE, 130)

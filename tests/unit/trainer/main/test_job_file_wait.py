@@ -9,9 +9,9 @@ import pytest
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.main.__main__ import wait_for_job
 from ppojob_trainer.main.failures import JobFileMissingError
-from ppojob_trainer.main.groups import pools_of_roles
 from ppojob_trainer.main.run import loop_settings
 
 RAW: dict[str, Any] = {

@@ -78,6 +78,18 @@ async def watched(monitor: Monitor, until: Any, timeout_s: float = 10.0) -> None
         watch.cancel()
 
 
+def test_what_does_not_change_is_in_the_first_record_only(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.once = {"comm_transport/actor/P2P_CUMEM": 2.0}
+
+    monitor.record(1, {"critic/score/mean": 0.25})
+    monitor.record(2, {"critic/score/mean": 0.5})
+    monitor.close()
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("comm_transport/actor/P2P_CUMEM") for line in lines] == [2.0, None]
+
+
 async def test_a_signal_stops_the_run(tmp_path: Path, reporter: FakeReporter) -> None:
     stop = threading.Event()
     monitor = monitor_of(tmp_path, stop)
@@ -121,10 +133,9 @@ async def test_an_attempt_that_is_fenced_out_ends_at_once(tmp_path: Path, report
 def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: FakeReporter) -> None:
     monitor = monitor_of(tmp_path, threading.Event())
     monitor.start()
-    busy = {"pool/actor/busy_fraction": 0.95, "pool/critic/busy_fraction": 0.2}
 
-    monitor.record(1, {"critic/score/mean": 0.25, **busy})
-    monitor.record(2, {"critic/score/mean": 0.5, **busy})
+    monitor.record(1, {"critic/score/mean": 0.25})
+    monitor.record(2, {"critic/score/mean": 0.5})
     monitor.saved(2, tmp_path / "step-2")
     monitor.exported(tmp_path / "model")
     monitor.close()
@@ -133,9 +144,40 @@ def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: Fak
     assert (last.step, last.reward, last.model_path) == (2, 0.5, str(tmp_path / "model"))
     assert last.checkpoint is not None
     assert last.checkpoint.step == 2
-    assert last.recommendation == "pool critic was 20% busy over the last 1 steps: 1 GPU would do"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["critic/score/mean"] for line in lines] == [0.25, 0.5]
+
+
+def test_after_some_steps_the_layout_is_judged_and_the_first_step_is_not_among_them(
+    tmp_path: Path, reporter: FakeReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    phases = {"gen": 4.0, "values": 0.1, "update_critic": 0.2, "update_actor": 3.0}
+    metrics = {f"timing_s/{phase}": seconds for phase, seconds in phases.items()} | {"pool/critic/busy_fraction": 0.04}
+    compiling = {**metrics, "timing_s/values": 100.0}
+
+    with caplog.at_level("INFO"):
+        monitor.record(0, {"val-core/score/mean": 0.1})
+        monitor.record(1, compiling)
+        for step in (2, 3):
+            monitor.record(step, metrics)
+        assert reporter.reports[-1].recommendation is None
+        monitor.record(4, metrics)
+        monitor.close()
+
+    last = reporter.reports[-1]
+    fewer = "pool critic was 4% busy over the last 3 steps: 1 GPU instead of 2 would cost 1% step time"
+    assert last.recommendation is not None
+    assert last.recommendation.startswith(fewer)
+    assert last.layout_advice is not None
+    assert [(pool.name, pool.nodes, pool.gpus_per_node) for pool in last.layout_advice[0].pools] == [
+        ("actor", 1, 4),
+        ("critic", 1, 1),
+    ]
+    saved = json.loads((tmp_path / "recommendation.json").read_text())
+    assert saved["recommendation"] == last.recommendation
+    assert saved["layoutAdvice"] == [advice.to_wire() for advice in last.layout_advice]
+    assert last.recommendation in caplog.text
 
 
 def test_what_the_processes_saw_of_themselves_is_in_the_record(tmp_path: Path, reporter: FakeReporter) -> None:

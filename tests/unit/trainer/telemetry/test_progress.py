@@ -5,6 +5,7 @@ import math
 import pytest
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, Activity
+from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
 from ppojob_trainer.telemetry import RunProgress
 from ppojob_trainer.telemetry.records import Record
 
@@ -117,6 +118,7 @@ def test_a_full_report_is_small_enough() -> None:
 
     progress = RunProgress(uid="u" * 36, attempt=9, total_steps=10**6)
     progress.record(1, dict.fromkeys(STATUS_METRICS, -1.2345678901234567e-100))
-    progress.set_recommendation("x" * 4096)
+    sizes = [PoolSize(name="p" * 40, nodes=4096, gpus_per_node=64)] * 7
+    progress.set_recommendation("x" * 4096, [LayoutAdvice(pools=sizes, gpus=10**6, step_time_percent=-50)] * 3)
 
     assert len(progress.report().model_dump_json(by_alias=True)) < MAX_REPORT_BYTES

@@ -44,6 +44,7 @@ def test_a_report_arrives_with_the_token_and_in_camel_case(endpoint: Any, start:
     assert endpoint.reports[0] == {
         "uid": "u",
         "attempt": 0,
+        "number": 1,
         "activity": "Training",
         "step": 1,
         "totalSteps": 8,
@@ -57,6 +58,13 @@ def test_the_last_report_is_repeated_each_interval(endpoint: Any, start: Start, 
     start(endpoint.reporting).update(_report())
 
     wait_until(lambda: len(endpoint.reports) >= 3, "three reports at intervals of a second")
+
+
+def test_every_report_has_a_number_of_its_own(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    start(endpoint.reporting).update(_report())
+
+    wait_until(lambda: len(endpoint.reports) >= 3, "three reports")
+    assert [report["number"] for report in endpoint.reports[:3]] == [1, 2, 3]
 
 
 def test_the_token_is_read_anew(endpoint: Any, start: Start, wait_until: Wait) -> None:

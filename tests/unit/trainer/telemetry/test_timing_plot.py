@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from ppojob_trainer.telemetry import TraceWriter, timing_plot
+from ppojob_trainer.telemetry import TraceWriter, timing_plot, write_advice
 from ppojob_trainer.telemetry.trace import Span
 
 
@@ -18,7 +18,7 @@ def _run(folder: Path, *, is_traced: bool) -> Path:
     for step, seconds in ((1, 10.0), (2, 2.0), (3, 4.0)):
         metrics = {"timing_s/step": seconds, "timing_s/gen": seconds / 2, "timing_s/update_actor": seconds / 2}
         metrics |= {"timing_s/testing": 50.0, "pool/a/busy_fraction": 1.0, "pool/c/busy_fraction": 0.25}
-        metrics |= {"pool/c/memory_peak_gb": 30.0 - seconds}
+        metrics |= {"pool/c/memory_peak_gb": 30.0 - seconds, "pool/c/gpu_utilization": 0.1 * step}
         records.append({"step": step, "time": begin, **metrics})
         if trace is not None:
             middle, end = begin + seconds / 2, begin + seconds
@@ -86,6 +86,8 @@ def test_phases_of_a_pool_at_the_same_time_lie_in_tracks_of_their_own() -> None:
 
 def test_runs_are_drawn_beside_each_other_with_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [_run(tmp_path / "one", is_traced=True), _run(tmp_path / "two", is_traced=False)]
+    write_advice(runs[0] / "recommendation.json", "1 GPU would do", [])
+    write_advice(runs[1] / "recommendation.json", "", [])
     saved: list[Figure] = []
     original = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (saved.append(figure), original(figure, *a, **k)))
@@ -97,7 +99,8 @@ def test_runs_are_drawn_beside_each_other_with_their_labels(tmp_path: Path, monk
     assert [tick.get_text() for tick in bars.get_xticklabels()] == ["standard\nsteps: 2", "split\nsteps: 2"]
     assert [axes.get_title(loc="left") for axes in panels] == ["standard: step 2", "split"]
     assert [tick.get_text() for tick in panels[0].get_yticklabels()] == ["pool a", "pool c", "CPU"]
-    assert "25% busy\n28.0 GB" in [text.get_text() for text in panels[1].texts]
+    assert "25% busy\n25% GPU use\n28.0 GB peak" in [text.get_text() for text in panels[1].texts]
+    assert [axes.get_xlabel() for axes in panels] == ["1 GPU would do", "seconds from the beginning of the step"]
 
 
 def test_labels_must_be_as_many_as_runs(tmp_path: Path) -> None:

@@ -39,18 +39,19 @@ def _phase(step: int) -> CurrentPhase:
 
 def test_metrics_of_a_step_are_the_largest_over_ranks_and_the_mean_over_samples() -> None:
     observed = [
-        Observed("actor", 3, allocated_peak_bytes=2 * 10**9, gpu=GpuUse(8 * 10**9, 0.5, 1)),
-        Observed("actor", 3, allocated_peak_bytes=3 * 10**9, gpu=GpuUse(7 * 10**9, 3.0, 3)),
+        Observed("actor", 3, allocated_peak_bytes=2 * 10**9, gpu=GpuUse(8 * 10**9, 80 * 10**9, 0.5, 1)),
+        Observed("actor", 3, allocated_peak_bytes=3 * 10**9, gpu=GpuUse(7 * 10**9, 80 * 10**9, 3.0, 3)),
         Observed("rollout", 3, allocated_peak_bytes=None, gpu=GpuUse(20 * 10**9)),
         Observed("critic", 3, allocated_peak_bytes=10**9, gpu=None),
         Observed("reward", 3),
-        Observed("mine", 3, gpu=GpuUse(10**12, 1.0, 1)),
+        Observed("mine", 3, gpu=GpuUse(10**12, 10**12, 1.0, 1)),
     ]
 
     assert observed_metrics(observed, {"actor": "a", "rollout": "a", "critic": "c", "reward": "c"}) == {
         "perf/max_memory_allocated_gb/actor": 3.0,
         "perf/max_memory_allocated_gb/critic": 1.0,
         "pool/a/memory_peak_gb": 20.0,
+        "pool/a/memory_total_gb": 80.0,
         "pool/a/gpu_utilization": 0.875,
     }
 
@@ -96,7 +97,7 @@ class _Nvml(types.ModuleType):
         return "handle"
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
-        return types.SimpleNamespace(used=self.used)
+        return types.SimpleNamespace(used=self.used, total=10)
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
         if not self._tells_utilization:
@@ -127,7 +128,7 @@ def test_a_part_of_a_gpu_has_a_memory_and_no_utilization(monkeypatch: pytest.Mon
     sampler = GpuSampler.open(["MIG-1"])
 
     assert sampler is not None
-    assert sampler.take() == GpuUse(5, 0.0, 0)
+    assert sampler.take() == GpuUse(5, 10, 0.0, 0)
     assert nvml.opened == ["MIG-1"]
 
 

@@ -56,7 +56,13 @@ def spec_of(placement: dict[str, str]) -> PPOJobSpec:
 @pytest.fixture
 def replicas() -> Processes:
     """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
-    return Processes(2, {RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)]})
+    return Processes(
+        2,
+        {
+            RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)],
+            RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]],
+        },
+    )
 
 
 @pytest.fixture
@@ -77,6 +83,7 @@ def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
         4,
         {
             ActorWorker.open_weights: lambda plans: [link(plan) for plan in plans],
+            ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
             ActorWorker.push_weights: lambda version: [sends(version)] * 4,
         },
     )
@@ -115,11 +122,24 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
 async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "rollout": "write"})
     weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
-    await weights.connect()
+    sent = await weights.connect()
     places = [
         [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
     ]
     assert places == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+    assert sent == [{"NET/IB": 1}, {}, {}, {}, {"P2P/CUMEM": 1}, {}, {}, {}], (
+        "of each rank, then of each engine's worker"
+    )
+
+
+def test_engines_give_their_weights_up_where_they_share_gpus_with_training(replicas: Processes) -> None:
+    shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}))
+    found = [
+        WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec), spec).are_given_up
+        for spec in (shared, apart)
+    ]
+
+    assert found == [True, False]
 
 
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:

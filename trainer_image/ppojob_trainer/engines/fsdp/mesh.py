@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.sequence import SequencePeers
+from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
 MESH_AXIS = "data"
 PEER_AXIS = "peer"
@@ -81,6 +82,30 @@ class DataParallel:
     def barrier(self) -> None:
         """Wait for all ranks, at most the process group's timeout."""
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)
+
+    def connect(self) -> Transports:
+        """Have NCCL make this rank's connections, and return over what it sends to others. Collective.
+
+        NCCL connects at the first collective of a group: a network that does not work is found here, not in a step.
+
+        Raises:
+            RendezvousError: NCCL could not connect.
+        """
+        if self.world_size == 1:
+            return {}
+        if self.device.type != "cuda":
+            return {GLOO: self.world_size - 1}
+        log = NcclLog()
+        groups = [mesh.get_group() for mesh in (self.mesh, self.tensor_mesh) if mesh is not None and mesh.size() > 1]
+        if self.sequence is not None:
+            groups.append(self.sequence.group)
+        try:
+            for group in groups:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            torch.cuda.synchronize(self.device)
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(f"NCCL could not connect rank {self.rank} of {self.world_size}: {error}") from error
+        return log.take()
 
     def destroy(self) -> None:
         """Leave the process group. All ranks call it; nothing of this object may be used afterwards."""

@@ -166,13 +166,14 @@ class ReferenceEngine:
         path: str,
         *,
         trust_remote_code: bool = False,
+        compile_layers: bool = False,
         offload: FrozenOffload | None = None,
         max_tokens_per_gpu: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model. Collective; raises what `model.load_policy` raises."""
         self.parallel = parallel
-        options = LoadOptions(trust_remote_code=trust_remote_code, dtype=dtype, is_frozen=True)
+        options = LoadOptions(trust_remote_code=trust_remote_code, compile=compile_layers, dtype=dtype, is_frozen=True)
         self.module = load_policy(path, options, parallel)
         self._residence = Residence(self.module, offload or FrozenOffload(), parallel.device)
         self._passes = Passes(parallel, self.module, max_tokens_per_gpu)

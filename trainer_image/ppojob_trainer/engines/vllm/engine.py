@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, engine_arguments
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
 
@@ -107,13 +108,16 @@ class RolloutEngine:
             self._num_running -= len(tasks)
             await _cancel(tasks)
 
-    async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> None:
+    async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
         """Meet the trainer's senders, whose `prepare` runs at the same time.
 
         Args:
             places: for each of vLLM's workers its link, and from 1 its place among the receivers of that link.
+
+        Returns:
+            Over what each of them passes weights on to others.
         """
-        await self._workers("ppojob_connect_weights", [[link.to_wire(), number] for link, number in places])
+        return await self._workers("ppojob_connect_weights", [[link.to_wire(), number] for link, number in places])
 
     async def update_weights(self, version: int) -> Receipt:
         """Load the weights that the trainer's `push(version)` sends at the same time.
@@ -163,7 +167,7 @@ class RolloutEngine:
         final = None
         try:
             async for output in self._running().generate(
-                {"prompt_token_ids": prompt}, _parameters(sampling, seed), request_id
+                {"prompt_token_ids": prompt}, sampling_parameters(sampling, seed), request_id
             ):
                 final = output
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
@@ -205,7 +209,8 @@ class RolloutEngine:
         return self._llm
 
 
-def _parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """Return how one response is drawn, in vLLM's words."""
     return SamplingParams(
         n=1,
         max_tokens=sampling.max_tokens,

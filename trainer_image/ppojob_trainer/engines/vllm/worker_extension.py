@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
 
 
@@ -24,10 +25,14 @@ class WeightReceiverExtension:
     rank: int
     model_runner: Any
 
-    def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> None:
-        """Meet the sender, as `places` says of this worker: the link, and which receiver it is."""
+    def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
+        """Meet the sender, as `places` says of this worker: the link, and which receiver it is.
+
+        Returns over what this worker passes weights on.
+        """
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
+        return self.ppojob_receiver.transports()
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
@@ -99,10 +100,10 @@ class ActorWorker(TrainedWorker):
         return self._sender.listen()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def connect_weights(self) -> None:
-        """Wait for the replicas, which connect at the same time."""
+    def connect_weights(self) -> Transports:
+        """Wait for the replicas, which connect at the same time; return over what this rank reaches them."""
         assert self._sender is not None, "open_weights() comes first"
-        self._sender.prepare()
+        return self._sender.prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> Receipt | None:
@@ -136,11 +137,14 @@ class ActorGroup:
         num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size
         self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
 
-    async def compute_log_prob(self, batch: Table) -> tuple[Table, dict[str, float]]:
+    async def compute_log_prob(self, batch: Table) -> Table:
         """See `ActorPort`."""
         group = self.group.over(balanced(batch.tokens, self.group.num_shards))
-        found = await group.call(ActorWorker.compute_log_prob, batch)
-        return found, reduce_metrics(found)
+        return await group.call(ActorWorker.compute_log_prob, batch)
+
+    def log_prob_metrics(self, computed: Table) -> dict[str, float]:
+        """See `ActorPort`."""
+        return reduce_metrics(computed)
 
     async def update(self, batch: Table) -> dict[str, float]:
         """See `ActorPort`."""

@@ -43,11 +43,13 @@ class RefWorker(TrainedWorker):
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
 
+        model = self.spec.model
         self._engine = ReferenceEngine(
             self.parallel,
             self.source.path,
             trust_remote_code=self.source.trust_remote_code,
-            offload=self.spec.model.ref.offload,
+            compile_layers=model.actor.compile if model.ref.compile is None else model.ref.compile,
+            offload=model.ref.offload,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
         )
 

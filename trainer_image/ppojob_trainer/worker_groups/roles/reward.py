@@ -105,10 +105,13 @@ class FunctionScores:
     def __init__(self, group: WorkerGroup[RewardWorker]) -> None:
         self.group = group
 
-    async def compute_scores(self, batch: Table) -> tuple[Table, dict[str, float]]:
+    async def compute_scores(self, batch: Table) -> Table:
         """See `ScoresPort`."""
-        table = await self._over(batch).call(RewardWorker.compute_scores, batch)
-        return table, means_of(table.metrics, REWARD_PREFIX)
+        return await self._over(batch).call(RewardWorker.compute_scores, batch)
+
+    def metrics(self, scores: Table) -> dict[str, float]:
+        """See `ScoresPort`."""
+        return means_of(scores.metrics, REWARD_PREFIX)
 
     async def add(self, batch: Table) -> Table:
         """Return token_level_scores of rows that have both scores."""
@@ -136,7 +139,7 @@ class RewardGroup:
     async def validate(self, batch: Table) -> dict[str, float]:
         """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as verl has it, and the mean over all sources."""
         ways = [way for way in (self.function, self.model) if way is not None]
-        tables = [table for table, _ in await asyncio.gather(*(way.compute_scores(batch) for way in ways))]
+        tables = await asyncio.gather(*(way.compute_scores(batch) for way in ways))
         if self.function is not None and self.model is not None:
             tables = [await self.function.add(batch.union(*tables))]
         means = means_of(tables[0].metrics, SOURCE_PREFIX, suffix="")

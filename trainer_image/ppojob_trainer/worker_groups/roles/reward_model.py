@@ -118,9 +118,12 @@ class ModelScores:
     def __init__(self, group: WorkerGroup[RewardModelWorker]) -> None:
         self.group = group
 
-    async def compute_scores(self, batch: Table) -> tuple[Table, dict[str, float]]:
+    async def compute_scores(self, batch: Table) -> Table:
         """See `ScoresPort`."""
         group = self.group.over(balanced(batch.tokens, len(self.group)))
-        table = await group.call(RewardModelWorker.compute_scores, batch)
-        clipped = table.metrics.get(f"{REWARD_PREFIX}clip_ratio", [])
-        return table, {f"{REWARD_PREFIX}clip_ratio": sum(clipped) / len(clipped)} if clipped else {}
+        return await group.call(RewardModelWorker.compute_scores, batch)
+
+    def metrics(self, scores: Table) -> dict[str, float]:
+        """See `ScoresPort`."""
+        clipped = scores.metrics.get(f"{REWARD_PREFIX}clip_ratio", [])
+        return {f"{REWARD_PREFIX}clip_ratio": sum(clipped) / len(clipped)} if clipped else {}

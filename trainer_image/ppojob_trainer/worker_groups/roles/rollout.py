@@ -12,22 +12,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import queue
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink, link_plan, verify
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
-from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
-from ppojob_trainer.worker_groups.partition import spread
+from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAD_TOKEN = 0
@@ -60,13 +63,22 @@ def shares_gpus(spec: PPOJobSpec) -> bool:
 
 def rollout_environment(spec: PPOJobSpec) -> dict[str, str]:
     """Return the variables that the replicas' processes must be started with."""
-    return environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    return own | spec.pool(spec.placement.rollout or spec.placement.actor).network.environment()
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     """Return the seed of one response, 31 bits."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{uid}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Responses of a replica: their positions among the prompts that it was sent, and where their rows lie."""
+
+    positions: tuple[int, ...]
+    rows: StoredRows
 
 
 class RolloutWorker:
@@ -81,12 +93,18 @@ class RolloutWorker:
         self._engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
+        # What `begin` began: the prompts, what is finished of them, and how many of the responses are not collected.
+        self._begun: list[list[int]] = []
+        self._written: queue.SimpleQueue[_Written | Exception] = queue.SimpleQueue()
+        self._num_missing = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def load(self, other_gpus: Sequence[str]) -> None:
         """Start the engine with the initial weights, on this process's GPU and those of the replica's holders."""
+        if self.spec.device is Device.CUDA:
+            log_connections(self.seat.log_file.with_suffix(""))
         if other_gpus:
             # Ray shows a process its own bundle's GPU only. vLLM has not looked yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
@@ -95,12 +113,61 @@ class RolloutWorker:
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts: DataProto, step: int, is_validation: bool = False) -> DataProto:
         """Write a response to each prompt; see `protocol.layout` for the fields."""
-        seed = self.spec.trainer.seed
-        samples = zip(prompts.array(Keys.UID), prompts.array(Keys.SAMPLE_INDEX), strict=True)
-        seeds = [sample_seed(seed, step, str(uid), int(sample)) for uid, sample in samples]
-        prompt_ids = prompts.array(Keys.PROMPT_IDS).tolist()
+        prompt_ids, seeds = prompts.array(Keys.PROMPT_IDS).tolist(), self._seeds(prompts, step)
         sampling = self._validation if is_validation else self._training
-        written = self._wait(self._engine.generate(prompt_ids, seeds, sampling))
+        return self._batch(prompt_ids, self._wait(self._engine.generate(prompt_ids, seeds, sampling)))
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def begin(self, prompts: DataProto, step: int) -> Metrics:
+        """Begin to write the responses that `generate` would; `collect` has them."""
+        prompt_ids = prompts.array(Keys.PROMPT_IDS).tolist()
+        self._written = queue.SimpleQueue()
+        written = self._write(prompt_ids, self._seeds(prompts, step), self._written)
+        self._begun = prompt_ids
+        self._num_missing = len(prompt_ids)
+        asyncio.run_coroutine_threadsafe(written, self._loop)
+        return {}
+
+    async def _write(
+        self, prompt_ids: list[list[int]], seeds: list[int], written: queue.SimpleQueue[_Written | Exception]
+    ) -> None:
+        try:
+            # The last one is shown when the engine is at rest.
+            last: _Written | None = None
+            async for finished in self._engine.stream(prompt_ids, seeds, self._training):
+                if last is not None:
+                    written.put(last)
+                last = finished
+            if last is not None:
+                written.put(last)
+        except Exception as error:  # noqa: BLE001 - it is raised where the caller is: in collect()
+            written.put(error)
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def collect(self, num_rows: int) -> Collected | None:
+        """Wait until so many of the responses that were begun are finished, or all the rest; None: there is no rest."""
+        found: list[_Written] = []
+        wanted = min(num_rows, self._num_missing)
+        while len(found) < wanted or (found and not self._written.empty()):
+            try:
+                one = self._written.get(timeout=self.seat.timeout_s)
+            except queue.Empty as error:
+                raise CallTimeoutError(f"vLLM finished no response within {self.seat.timeout_s:g} s") from error
+            if isinstance(one, Exception):
+                raise one
+            found.append(one)
+        if not found:
+            return None
+        self._num_missing -= len(found)
+        positions = tuple(position for position, _ in found)
+        batch = self._batch([self._begun[position] for position in positions], [generation for _, generation in found])
+        return Collected(positions, store_rows(batch))
+
+    def _seeds(self, prompts: DataProto, step: int) -> list[int]:
+        samples = zip(prompts.array(Keys.UID), prompts.array(Keys.SAMPLE_INDEX), strict=True)
+        return [sample_seed(self.spec.trainer.seed, step, str(uid), int(sample)) for uid, sample in samples]
+
+    def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
         data = self.spec.data
         return DataProto.from_dict(
             rollout_batch(
@@ -115,9 +182,12 @@ class RolloutWorker:
         )
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> None:
-        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number."""
-        self._wait(self._engine.connect_weights(places))
+    def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
+        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number.
+
+        Returns over what each of them passes weights on.
+        """
+        return self._wait(self._engine.connect_weights(places))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Receipt:
@@ -152,6 +222,11 @@ def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
     return found if len(found) == len(written) else None
 
 
+def _finished(collected: Collected, share: Share) -> FinishedRows:
+    rows = [share.rows[position] for position in collected.positions]
+    return FinishedRows(rows, Table.of_stored(collected.rows))
+
+
 class GpuHolder:
     """Holds a bundle's share of the GPU, on which a replica that began in another bundle computes."""
 
@@ -162,6 +237,14 @@ class GpuHolder:
     def visible_gpu(self) -> str:
         """Return the GPU's name for CUDA."""
         return os.environ[_VISIBLE]
+
+
+@dataclass(frozen=True)
+class FinishedRows:
+    """See `controller.ports.Finished`."""
+
+    rows: Sequence[int]
+    batch: Table
 
 
 @dataclass(frozen=True)
@@ -184,6 +267,9 @@ class RolloutOfStep:
 class RolloutGroup:
     """The rollout as the controller calls it."""
 
+    NUM_PARTS = 16
+    """A stream comes in so many parts at most: fewer rows at a time would use a GPU badly."""
+
     def __init__(
         self, group: WorkerGroup[RolloutWorker], spec: PPOJobSpec, holders: WorkerGroup[GpuHolder] | None = None
     ) -> None:
@@ -205,6 +291,35 @@ class RolloutGroup:
         if self.sleeps:
             await self.group.call(RolloutWorker.sleep)
         return rollout
+
+    async def stream(self, prompts: Table, step: int) -> AsyncIterator[FinishedRows]:
+        """See `RolloutPort`."""
+        shares = spread(len(prompts), len(self.group))
+        await self.group.over(shares).call(RolloutWorker.begin, prompts, step)
+        num_rows = max(1, len(prompts) // self.NUM_PARTS)
+        workers = {replica: self.group.only(replica) for replica, share in enumerate(shares) if share.rows}
+
+        async def ask(replica: int) -> tuple[int, Collected | None]:
+            return replica, await workers[replica].call(RolloutWorker.collect, num_rows)
+
+        asked = {asyncio.create_task(ask(replica)) for replica in workers}
+        try:
+            while asked:
+                done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                answers = [task.result() for task in done]
+                asked |= {asyncio.create_task(ask(replica)) for replica, collected in answers if collected}
+                for finished in [_finished(collected, shares[replica]) for replica, collected in answers if collected]:
+                    yield finished
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def finished(self, batch: Table) -> RolloutOfStep:
+        """See `RolloutPort`."""
+        if self.sleeps:
+            await self.group.call(RolloutWorker.sleep)
+        return RolloutOfStep(batch)
 
     async def generate_for_validation(self, prompts: Table) -> RolloutOfStep:
         """See `RolloutPort`."""
@@ -230,8 +345,13 @@ class WeightsGroup:
             is_shared=spec.placement.rollout == spec.placement.actor,
         )
 
-    async def connect(self) -> None:
-        """Make the connections, once."""
+    @property
+    def are_given_up(self) -> bool:
+        """See `WeightsPort`."""
+        return self._sleeps
+
+    async def connect(self) -> list[Transports]:
+        """Make the connections, once; return over what each process sends weights."""
         plan_of = {plan.sender_rank: plan for plan in self._plans}
         links = await self._actor.call(
             ActorWorker.open_weights, [plan_of.get(rank) for rank in range(len(self._actor))]
@@ -244,7 +364,8 @@ class WeightsGroup:
         size = self._workers_of_replica
         of_replicas = [[places[first + worker] for worker in range(size)] for first in range(0, len(places), size)]
         connected = self._rollout.call(RolloutWorker.connect_weights, of_replicas)
-        await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
+        senders, replicas = await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
+        return [*senders, *(worker for replica in replicas for worker in replica)]
 
     async def push(self, version: int) -> dict[str, float]:
         """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/update_weights:

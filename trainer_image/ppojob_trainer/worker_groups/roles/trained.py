@@ -14,6 +14,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -114,11 +115,11 @@ class TrainedWorker:
         return self.seat.address, free_port(self.seat.address)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def join(self, address: str, port: int) -> None:
-        """Meet the other ranks.
+    def join(self, address: str, port: int) -> Transports:
+        """Meet the other ranks; return over what this one sends to them.
 
         Raises:
-            RendezvousError: not all came in time.
+            RendezvousError: not all came in time, or NCCL could not connect.
         """
         from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
 
@@ -127,9 +128,12 @@ class TrainedWorker:
         sizes = PeerSizes()
         if training is not None:
             sizes = PeerSizes(training.tensor_parallel_size, training.sequence_parallel_size)
+        if self.spec.device is Device.CUDA:
+            log_connections(seat.log_file.with_suffix(""))
         self._parallel = init_process_group(
             Device(self.spec.device), seat.rank, seat.world_size, address, port, seat.timeout_s, sizes
         )
+        return self._parallel.connect()
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def size(self) -> ModelSize:
@@ -165,7 +169,7 @@ class TrainedWorker:
         return self._saves is None or self._saves.is_done()
 
 
-async def join(group: WorkerGroup[W]) -> None:
-    """Have all ranks of a group meet at rank 0."""
+async def join(group: WorkerGroup[W]) -> list[Transports]:
+    """Have all ranks of a group meet at rank 0; return over what each sends to others."""
     address, port = await group.call(TrainedWorker.rendezvous)
-    await group.call(TrainedWorker.join, address, port)
+    return await group.call(TrainedWorker.join, address, port)

@@ -1,0 +1,54 @@
+"""Rules of `spec.pools[].network`: which variables it may set, and none twice.
+
+`network.py` puts the CEL beside the fields; `rules.py` puts the Python beside the other checks.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ppojob_api.v1alpha1.base import Rule
+
+if TYPE_CHECKING:
+    from ppojob_api.v1alpha1.rules import Problem
+    from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+PREFIXES = ("NCCL_", "UCX_", "GLOO_")
+"""Beginnings of the variables that `nccl` may set."""
+
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""What `interface` sets."""
+
+NETWORK_RULES = [
+    Rule(
+        rule=(
+            "!has(self.nccl) || self.nccl.all(name, "
+            + " || ".join(f"name.startsWith('{prefix}')" for prefix in PREFIXES)
+            + ")"
+        ),
+        message=f"nccl sets variables that begin with {', '.join(PREFIXES)} only; others belong into spec.env",
+        field_path=".nccl",
+    ),
+    Rule(
+        rule=(
+            f"!has(self.interface) || !has(self.nccl) || !self.nccl.exists(name, name in {list(INTERFACE_VARIABLES)!r})"
+        ),
+        message=f"interface sets {' and '.join(INTERFACE_VARIABLES)}: take them out of nccl, or leave interface out",
+        field_path=".interface",
+    ),
+]
+
+
+def _networks_set_their_own_variables(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    for index, pool in enumerate(spec.pools):
+        where, network = f"pools[{index}].network", pool.network
+        foreign = [name for name in network.nccl if not name.startswith(PREFIXES)]
+        if foreign:
+            remedy = f"sets variables that begin with {', '.join(PREFIXES)} only: put others into spec.env"
+            yield f"{where}.nccl", foreign, remedy
+        doubled = [name for name in INTERFACE_VARIABLES if name in network.nccl]
+        if network.interface is not None and doubled:
+            remedy = f"sets {', '.join(doubled)}, as nccl does: take them out there, or leave interface out"
+            yield f"{where}.interface", network.interface, remedy
+
+
+NETWORK_CHECKS = (_networks_set_their_own_variables,)

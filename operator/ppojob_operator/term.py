@@ -1,0 +1,87 @@
+"""The leader's part of the operator: the loop and its watches, made anew for each term.
+
+`main.py` gives `Term.run` to the election. Nothing of one term is used in the next: whatever another leader did in
+between is read from the API server. Every write asks the election first (`guard`), so that a replica that leads no
+longer changes nothing, however late it learns of it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from ppojob_operator.api_server import ApiServer
+from ppojob_operator.cluster import Cluster
+from ppojob_operator.dashboard import Dashboard
+from ppojob_operator.handlers import Watches
+from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.plan import JobKey, Surroundings
+from ppojob_operator.settings import Settings
+from ppojob_operator.status_server import Health, OperatorMetrics
+from ppojob_operator.together import run_together
+
+if TYPE_CHECKING:
+    # Its models take seconds to load, and only their names are needed here.
+    from kubernetes.aio.client import ApiClient
+
+_LOOP_PULSE_SECONDS = 300.0
+_LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
+
+
+class Term:
+    """What only the leader runs."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: "ApiClient",
+        session: aiohttp.ClientSession,
+        surroundings: Callable[[JobKey], Surroundings],
+        health: Health,
+        metrics: OperatorMetrics,
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._session = session
+        self._surroundings = surroundings
+        self._health = health
+        self._metrics = metrics
+        self._loop: Loop | None = None
+
+    @property
+    def queue_depth(self) -> int:
+        """How many jobs wait for a look; none on a replica that stands by."""
+        return 0 if self._loop is None else self._loop.queue_depth
+
+    def jobs_by_phase(self) -> dict[str, int]:
+        """Return how many jobs are in each phase; nothing on a replica that stands by, so that a sum counts once."""
+        return {} if self._loop is None else self._loop.jobs_by_phase()
+
+    async def run(self, stop: asyncio.Event, guard: Callable[[], None]) -> None:
+        """Look after the jobs until `stop` is set, or this is cancelled.
+
+        Raises:
+            RuntimeError: loop or watches ended by themselves.
+        """
+        timeout = self._settings.request_timeout
+        cluster = Cluster(ApiServer(self._client, timeout=timeout, guard=guard), reporter=self._settings.pod_name)
+        metrics = self._metrics
+        hooks = Hooks(
+            beat=self._health.pulse(_LOOP, _LOOP_PULSE_SECONDS).beat,
+            observe_look=metrics.observe_reconcile,
+            count_submission=metrics.count_submission,
+            count_retries=metrics.count_retries,
+        )
+        dashboard = Dashboard(self._session, timeout=timeout, guard=guard)
+        loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks)
+        watches = Watches(self._settings, cluster, loop.note)
+        self._health.check(_WATCH, loop.watch_problem)
+        self._health.ready_when(_WATCHES, lambda: None if watches.is_ready else "not connected yet")
+        self._loop = loop
+        try:
+            await run_together(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop)})
+        finally:
+            self._loop = None
+            for name in (_LOOP, _WATCH, _WATCHES):
+                self._health.forget(name)

@@ -1,0 +1,89 @@
+"""The placements and schedules that the benchmark knows, by name.
+
+    colocated, colocated-N        all roles in one pool of all GPUs (of N)
+    split-overlapped              actor and rollout | critic, reference and reward, in halves; also split-serial and
+                                  split-parallel-update
+    A+C                           the same, Overlapped, with A and C GPUs: 1+1, 2+1, 1+2, 3+1, 2+2; also A+C-serial and
+                                  A+C-parallel-update
+    rollout-alone, ref-alone      that role in a pool of its own, from three GPUs on
+    reward-alone                  a reward model in a pool of its own, from three GPUs on
+
+Called by `bench_split`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_MODES = {"": "Overlapped", "-serial": "Serial", "-parallel-update": "ParallelUpdate", "-overlapped": "Overlapped"}
+_SPLIT = re.compile(r"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<mode>-serial|-parallel-update|-overlapped|)")
+_HALVES = re.compile(r"split(?P<mode>-serial|-parallel-update|-overlapped)")
+_COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?")
+_ALONE = ("rollout", "ref", "reward")
+
+Layout = dict[str, Any]
+"""Sections of a spec: pools, placement, schedule, and what else the layout needs."""
+
+
+def layouts(num_gpus: int) -> dict[str, Layout]:
+    """Return the layouts that make sense on so many GPUs; each has all of them."""
+    names = ["colocated"]
+    if num_gpus > 1:
+        names += ["split-serial", "split-parallel-update", "split-overlapped"]
+    if num_gpus > 2:
+        halves = (num_gpus + 1) // 2
+        names += [f"{actor}+{num_gpus - actor}" for actor in range(num_gpus - 1, 0, -1) if actor != halves]
+        names += [f"{role}-alone" for role in _ALONE]
+    return {name: layout(name, num_gpus) for name in names}
+
+
+def layout(name: str, num_gpus: int) -> Layout:
+    """Return the layout of a name.
+
+    Raises:
+        ValueError: there is no such name, or it needs more GPUs than there are.
+    """
+    found = _find(name, num_gpus)
+    wanted = sum(pool["gpusPerNode"] for pool in found["pools"])
+    if wanted > num_gpus:
+        raise ValueError(f"layout {name} needs {wanted} GPUs, and there are {num_gpus}: see --gpus")
+    return found
+
+
+def _find(name: str, num_gpus: int) -> Layout:
+    if match := _COLOCATED.fullmatch(name):
+        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, "Serial")
+    if match := _SPLIT.fullmatch(name):
+        return _split(int(match["actor"]), int(match["critic"]), _MODES[match["mode"]])
+    if num_gpus > 1 and (match := _HALVES.fullmatch(name)):
+        actor = (num_gpus + 1) // 2
+        return _split(actor, num_gpus - actor, _MODES[match["mode"]])
+    role = name.removesuffix("-alone")
+    if num_gpus > 2 and role != name and role in _ALONE:
+        return _alone(role, num_gpus)
+    raise ValueError(f"there is no layout {name} on {num_gpus} GPUs: take some of {', '.join(layouts(num_gpus))}")
+
+
+def _split(actor: int, critic: int, mode: str) -> Layout:
+    return _layout({"actor": actor, "critic": critic}, {}, mode)
+
+
+def _alone(role: str, num_gpus: int) -> Layout:
+    """One role on a GPU of its own, or the rollout on all that actor and critic leave, because it is the longest."""
+    if role == "rollout":
+        return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: role}, "Overlapped")
+    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, "Overlapped")
+    # A reward function has no use for a GPU.
+    return found | {"reward": {"type": "Both"}} if role == "reward" else found
+
+
+def _layout(gpus: dict[str, int], placement: dict[str, str], mode: str) -> Layout:
+    resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
+    pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
+    split = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"}
+    return {
+        "pools": pools,
+        "placement": {**(split if "critic" in gpus else {}), **placement},
+        "schedule": {"mode": mode},
+    }

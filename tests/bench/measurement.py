@@ -1,0 +1,138 @@
+"""One layout's run: started as a process of its own, read from its files. Called by `bench_split`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_manifest
+from ppojob_trainer.controller.layout import layout_of
+from ppojob_trainer.controller.phases import busy_seconds
+from ppojob_trainer.controller.step_time import Layout, is_of_step, role_of
+from ppojob_trainer.telemetry.trace import Span, read_trace
+
+WARM_UP_STEPS = 3
+RUN_LIMIT_S = 900.0
+_TIMING = "timing_s/"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One layout: the metrics of its steps after the warm-up, their medians, and when its first step was done.
+
+    controller_share: of the time after the warm-up, how much passed with no phase running; None with too few steps.
+    """
+
+    name: str
+    spec: PPOJobSpec
+    first_step_s: float
+    steps: Sequence[Mapping[str, float]]
+    controller_share: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The median of each metric."""
+        names = sorted({name for step in self.steps for name in step})
+        return {name: statistics.median(step[name] for step in self.steps if name in step) for name in names}
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.metrics["timing_s/step"]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout as the cost model sees it."""
+        return layout_of(self.spec)
+
+    def phases(self) -> dict[str, float]:
+        """Return the median seconds of each phase that every step has."""
+        found = {name.removeprefix(_TIMING): s for name, s in self.metrics.items() if name.startswith(_TIMING)}
+        return {phase: seconds for phase, seconds in found.items() if is_of_step(phase)}
+
+    def step_over_longest_pool(self) -> float:
+        """Return the step's length over the summed phases of the pool that has most to do; 1 is the least possible."""
+        layout = self.layout
+        work: dict[str, float] = {}
+        for phase, seconds in self.phases().items():
+            pool = layout.pool_of.get(role_of(phase, layout.pool_of))
+            if pool is not None:
+                work[pool] = work.get(pool, 0.0) + seconds
+        return self.step_s / max(work.values())
+
+    def replicas(self) -> int:
+        """Return the number of vLLM's engines."""
+        pool = self.spec.pool(str(self.spec.placement.rollout))
+        return pool.gpus // self.spec.rollout.tensor_parallel_size
+
+
+def measure(name: str, job: Mapping[str, Any], folder: Path) -> Result:
+    """Run one layout to its end; a finished run of the same job in the folder is read, not repeated.
+
+    Raises:
+        RuntimeError: it failed; the message says where its log is.
+    """
+    finished, file, text = folder / "finished.json", folder / "job.yaml", yaml.safe_dump(dict(job))
+    if not (finished.exists() and file.read_text(encoding="utf-8") == text):
+        # What a run that failed, or one of another job, has left.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        file.write_text(text, encoding="utf-8")
+        started = time.time()
+        _run(name, file, folder)
+        finished.write_text(json.dumps({"started": started}), encoding="utf-8")
+    return read(name, folder)
+
+
+def _run(name: str, file: Path, folder: Path) -> None:
+    log = folder / "log.txt"
+    program = "from ppojob_trainer.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", str(file), "--output", str(folder / "run")]
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(RUN_LIMIT_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
+    if code != 0:
+        raise RuntimeError(f"layout {name} ended with {code}: see {log}\n{log.read_text(encoding='utf-8')[-3000:]}")
+
+
+def read(name: str, folder: Path) -> Result:
+    """Read what a run has left."""
+    started = json.loads((folder / "finished.json").read_text(encoding="utf-8"))["started"]
+    _, _, spec = parse_manifest(yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8")))
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    first = next(row for row in rows if row["step"] == 1)
+    steps = [
+        {metric: float(value) for metric, value in row.items() if isinstance(value, float)}
+        for row in rows
+        if row["step"] > WARM_UP_STEPS
+    ]
+    share = controller_share(read_trace(folder / "run" / "trace.json"), WARM_UP_STEPS + 1)
+    return Result(name, resolve(spec), first["time"] - started, steps, share)
+
+
+def controller_share(spans: Sequence[Span], first_step: int) -> float | None:
+    """Return the share of the time in which no phase ran at all, from the beginning of a step to that of the last."""
+    # A checkpoint asks for the data's position once more, so the first time counts.
+    begins = {span.step: span.start for span in reversed(spans) if span.name == "data" and span.step >= first_step}
+    if len(begins) < 2:
+        return None
+    start, end = min(begins.values()), max(begins.values())
+    inside = ((max(span.start, start), min(span.end, end)) for span in spans if span.end > start and span.start < end)
+    return 1 - busy_seconds(inside) / (end - start)

@@ -1,0 +1,104 @@
+"""The table of what was measured: phases beside their floors, and the figures that say how good a layout is.
+
+Called by `bench_split`. Behind the seconds of a phase stands how many times its floor that is, on the GPUs that the
+layout gives it (`floors`; on known devices only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.table import Table
+
+from tests.bench import workload
+from tests.bench.floors import floors
+from tests.bench.measurement import WARM_UP_STEPS, Result
+
+PHASES = (
+    "gen", "old_log_prob", "values", "ref", "reward", "reward_model", "adv", "update_critic", "update_actor",
+    "update_weights",
+)  # fmt: skip
+_ROLES = ("actor", "rollout", "critic", "ref")
+
+
+def table(results: Sequence[Result], size: workload.Size, alone_s: Mapping[int, float]) -> Table:
+    """Return the table, a column for each layout.
+
+    Args:
+        alone_s: seconds of vLLM alone, by the number of prompts that a replica gets.
+    """
+    shown = Table(title=f"workload W, {size.shape}: seconds, medians after {WARM_UP_STEPS} steps")
+    shown.add_column("(x: times the floor)")
+    for result in results:
+        shown.add_column(result.name, justify="right")
+    limits = [_floors(result, size) for result in results]
+    for phase in PHASES:
+        both = zip(results, limits, strict=True)
+        shown.add_row(phase, *(_phase(result, phase, found.get(phase)) for result, found in both))
+    shown.add_section()
+    first = results[0]
+    _row(shown, "step", results, lambda result: f"{result.step_s:.3f}")
+    _row(shown, f"ratio to {first.name}", results, lambda result: f"{result.step_s / first.step_s:.3f}")
+    _row(shown, "step / longest pool's own phases", results, lambda result: f"{result.step_over_longest_pool():.3f}")
+    _row(shown, "controller's share of a step", results, lambda result: _share(result.controller_share))
+    _row(shown, "weight sync, GB/s", results, lambda result: _number(sync_bandwidth(result)))
+    if alone_s:
+        _row(shown, "gen: vLLM alone / ours", results, lambda result: _number(_gen_ratio(result, size, alone_s)))
+    _row(shown, "most memory in use on a GPU, GB", results, lambda result: _number(memory_peak(result)))
+    _row(shown, "start to first step, s", results, lambda result: f"{result.first_step_s:.1f}")
+    shown.add_section()
+    for key in _others(results):
+        _row(shown, key, results, lambda result, key=key: _number(result.metrics.get(key)))  # type: ignore[misc]
+    return shown
+
+
+def prompts_of_a_replica(result: Result, size: workload.Size) -> int:
+    """Return how many prompts each engine gets."""
+    return size.num_prompts // result.replicas()
+
+
+def sync_bandwidth(result: Result) -> float | None:
+    """Return the bytes that all senders sent over the seconds that it took, in GB/s (1e9)."""
+    megabytes, seconds = (result.metrics.get(f"comm_{what}/update_weights") for what in ("mb", "s"))
+    return None if megabytes is None or not seconds else megabytes / 1e3 / seconds
+
+
+def memory_peak(result: Result) -> float | None:
+    """Return the most that was in use on any GPU of any pool, in GB (1e9); None on CPU."""
+    peaks = [v for name, v in result.metrics.items() if name.startswith("pool/") and name.endswith("/memory_peak_gb")]
+    return max(peaks, default=None)
+
+
+def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]) -> float | None:
+    alone = alone_s.get(prompts_of_a_replica(result, size))
+    return None if alone is None else alone / result.metrics["timing_s/gen"]
+
+
+def _floors(result: Result, size: workload.Size) -> dict[str, float]:
+    gpus = {role: result.spec.pool(str(getattr(result.spec.placement, role))).gpus for role in _ROLES}
+    return floors(workload.SHAPES[size.shape], size, gpus)
+
+
+def _others(results: Sequence[Result]) -> list[str]:
+    """Return the further metrics that are shown: MFU, memory and use of the pools' GPUs, what overlapping saved."""
+    shown = ("pool/", "perf/", "overlap/")
+    return sorted({name for result in results for name in result.metrics if name.startswith(shown)})
+
+
+def _phase(result: Result, phase: str, limit: float | None) -> str:
+    seconds = result.metrics.get(f"timing_s/{phase}")
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3f}" + ("" if not limit else f" (x{seconds / limit:.1f})")
+
+
+def _row(shown: Table, name: str, results: Sequence[Result], cell: Callable[[Result], str]) -> None:
+    shown.add_row(name, *(cell(result) for result in results))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

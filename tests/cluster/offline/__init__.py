@@ -1,0 +1,1 @@
+"""The one-node cluster on a machine without a network: `pack` here, unpack and run there."""

@@ -1,0 +1,108 @@
+"""A real trainer is suspended, set free, and given another layout; no step is lost and none is done twice."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.waiting import wait_until
+from tests.e2e.conftest import Site
+
+pytestmark = pytest.mark.timeout(1800)
+
+NAME = "stopped"
+STEPS = 12
+STEP_LIMIT_SECONDS = 600.0
+STOP_LIMIT_SECONDS = 300.0
+SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
+TWO_POOLS: dict[str, Any] = {
+    "pools": [
+        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": SMALL},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
+    ]
+}
+TWO_RANKS: dict[str, Any] = {
+    "pools": [
+        {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": SMALL},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
+    ]
+}
+CHANGES: dict[str, Any] = {
+    **TWO_POOLS,
+    "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},
+    "actor": {"miniBatchSize": 4},
+    "critic": {"miniBatchSize": 4},
+    "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
+    "checkpoint": {"everySteps": 0, "export": "Never"},
+}
+
+
+@pytest.fixture(scope="module")
+def story(site: Site) -> Iterator[list[Any]]:
+    """The status at each turn: suspended, with another layout, at the end."""
+    site.apply(NAME, CHANGES)
+    await_step(site, 1)
+    patch(site, runPolicy={"suspend": True})
+    site.await_condition(NAME, "Suspended", "True", limit=STOP_LIMIT_SECONDS)
+    await_no_pods(site)
+    turns = [site.job(NAME)["status"]]
+    patch(site, runPolicy={"suspend": False})
+    site.await_condition(NAME, "Progressing", "True", limit=STEP_LIMIT_SECONDS, reason="Training")
+    patch(site, **TWO_RANKS)
+    site.await_condition(NAME, "LayoutApplied", "True", limit=STOP_LIMIT_SECONDS)
+    turns.append(site.job(NAME)["status"])
+    site.await_condition(NAME, "Complete", "True", limit=STEP_LIMIT_SECONDS)
+    yield [*turns, site.job(NAME)["status"]]
+    site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+
+
+def patch(site: Site, **sections: Any) -> None:
+    site.kubectl("patch", "ppojob", NAME, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
+
+
+def await_step(site: Site, step: int) -> None:
+    def missing() -> str:
+        status = site.job(NAME).get("status", {})
+        assert status.get("phase") not in ("Failed", "Succeeded"), status
+        done = status.get("progress", {}).get("step", 0)
+        return "" if done >= step else f"{NAME} is at step {done}"
+
+    wait_until(f"step {step} of {NAME}", missing, limit=STEP_LIMIT_SECONDS, interval=1)
+
+
+def await_no_pods(site: Site) -> None:
+    def missing() -> str:
+        pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
+        return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
+
+    wait_until(f"the pods of {NAME} to be gone", missing, limit=180, interval=1)
+
+
+def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(site: Site, story: list[Any]) -> None:
+    suspended, _, _ = story
+
+    assert suspended["phase"] == "Suspended"
+    assert suspended["attempt"] == 1
+    assert "rayCluster" not in suspended
+    # Of the checkpoints in between there is none but those of the stops.
+    assert suspended["stop"]["reason"] == "Suspending"
+    log = (site.root(NAME) / "logs" / "attempt-1" / "driver.log").read_text()
+    assert "going on after step" in log
+
+
+def test_the_layout_in_force_is_the_new_one(story: list[Any]) -> None:
+    _, relaid, done = story
+
+    assert [pool["gpusPerNode"] for pool in relaid["effectiveLayout"]["pools"]] == [2, 1]
+    assert done["stop"]["reason"] == "Reallocating"
+    assert done["attempt"] == 2
+
+
+def test_neither_was_a_retry_and_every_step_was_done_once(site: Site, story: list[Any]) -> None:
+    *_, done = story
+
+    assert done["retries"]["total"] == 0
+    assert "lastFailure" not in done
+    lines = (site.root(NAME) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)]

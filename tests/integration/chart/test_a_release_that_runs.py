@@ -1,0 +1,136 @@
+"""The chart with its real image in real pods: two replicas, `helm test`, a leader that is lost, a rolling upgrade."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import operators
+from tests.cluster.images import build as images
+from tests.cluster.images.recipes import OPERATOR
+from tests.cluster.layout import Layout
+
+pytestmark = pytest.mark.timeout(900)
+
+CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
+REPLICAS = "app.kubernetes.io/name=ppojob-operator"
+
+
+def helm(namespace: str, *arguments: str) -> str:
+    command = ["helm", f"--namespace={namespace}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout} {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def settings(kubectl: Any) -> list[str]:
+    """The image of this working tree, in one namespace; the definition is shared and stays."""
+    repository, _, tag = images.ensure(Layout.from_environment(), OPERATOR).name.rpartition(":")
+    values = {
+        "image.repository": repository,
+        "image.tag": tag,
+        "watchNamespace": kubectl.namespace,
+        "crds.install": "false",
+        "resources.requests.cpu": "50m",
+        "leaderElection.leaseDurationSeconds": "8",
+        "leaderElection.renewDeadlineSeconds": "6",
+        "leaderElection.retryPeriodSeconds": "1",
+    }
+    return [f"--set={name}={value}" for name, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def release(kubectl: Any, cluster: Any, settings: list[str]) -> Iterator[str]:
+    with operators.paused(cluster):
+        helm(kubectl.namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=240s", *settings)
+        yield "ppojob"
+        helm(kubectl.namespace, "uninstall", "ppojob", "--ignore-not-found", "--wait")
+
+
+def replicas(kubectl: Any) -> list[str]:
+    """Return the names of the operator's pods that are not on their way out."""
+    items = kubectl.json("get", "pods", f"--selector={REPLICAS}")["items"]
+    return [item["metadata"]["name"] for item in items if "deletionTimestamp" not in item["metadata"]]
+
+
+def leader(kubectl: Any) -> str:
+    """Return the pod that leads, or nothing."""
+    holder: str = kubectl.json("get", "lease", "ppojob-leader")["spec"].get("holderIdentity") or ""
+    return holder.rpartition("_")[0]
+
+
+def is_rolled_out(kubectl: Any) -> bool:
+    done = kubectl.run("rollout", "status", "deployment/ppojob", "--watch=false")
+    return "successfully rolled out" in done.stdout
+
+
+def wait_until(is_so: Callable[[], bool], limit: float = 90) -> None:
+    end = time.monotonic() + limit
+    while not is_so():
+        assert time.monotonic() < end, "it did not become so"
+        time.sleep(0.5)
+
+
+def test_helm_test_says_that_all_is_well(kubectl: Any, release: str) -> None:
+    said = helm(kubectl.namespace, "test", release, "--timeout=180s")
+
+    assert "Phase:          Succeeded" in said
+
+
+def test_both_replicas_take_reports_and_one_of_them_leads(kubectl: Any, release: str) -> None:
+    slices = kubectl.json("get", "endpointslices", "--selector=kubernetes.io/service-name=ppojob")["items"]
+    ready = [each for item in slices for each in item["endpoints"] if each["conditions"]["ready"]]
+
+    assert {each["targetRef"]["name"] for each in ready} == set(replicas(kubectl))
+    assert len(ready) == 2
+    assert leader(kubectl) in replicas(kubectl)
+
+
+def test_a_leader_whose_pod_is_killed_is_followed(kubectl: Any, release: str) -> None:
+    first = leader(kubectl)
+
+    kubectl("delete", "pod", first, "--force", "--grace-period=0")
+
+    wait_until(lambda: leader(kubectl) not in ("", first))
+    wait_until(lambda: is_rolled_out(kubectl))
+
+
+def test_an_upgrade_never_leaves_the_service_without_a_replica(kubectl: Any, release: str, settings: list[str]) -> None:
+    before = set(replicas(kubectl))
+    helm(kubectl.namespace, "upgrade", release, str(CHART), *settings, "--set=logFormat=JSON")
+
+    available: list[int] = []
+
+    def is_over() -> bool:
+        available.append(kubectl.json("get", "deployment", "ppojob")["status"].get("availableReplicas", 0))
+        return is_rolled_out(kubectl)
+
+    wait_until(is_over, limit=240)
+    assert min(available) == 2
+    assert not before & set(replicas(kubectl))
+    wait_until(lambda: leader(kubectl) in replicas(kubectl))
+    log = kubectl("logs", leader(kubectl))
+    assert all(json.loads(line)["level"] for line in log.splitlines())
+
+
+def test_a_drain_takes_one_replica_at_a_time(kubectl: Any, release: str) -> None:
+    wait_until(lambda: is_rolled_out(kubectl))
+    wait_until(lambda: kubectl.json("get", "pdb", "ppojob")["status"]["disruptionsAllowed"] == 1)
+    first, second = (evict(kubectl, name) for name in replicas(kubectl)[:2])
+
+    assert first.returncode == 0, first.stderr
+    assert "disruption budget" in second.stderr
+
+
+def evict(kubectl: Any, name: str) -> subprocess.CompletedProcess[str]:
+    """Ask the API server to evict a pod, as a drain does."""
+    metadata = {"name": name, "namespace": kubectl.namespace}
+    body = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
+    path = f"/api/v1/namespaces/{kubectl.namespace}/pods/{name}/eviction"
+    done: subprocess.CompletedProcess[str] = kubectl.run("create", f"--raw={path}", "--filename=-", stdin=body)
+    return done

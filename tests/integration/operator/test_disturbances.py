@@ -1,0 +1,88 @@
+"""The API server goes away, throttles, refuses a race, a watch falls silent: nothing is missed, and it is noticed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.integration.operator.hiding_proxy import HidingProxy
+
+pytestmark = pytest.mark.usefixtures("volumes", "claim")
+
+TIMES = {"PPOJOB_LEASE_DURATION": "6", "PPOJOB_LEASE_RENEW_DEADLINE": "4", "PPOJOB_LEASE_RETRY_PERIOD": "1"}
+
+
+@pytest.fixture(scope="module")
+def proxy(rights: Any) -> Iterator[HidingProxy]:
+    with rights.proxy() as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def operator(rights: Any, proxy: HidingProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An operator that looks at all jobs every few seconds, so that a silent watch is noticed soon."""
+    folder = tmp_path_factory.mktemp("operator")
+    process = rights.operator_behind(proxy, folder, **TIMES, PPOJOB_IDLE_INTERVAL="4")
+    process.start()
+    yield process
+    proxy.mend()
+    assert process.stop() == 0, process.log.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _mended(proxy: HidingProxy) -> Iterator[None]:
+    yield
+    proxy.mend()
+
+
+def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
+    kubectl: Any, jobs: Any, operator: Any, proxy: HidingProxy
+) -> None:
+    changed, deleted = jobs.create(), jobs.create()
+    for name in (changed, deleted):
+        jobs.wait(name, lambda status: "rayCluster" in status)
+    terms = operator.log.read_text().count("leading as")
+
+    proxy.cut()
+    jobs.wait_until(lambda: "this replica stops deciding" in operator.log.read_text())
+    made = jobs.create()
+    kubectl("patch", "ppojob", changed, "--type=merge", '--patch={"spec":{"runPolicy":{"backoffLimit":9}}}')
+    kubectl("delete", "ppojob", deleted)
+    assert operator.probe("healthz") == 200  # A restart would not bring the API server back.
+    proxy.mend()
+
+    jobs.wait_for(made, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait(changed, lambda status: status["observedGeneration"] == 2)
+    kubectl("wait", "--for=delete", "rayclusters", "--selector", f"ppojob.dev/job={deleted}", "--timeout=50s")
+    assert operator.log.read_text().count("leading as") == terms + 1
+
+
+@pytest.mark.parametrize("status", [429, 503, 409])
+def test_writes_that_are_refused_for_now_are_done_later(
+    jobs: Any, operator: Any, proxy: HidingProxy, status: int
+) -> None:
+    jobs.wait_until(operator.leads)
+    proxy.refusals["PATCH"] = status
+    name = jobs.create()
+    jobs.wait_until(lambda: f"{jobs.kubectl.namespace}/{name}: " in operator.log.read_text())
+    assert jobs.status(name) == {}
+
+    proxy.mend()
+
+    jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
+    jobs.wait(name, lambda status: "rayCluster" in status)
+
+
+def test_a_watch_that_fell_silent_is_noticed_and_the_jobs_are_seen_nevertheless(
+    jobs: Any, operator: Any, proxy: HidingProxy
+) -> None:
+    jobs.wait_until(operator.leads)
+    proxy.are_watches_frozen = True
+    name = jobs.create()
+
+    jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
+    jobs.wait_until(lambda: operator.probe("healthz") == 503)
+
+    proxy.mend()
+    jobs.wait_until(lambda: operator.probe("healthz") == 200)

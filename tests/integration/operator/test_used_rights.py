@@ -1,0 +1,70 @@
+"""The role of the chart is the least that works: every right in it is used, and no call is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.integration.operator.conftest import render_chart
+from tests.integration.operator.hiding_proxy import HidingProxy, Right
+
+pytestmark = pytest.mark.usefixtures("volumes", "claim")
+
+BY_APPLY = {
+    Right("create", "ray.io", "rayclusters"),
+    Right("create", "networking.k8s.io", "networkpolicies"),
+    Right("create", "", "configmaps"),
+    Right("create", "", "serviceaccounts"),
+}
+"""Server-side apply takes `create` besides `patch` where the object is new."""
+ELSEWHERE = {
+    # tests/integration/status_server reports with the same account.
+    Right("create", "authentication.k8s.io", "tokenreviews"),
+    Right("get", "", "pods"),
+    # test_lifecycle counts an Event that comes again.
+    Right("get", "", "events"),
+    Right("update", "", "events"),
+}
+
+
+@pytest.fixture(scope="module")
+def proxy(rights: Any) -> Iterator[HidingProxy]:
+    with rights.proxy() as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def operator(rights: Any, proxy: HidingProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    process = rights.operator_behind(proxy, tmp_path_factory.mktemp("operator"), PPOJOB_IDLE_INTERVAL="4")
+    process.start()
+    yield process
+    assert process.stop() == 0, process.log.read_text()
+
+
+def rights_of(chart: list[dict[str, Any]]) -> set[Right]:
+    """Return what the roles of the chart allow."""
+    return {
+        Right(verb, group, resource)
+        for manifest in chart
+        for rule in manifest.get("rules", [])
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operator: Any, proxy: HidingProxy) -> None:
+    policy = {"activeDeadlineSeconds": 20, "ttlSecondsAfterFinished": 1}
+    name = jobs.create(runPolicy=policy)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
+    jobs.wait_until(lambda: Right("list", "ppojob.dev", "ppojobs") in proxy.used)
+
+    allowed = rights_of(render_chart(kubectl.namespace))
+    # Whoever is known may ask what is served: those paths name no resource.
+    asked = {right for right in proxy.used if not right.resource.startswith("/")}
+
+    assert asked - allowed == set()
+    assert allowed - asked - BY_APPLY - ELSEWHERE == set()
+    assert "forbidden" not in operator.log.read_text()

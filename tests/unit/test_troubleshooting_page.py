@@ -1,0 +1,93 @@
+"""docs/troubleshooting.md quotes what the product says: each sentence is made here, and must stand there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_operator.plan import Trouble
+from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.main.connection import check_gpus
+from ppojob_trainer.main.memory_fit import check_memory
+from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
+from ppojob_trainer.worker_groups.memory import explain_memory
+from ppojob_trainer.worker_groups.placement import bundle_resources, explain_shortage
+from ppojob_trainer.worker_groups.roles.trained import ModelSize
+from tests.bad_specs import GOOD
+from tests.unit.operator.reconcile.worlds import World
+
+PAGE = " ".join(Path("docs/troubleshooting.md").read_text().split())
+KL = {"kl": {"inReward": True}}
+
+
+def spec_of(**changes: Any) -> PPOJobSpec:
+    return resolve(parse_spec({**GOOD["spec"], "algorithm": KL, **changes}))
+
+
+def unplaced(spec: PPOJobSpec, found: int) -> str:
+    with pytest.raises(PoolNotPlacedError) as caught:
+        check_gpus(spec, found)
+    return str(caught.value)
+
+
+def test_models_that_cannot_fit() -> None:
+    size = ModelSize(5_000_000_000, 80_000_000_000)
+    with pytest.raises(ModelMismatchError) as caught:
+        check_memory(spec_of(), {"critic": size, "ref": size})
+
+    assert str(caught.value) in PAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "role", "method"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has 79.1 GiB."), "actor",
+         "update_actor"),
+        (NodeOutOfMemoryError("Memory on the node was 62.1GB used / 64.0GB limit, which is too much."), "critic",
+         "update_critic"),
+    ],
+)  # fmt: skip
+def test_memory_that_is_short_in_a_phase(error: Exception, role: str, method: str) -> None:
+    assert str(explain_memory(error, role, 0, method)) in PAGE
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "pool"),
+    [
+        (Reason.INSUFFICIENT_GPUS, "0/12 nodes are available: 12 Insufficient nvidia.com/gpu.", {}),
+        (
+            Reason.UNSCHEDULABLE,
+            "0/12 nodes are available: 12 node(s) didn't match Pod's node affinity/selector.",
+            {"nodeSelector": {"gpu-type": "a100"}},
+        ),
+        (Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed", {}),
+    ],
+)
+def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) -> None:
+    pools = [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 8, **pool}]
+    world = World(pools=pools).settle().pods_become(ready=True)
+    world.pods_become(ready=False, pool="critic", trouble=Trouble(reason, words)).settle()
+
+    assert f"{reason}: {world.condition(Condition.POOLS_READY).message}" in PAGE
+
+
+def test_gpus_that_ray_has_not() -> None:
+    spec = spec_of(pools=[{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "nodes": 2, "gpusPerNode": 1}])
+    pool = spec.pool("critic")
+    total = {"pool_critic": 1.0, "CPU": 4.0, "GPU": 3.0}
+
+    assert explain_shortage(pool, bundle_resources(spec, pool), 120, total, total) in PAGE
+
+
+def test_a_machine_with_fewer_gpus_than_the_pools_want() -> None:
+    assert unplaced(spec_of(), 2) in PAGE
+
+
+def test_a_machine_with_enough_gpus_is_taken() -> None:
+    check_gpus(spec_of(), 3)

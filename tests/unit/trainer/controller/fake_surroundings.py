@@ -1,0 +1,77 @@
+"""The surroundings of a run without processes: checkpoints that are kept in memory, a monitor that remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_trainer.controller.ports import Metrics
+from tests.unit.trainer.controller.fake_ports import World
+
+
+class FakeCheckpoints:
+    """Keeps the models of each saved step."""
+
+    def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
+        self.world = world
+        self.found = found
+        self.staged: dict[int, tuple[float, float]] = {}
+        self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
+        self.num_exports = 0
+
+    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
+        return self.found
+
+    async def stage(self, step: int) -> None:
+        await self.world.phase("save", step)
+        self.staged[step] = (self.world.actor, self.world.critic)
+
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        # Only a save in the background takes its time here.
+        if "write" in self.world.durations:
+            await self.world.phase("write", step)
+        self.saved[step] = (state, *self.staged[step])
+        return Path(f"step-{step}")
+
+    async def export(self) -> Path:
+        await self.world.phase("export")
+        self.num_exports += 1
+        return Path("model")
+
+
+class FakeMonitor:
+    """Remembers what it is told; `stop_at` names the phase at whose start the run is asked to stop."""
+
+    def __init__(self, settings: LiveSettings) -> None:
+        self.settings = settings
+        self.stopping = asyncio.Event()
+        self.records: dict[int, dict[str, float]] = {}
+        self.activities: list[Activity] = []
+        self.resumed_step: int | None = None
+        self.saved_steps: list[int] = []
+        self.exports: list[Path] = []
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stopping.is_set()
+
+    async def wait_for_stop(self) -> None:
+        await self.stopping.wait()
+
+    def set_activity(self, activity: Activity) -> None:
+        self.activities.append(activity)
+
+    def resumed(self, step: int) -> None:
+        self.resumed_step = step
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        self.records[step] = dict(metrics)
+
+    def saved(self, step: int, path: Path) -> None:
+        self.saved_steps.append(step)
+
+    def exported(self, path: Path) -> None:
+        self.exports.append(path)

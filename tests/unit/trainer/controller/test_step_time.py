@@ -1,0 +1,139 @@
+"""The step's time from its phases': as it was measured, and as the real controller runs them in virtual time."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.phases import Phase
+from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.controller.step_time import Layout, role_of, step_time
+from tests.unit.trainer.controller.conftest import MakeRun
+from tests.unit.trainer.controller.fake_ports import DURATIONS
+
+SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
+SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic"}
+# Workload W at 0.5B, one H200 for each pool, Overlapped, compiled: medians. The step was 6.86 s, pool actor 92 % busy,
+# pool critic 49 %.
+MEASURED = {
+    "gen": 3.19,
+    "old_log_prob": 1.03,
+    "values": 0.65,
+    "ref": 0.83,
+    "update_critic": 1.97,
+    "update_actor": 2.12,
+    "update_weights": 0.09,
+}
+
+
+def layout(mode: ScheduleMode, pool_of: Mapping[str, str] = SPLIT, without: Sequence[Overlap] = ()) -> Layout:
+    return Layout(pool_of, dict.fromkeys(pool_of.values(), 1), schedule_of(mode, without))
+
+
+def test_a_measured_step_comes_out_within_two_percent() -> None:
+    found = step_time(MEASURED, layout(OVERLAPPED))
+
+    assert found.seconds == pytest.approx(6.86, rel=0.02)
+    assert found.busy["actor"] == pytest.approx(0.92, abs=0.02)
+    assert found.busy["critic"] == pytest.approx(0.49, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("mode", "without", "seconds"),
+    [
+        (SERIAL, [], sum(MEASURED.values())),
+        (PARALLEL, [], sum(MEASURED.values()) - 1.97),
+        # The critic's pool has the longer way to the advantages; the actor's update outlasts the critic's.
+        (OVERLAPPED, [], 3.19 + 0.65 + 0.83 + 2.12 + 0.09),
+        (OVERLAPPED, [Overlap.VALUES], 3.19 + 1.03 + 0.65 + 2.12 + 0.09),
+        (OVERLAPPED, [Overlap.REFERENCE], 3.19 + 1.03 + 0.83 + 2.12 + 0.09),
+        (OVERLAPPED, [Overlap.NEXT_GENERATION], 3.19 + 0.65 + 0.83 + 2.12 + 0.09),
+    ],
+)
+def test_the_measured_phases_in_every_mode(mode: ScheduleMode, without: list[Overlap], seconds: float) -> None:
+    assert step_time(MEASURED, layout(mode, without=without)).seconds == pytest.approx(seconds)
+
+
+def test_a_critic_that_is_busy_into_the_next_step_holds_the_values_up() -> None:
+    phases = {**MEASURED, "update_critic": 8.0}
+
+    found = step_time(phases, layout(OVERLAPPED))
+
+    # The critic's pool is never idle: values, ref, update, and again.
+    assert found.seconds == pytest.approx(8.0 + 0.65 + 0.83)
+    assert found.busy["critic"] == pytest.approx(1.0)
+
+
+def test_a_reference_of_its_own_waits_for_nobody() -> None:
+    phases = {**MEASURED, "update_critic": 8.0}
+
+    found = step_time(phases, layout(OVERLAPPED, {**SPLIT, "ref": "third"}))
+
+    assert found.seconds == pytest.approx(8.0 + 0.65)
+
+
+def test_without_a_critic_the_advantages_are_the_actors() -> None:
+    assert [role_of(Phase.ADVANTAGES, roles) for roles in (SPLIT, {"actor": "a"})] == ["critic", "actor"]
+
+
+NAMES = {
+    "data": "prompts", "gen": "generate", "old_log_prob": "old_log_prob", "values": "values", "ref": "ref",
+    "reward": "reward", "adv": "advantages", "update_actor": "update_actor", "update_critic": "update_critic",
+    "update_weights": "push",
+}  # fmt: skip
+"""Phase -> its duration among those of the fake ports."""
+POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model": "c"}
+
+
+@pytest.mark.parametrize("mode", [SERIAL, PARALLEL, OVERLAPPED])
+@pytest.mark.parametrize(
+    ("pool_of", "ports", "without"),
+    [
+        (POOLS, {}, []),
+        (POOLS, {"has_ref": False}, []),
+        (POOLS, {"reward": "Both"}, []),
+        ({**POOLS, "reward_model": "r"}, {"reward": "Both"}, []),
+        ({**POOLS, "ref": "a"}, {}, []),
+        ({**POOLS, "rollout": "r"}, {}, []),
+        (POOLS, {"hooks": [HookPoint.GENERATE]}, []),
+        (POOLS, {"hooks": [HookPoint.SCORE]}, []),
+        (POOLS, {"hooks": [HookPoint.STEP]}, []),
+        (POOLS, {}, [Overlap.VALUES]),
+        (POOLS, {}, [Overlap.REFERENCE]),
+        (POOLS, {}, [Overlap.WEIGHT_SYNC]),
+        (POOLS, {}, [Overlap.NEXT_GENERATION]),
+    ],
+)
+async def test_the_real_controller_takes_as_long(
+    make_run: MakeRun, mode: ScheduleMode, pool_of: dict[str, str], ports: dict[str, Any], without: list[Overlap]
+) -> None:
+    schedule = schedule_of(mode, [*without, Overlap.STREAMING])
+    run = make_run(schedule, steps=6, pool_of={"data": "a", "reward": "c", **pool_of}, **ports)
+    await run()
+    seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
+    if ports.get("has_ref") is False:
+        del seconds["ref"]
+    if "reward" in ports:
+        seconds["reward_model"] = DURATIONS["reward_model"]
+    hooks = {point: ("shaper",) for point in ports.get("hooks", ())}
+    if hooks:
+        seconds["hook_shaper"] = sum(DURATIONS[f"hook_{point.value}"] for point in hooks)
+
+    found = step_time(seconds, Layout(pool_of, dict.fromkeys(pool_of.values(), 1), schedule, hooks))
+
+    # The first step has nobody before it, the last nobody after it.
+    measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]
+    assert measured == pytest.approx([found.seconds] * 3)
+    assert run.monitor.records[4]["pool/a/busy_fraction"] == pytest.approx(found.busy["a"], abs=0.02)
+
+
+async def test_streaming_makes_a_step_shorter_than_that(make_run: MakeRun) -> None:
+    run = make_run(OVERLAPPED, steps=6, pool_of={"data": "a", "reward": "c", **POOLS})
+    await run()
+    seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
+
+    found = step_time(seconds, Layout(POOLS, {"a": 1, "c": 1}, schedule_of(OVERLAPPED)))
+
+    assert run.monitor.records[4]["timing_s/step"] <= found.seconds

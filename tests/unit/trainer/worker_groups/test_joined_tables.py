@@ -1,0 +1,66 @@
+"""Parts of a batch put back together: arithmetic on row numbers, before any row is fetched."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppojob_trainer.worker_groups.table import Source, Table, rows_of_block
+
+
+def part(results: tuple[str, ...], result_of: list[int], position_of: list[int], **known: Any) -> Table:
+    """A table of one source, whose results are names in place of Ray's references."""
+    source = Source(results, np.array(result_of), np.array(position_of))  # type: ignore[arg-type]
+    return Table((source,), **known)
+
+
+def where(table: Table) -> list[tuple[Any, int]]:
+    """Return, for each row, the result that holds it and its position there."""
+    (source,) = table.sources
+    rows = zip(source.result_of, source.position_of, strict=True)
+    return [(source.results[result], int(position)) for result, position in rows]
+
+
+def test_each_row_comes_to_its_number() -> None:
+    one = part(("a",), [0, 0], [0, 1], lengths={"mask": (10, 11)})
+    two = part(("b", "c"), [1, 0], [0, 0], lengths={"mask": (12, 13)})
+
+    joined = one.join_rows([two], [3, 0, 2, 1])
+
+    assert where(joined) == [("a", 1), ("b", 0), ("c", 0), ("a", 0)]
+    assert joined.lengths == {"mask": (11, 13, 12, 10)}
+
+
+def test_what_the_parts_measured_is_joined_too() -> None:
+    one, two = (part(("a",), [0], [0], metrics={"score": [value]}) for value in (1.0, 3.0))
+
+    assert one.join_rows([two], [1, 0]).metrics == {"score": [1.0, 3.0]}
+
+
+def test_lengths_that_a_part_does_not_know_are_not_told() -> None:
+    one, two = part(("a",), [0], [0], lengths={"mask": (1,)}), part(("b",), [0], [0])
+
+    assert one.join_rows([two], [0, 1]).lengths == {}
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 0], [0, 2], [0, 1, 2]])
+def test_numbers_that_are_no_permutation_are_refused(numbers: list[int]) -> None:
+    one, two = part(("a",), [0], [0]), part(("b",), [0], [0])
+
+    with pytest.raises(ValueError, match="a number for each of 2 rows"):
+        one.join_rows([two], numbers)
+
+
+def test_tables_of_other_columns_are_refused() -> None:
+    one, two = part(("a",), [0], [0]), part(("b",), [0], [0])
+
+    with pytest.raises(ValueError, match=r"\[1, 2\] sources"):
+        one.join_rows([two.union(two)], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_bytes", "expected"),
+    [(256, 5_000, 256), (256, 8 * 1024**2, 32), (256, 1024**3, 8), (1, 0, 1), (1000, 1024**3, 32), (3, 1024**3, 1)],
+)
+def test_blocks_are_neither_too_many_nor_too_small(num_rows: int, num_bytes: int, expected: int) -> None:
+    assert rows_of_block(num_rows, num_bytes) == expected

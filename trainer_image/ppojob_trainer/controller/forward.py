@@ -1,0 +1,131 @@
+"""The forward phases of a step: scores, values and log-probs, on a whole batch or on its parts while it is written.
+
+    chain "c"      ┌─ values part 1 ─ ref part 1 ─┐┌─ values parts 2, 3 ─ ref parts 2, 3 ─┐
+    chain (none)   ├─ reward part 1 ┐┌─ 2 ┐┌─ 3 ┐
+                 part 1            2      3: the last response is written
+
+Phases of a chain follow each other, those of different chains run at the same time. A row's result depends on the row
+alone, so neither the parts nor who is done first change it. Called by `ppo`, which says what the phases and chains are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from ppojob_trainer.controller.ports import B, Metrics
+
+__all__ = ["Early", "ForwardPhase", "join_parts", "on_whole"]
+
+
+@dataclass(frozen=True)
+class ForwardPhase(Generic[B]):
+    """How a phase is computed.
+
+    role: whose phase it is. compute: from a batch to its columns. metrics: of the columns of all rows.
+    ready: returns when it may begin.
+    """
+
+    role: str
+    compute: Callable[[B], Coroutine[Any, Any, B]]
+    metrics: Callable[[B], Metrics]
+    ready: Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class _Part(Generic[B]):
+    rows: Sequence[int]
+    batch: B
+
+
+async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Sequence[str]], batch: B) -> dict[str, B]:
+    """Return the columns of each phase, computed on the whole batch."""
+    found: dict[str, B] = {}
+
+    async def follow(names: Sequence[str]) -> None:
+        for name in names:
+            await phases[name].ready()
+            found[name] = await phases[name].compute(batch)
+
+    await _together(follow(names) for names in chains)
+    return found
+
+
+class Early(Generic[B]):
+    """Computes phases on parts of a batch as they come. A chain that is busy takes all that came meanwhile at once."""
+
+    def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
+        self._phases = phases
+        self._waiting: list[asyncio.Queue[_Part[B] | None]] = [asyncio.Queue() for _ in chains]
+        followed = zip(chains, self._waiting, strict=True)
+        self._tasks = [asyncio.create_task(self._follow(names, waiting)) for names, waiting in followed]
+
+    def add(self, rows: Sequence[int], batch: B) -> None:
+        """Take a part: the rows with these numbers in the whole."""
+        for waiting in self._waiting:
+            waiting.put_nowait(_Part(rows, batch))
+
+    def end(self) -> None:
+        """Say that there are no more parts."""
+        for waiting in self._waiting:
+            waiting.put_nowait(None)
+
+    async def found(self) -> dict[str, B]:
+        """Wait for all phases on all parts; return each one's columns of the whole batch, in its order of rows."""
+        found = await asyncio.gather(*self._tasks)
+        return {name: columns for one in found for name, columns in one.items()}
+
+    def cancel(self) -> None:
+        """Drop what is not computed yet."""
+        for task in self._tasks:
+            task.cancel()
+            # Its error, if it has one, was raised by `found`, or nobody asks for it any more.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _follow(self, names: Sequence[str], waiting: asyncio.Queue[_Part[B] | None]) -> dict[str, B]:
+        # Until the first may begin, parts gather.
+        await self._phases[names[0]].ready()
+        found: dict[str, list[_Part[B]]] = {name: [] for name in names}
+        while parts := await _all_that_wait(waiting):
+            rows = [row for part in parts for row in part.rows]
+            first, *others = (part.batch for part in parts)
+            batch = first.join_rows(others, range(len(rows))) if others else first
+            for name in names:
+                await self._phases[name].ready()
+                found[name].append(_Part(rows, await self._phases[name].compute(batch)))
+        return {name: join_parts((part.rows, part.batch) for part in computed) for name, computed in found.items()}
+
+
+def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
+    """Return the rows of all parts as one batch, each row at its number."""
+    found = list(parts)
+    first, *others = (batch for _, batch in found)
+    return first.join_rows(others, [row for rows, _ in found for row in rows])
+
+
+async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[B]]:
+    """Wait for a part, and return it with all that came with it; none after the last."""
+    parts: list[_Part[B]] = []
+    part = await waiting.get()
+    while part is not None:
+        parts.append(part)
+        if waiting.empty():
+            return parts
+        part = waiting.get_nowait()
+    if parts:
+        # The end is for the next call.
+        waiting.put_nowait(None)
+    return parts
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all; the first failure ends the others and is raised as it is."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,50 @@
+"""Where the roles of a job are, from its resolved spec; and the layout as the cost model sees it. Pure.
+
+Called by `run`, `groups`, the monitor and the benchmark.
+"""
+
+from __future__ import annotations
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.schedule import is_one_update, schedule_of
+from ppojob_trainer.controller.step_time import Layout
+
+__all__ = ["layout_of", "pools_of_phases", "pools_of_roles"]
+
+
+def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
+    """Return the pool of each role of the controller's; the data worker is in the first pool."""
+    placement = spec.placement
+    named = {
+        "data": spec.pools[0].name,
+        "actor": placement.actor,
+        "rollout": placement.rollout,
+        "critic": placement.critic,
+        "ref": placement.ref,
+        "reward": placement.reward,
+        "reward_model": placement.reward if spec.reward.uses_model else None,
+        **{worker.name: worker.pool for worker in spec.workers},
+    }
+    return {role: pool for role, pool in named.items() if pool is not None}
+
+
+def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
+    """Return the pool whose GPUs a role's phases keep busy; what runs on CPU cores alone keeps none."""
+    on_cpu = {"data", "reward", *(worker.name for worker in spec.workers if not worker.uses_gpu)}
+    return {role: pool for role, pool in pools_of_roles(spec).items() if role not in on_cpu}
+
+
+def layout_of(spec: PPOJobSpec) -> Layout:
+    """Return where a resolved spec's phases run, and which at the same time."""
+    hooks = {
+        point: [worker.name for worker in spec.workers for hook in worker.hooks if hook.after is point]
+        for point in HookPoint
+    }
+    return Layout(
+        pool_of=pools_of_phases(spec),
+        gpus={pool.name: pool.gpus for pool in spec.pools},
+        schedule=schedule_of(spec.schedule.mode, spec.schedule.without),
+        hooks=hooks,
+        is_one_update=is_one_update(spec),
+    )

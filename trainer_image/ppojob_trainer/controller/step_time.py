@@ -1,0 +1,170 @@
+"""How long a step takes if its phases take so long: the dataflow of `ppo` and `loop`, played with pools as resources.
+
+Pure; called by `recommendation` and by the benchmark. Who waits for whom is what `ppo`'s docstring draws; a test holds
+this to the real controller in virtual time, for all modes. A pool does one phase at a time; data and the reward
+function run on CPU cores, beside everything. All responses are taken to end at the same time, as those of equal length
+do: what streaming saves where they do not is no part of it, so the time is an upper bound. Validation, checkpoints and
+the critic's warm-up are no part of it, and a phase that was not measured takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.phases import Phase
+from ppojob_trainer.controller.schedule import Schedule
+
+__all__ = ["Layout", "StepTime", "is_of_step", "role_of", "step_time"]
+
+_FORWARD = (
+    (Phase.REWARD, "reward"),
+    (Phase.OLD_LOG_PROB, "actor"),
+    (Phase.VALUES, "critic"),
+    (Phase.REF, "ref"),
+    (Phase.REWARD_MODEL, "reward_model"),
+)
+"""In the serial order, each with its role."""
+_ROLES = {
+    **dict(_FORWARD),
+    Phase.DATA: "data",
+    Phase.GENERATE: "rollout",
+    Phase.UPDATE_CRITIC: "critic",
+    Phase.UPDATE_ACTOR: "actor",
+    Phase.UPDATE_WEIGHTS: "rollout",
+}
+_HOOK = "hook_"
+# From the second step on each begins as the one before did; some more do no harm.
+_NUM_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the phases of a job run, and which at the same time.
+
+    pool_of: the pool whose GPUs a role keeps busy; roles on CPU cores alone are not in it. gpus: of each pool.
+    hooks: the users' workers that are called at a point, in their order. is_one_update: see `schedule`.
+    """
+
+    pool_of: Mapping[str, str]
+    gpus: Mapping[str, int]
+    schedule: Schedule
+    hooks: Mapping[HookPoint, Sequence[str]] = field(default_factory=dict)
+    is_one_update: bool = False
+
+    def gpus_of(self, phase: str) -> int:
+        """Return the GPUs on which a phase runs; 1 for what runs on CPU cores."""
+        pool = self.pool_of.get(role_of(phase, self.pool_of))
+        return 1 if pool is None else self.gpus[pool]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds from step to step, and the share of them in which each pool is busy."""
+
+    seconds: float
+    busy: Mapping[str, float]
+
+
+def is_of_step(phase: str) -> bool:
+    """Whether each step has the phase, as far as the job has its role."""
+    return phase in _ROLES or phase == Phase.ADVANTAGES or phase.startswith(_HOOK)
+
+
+def role_of(phase: str, roles: Mapping[str, object]) -> str:
+    """Return whose phase it is; the advantages are the critic's where `roles` has one."""
+    if phase == Phase.ADVANTAGES:
+        return "critic" if "critic" in roles else "actor"
+    return _ROLES.get(phase, phase.removeprefix(_HOOK))
+
+
+def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
+    """Return the time from step to step.
+
+    Args:
+        seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` is for all its points.
+    """
+    play = _Play(seconds, layout)
+    ends = [play.step() for _ in range(_NUM_STEPS)]
+    length = max(ends[-1] - ends[-2], 1e-9)
+    work = dict.fromkeys(layout.gpus, 0.0)
+    for phase, taken in play.seconds.items():
+        pool = layout.pool_of.get(role_of(phase, layout.pool_of))
+        if pool is not None:
+            work[pool] += taken
+    return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
+
+
+class _Play:
+    """Plays steps; every method returns when it is over, in seconds from the beginning."""
+
+    def __init__(self, seconds: Mapping[str, float], layout: Layout) -> None:
+        skipped = layout.schedule.old_log_prob and layout.is_one_update
+        self.seconds = {name: s for name, s in seconds.items() if not (skipped and name == Phase.OLD_LOG_PROB)}
+        self._layout = layout
+        self._free: dict[str, float] = {}
+        self._began = 0.0
+        self._critic_done = 0.0
+        self._hooks_done = 0.0
+
+    def step(self) -> float:
+        schedule = self._layout.schedule
+        ready = self._prepare(self._began)
+        self._critic_done = self._run(Phase.UPDATE_CRITIC, ready)
+        end = self._run(Phase.UPDATE_ACTOR, ready if schedule.updates else self._critic_done)
+        if not schedule.weight_sync:
+            end = max(end, self._critic_done)
+        end = self._run(Phase.UPDATE_WEIGHTS, end)
+        self._hooks_done = self._hooks(HookPoint.STEP, end)
+        if not schedule.next_generation:
+            end = max(end, self._critic_done, self._hooks_done)
+        self._began = end
+        return end
+
+    def _prepare(self, began: float) -> float:
+        """Play the step up to the advantages, with which the last step's critic and hooks must be done too."""
+        generated = max(self._run(Phase.GENERATE, self._run(Phase.DATA, began)), self._hooks_done)
+        generated = self._hooks(HookPoint.GENERATE, generated)
+        scored = self._hooks(HookPoint.SCORE, self._forward(generated))
+        return max(self._run(Phase.ADVANTAGES, scored), self._critic_done, self._hooks_done)
+
+    def _forward(self, generated: float) -> float:
+        """Play the chains; who is ready first gets the pool first."""
+        chains: dict[str, list[str]] = {}
+        for phase, role in _FORWARD:
+            chains.setdefault(self._chain_of(phase, role), []).append(phase)
+        reached = dict.fromkeys(chains, generated)
+        while chains:
+            ready = {chain: self._ready(phases[0], reached[chain]) for chain, phases in chains.items()}
+            first = min(ready, key=lambda chain: ready[chain])
+            reached[first] = self._run(chains[first].pop(0), ready[first])
+            chains = {chain: phases for chain, phases in chains.items() if phases}
+        return max(reached.values())
+
+    def _ready(self, phase: str, reached: float) -> float:
+        return max(reached, self._critic_done) if phase == Phase.VALUES else reached
+
+    def _chain_of(self, phase: str, role: str) -> str:
+        """As `PPO` has it: a phase waits for those before it in its chain."""
+        schedule, pool_of = self._layout.schedule, self._layout.pool_of
+        if not (schedule.reference if phase == Phase.REF else schedule.values):
+            return pool_of["actor"]
+        return pool_of.get(role, "(no pool)")
+
+    def _hooks(self, point: HookPoint, ready: float) -> float:
+        for worker in self._layout.hooks.get(point, ()):
+            calls = sum(list(workers).count(worker) for workers in self._layout.hooks.values())
+            ready = self._run(f"{_HOOK}{worker}", ready, share=1 / calls)
+        return ready
+
+    def _run(self, phase: str, ready: float, share: float = 1.0) -> float:
+        """Play a phase that could begin at `ready`; it waits for its pool."""
+        if phase not in self.seconds:
+            return ready
+        pool = self._layout.pool_of.get(role_of(phase, self._layout.pool_of))
+        begin = ready if pool is None else max(ready, self._free.get(pool, 0.0))
+        end = begin + self.seconds[phase] * share
+        if pool is not None:
+            self._free[pool] = end
+        return end
