@@ -20,7 +20,7 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.layout import GO_MODULES, Layout
 from tests.cluster.locks import held
 
-BUILD_LIMIT_SECONDS = 1800.0
+BUILD_LIMIT_SECONDS = 3600.0
 KUBERNETES_VERSION = "v1.34.4"
 # Without these the API server calls itself v0.0.0, and Helm refuses it.
 _KUBERNETES_VARIABLES = {

@@ -19,7 +19,9 @@ def install_crds(layout: Layout) -> None:
     """Apply the CRDs that the module ships (too large for client-side apply) and wait until they are served."""
     folder = assets(layout, "kuberay") / "crds"
     kubectl(layout, "apply", "--server-side", "--force-conflicts", f"--filename={folder}", limit=120)
-    kubectl(layout, "wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=50s")
+    # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
+    for sign in ("jsonpath={.status.conditions}", "condition=Established"):
+        kubectl(layout, "wait", f"--for={sign}", f"crd/{CRD_NAME}", "--timeout=25s")
 
 
 def start(layout: Layout, processes: Processes) -> None:

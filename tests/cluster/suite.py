@@ -43,7 +43,7 @@ QUICK_PARTS = {
 }
 PASSED = "passed"
 CLUSTER_PARTS = {"integration": 3600, "e2e": 5400}
-BACKGROUND_LIMIT_SECONDS = 3600
+BACKGROUND_LIMIT_SECONDS = 4800
 CLUSTER_DOWN_LIMIT_SECONDS = 300
 # In the project.
 BACKGROUND_LOG = Path(".build") / "background.log"

@@ -66,7 +66,9 @@ def cluster() -> Kubectl:
         pytest.fail(f"no API server answers by {os.environ['KUBECONFIG']}: run `python -m tests.cluster up`")
     crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
     kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
+    for sign in ("jsonpath={.status.conditions}", "condition=Established"):
+        kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
     return kubectl
 
 

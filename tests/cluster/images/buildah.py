@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cluster.command import run, succeeds
 from tests.cluster.layout import Layout
 
-BUILD_LIMIT_SECONDS = 1800.0
+BUILD_LIMIT_SECONDS = 3600.0
 
 
 def build(

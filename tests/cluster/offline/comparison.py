@@ -28,6 +28,7 @@ from tests.cluster.demo.follow import follow
 from tests.cluster.demo.pods import words
 from tests.cluster.demo.target import NAMESPACE, OPERATOR_NAMESPACE, Target, ours
 from tests.cluster.errors import ClusterError
+from tests.cluster.offline.device_plugin import RESOURCE
 from tests.cluster.offline.host_image import OPERATOR_IMAGE, TRAINER_IMAGE
 from tests.cluster.offline.machine import Machine
 from tests.cluster.stages import Stages
@@ -103,7 +104,9 @@ def job_of(work: Work, folder: Path) -> dict[str, Any]:
     spec = job["spec"]
     spec |= {"image": TRAINER_IMAGE, "head": {"resources": {"cpu": cpus, "memory": memory}}}
     spec["storage"] = {"persistentVolumeClaim": manifests.CLAIM, "mountPath": str(folder)}
-    spec["pools"] = [{**item, "nodes": 1, "resourcesPerGPU": pool} for item in spec["pools"]]
+    # Named, because without a GPU nothing would be asked of the device plugin.
+    own = {"nodes": 1, "gpuResourceName": RESOURCE, "resourcesPerGPU": pool}
+    spec["pools"] = [{**item, **own} for item in spec["pools"]]
     return job
 
 

@@ -9,8 +9,12 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # The carried runtime comes first, so that its parts fit together; the carried `ip` last, for machines without one.
 export PATH="$here/cache/bin:$here/system/bin:$PATH:$here/system/fallback"
-export PYTHONPATH="$here/source:$here/source/operator:$here/source/trainer_image:$here/packages"
+# The interpreter's own packages come before the carried ones, which fit together but may not fit to them.
+own=$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PYTHONPATH="$here/source:$here/source/operator:$here/source/trainer_image:$own:$here/packages"
 export PYTHONUNBUFFERED=1
+# Pods inherit the container runtime's limit of open files, and Ray needs many.
+ulimit -n 1048576 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 mkdir -p "$here/output"
 timeout --kill-after=20 "${LIMIT:-540}" "${PYTHON:-python3}" -P -m tests.cluster.offline "$@" 2>&1 |
   tee "$here/output/printed.txt"

@@ -135,7 +135,8 @@ def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     before = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
 
     kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=DEFINITION.read_text())
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    for sign in ("jsonpath={.status.conditions}", "condition=Established"):
+        kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
     helm("upgrade", "ppojob", str(CHART), where, *settings)
     first = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
     helm("upgrade", "ppojob", str(CHART), where, *settings)

@@ -48,7 +48,7 @@ def test_keys_and_kubeconfigs_are_for_their_owner_alone(layout: Layout) -> None:
 
 def test_a_template_without_a_value_is_an_error() -> None:
     with pytest.raises(KeyError, match="node_ip"):
-        templates.fill("Corefile", config="/x")
+        templates.fill("Corefile", cluster_domain="x", config="/x")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIG_TEMPLATES.iterdir()))
@@ -93,3 +93,12 @@ def test_a_build_is_keyed_by_the_content_of_its_module(
 
 def test_no_two_programs_share_a_port() -> None:
     assert len(PORTS) == len(set(PORTS)) == 10
+
+
+def test_names_of_the_cluster_and_foreign_names_are_answered_in_blocks_of_their_own() -> None:
+    # CoreDNS asks `template`, which answers every name, before `kubernetes`.
+    text = (CONFIG_TEMPLATES / "Corefile").read_text()
+    own, foreign = text.split(".:53 {")
+    assert "kubernetes $cluster_domain" in own
+    assert "$upstream" in foreign
+    assert "$upstream" not in own

@@ -83,9 +83,8 @@ class Groups:
     def all(self) -> list[WorkerGroup[Any]]:
         """Return every group's processes."""
         scores = (self.reward.function, self.reward.model)
-        groups = (self.data, *scores, self.rollout, self.actor, self.critic, self.own_ref)
-        holders = () if self.rollout.holders is None else (self.rollout.holders,)
-        return [*(group.group for group in groups if group is not None), *holders, *self.custom]
+        groups = (self.data, *scores, self.actor, self.critic, self.own_ref)
+        return [*(group.group for group in groups if group is not None), *self.rollout.groups, *self.custom]
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -158,10 +157,11 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         PhaseTimeoutError: a check or a load took too long; names it and its role.
         WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
     """
-    # vLLM takes longest by far, and its own process is enough for it to begin.
-    rollout = asyncio.create_task(phases.run(Phase.LOAD, "rollout", 0, groups.rollout.load()), name="load rollout")
+    # vLLM takes longest by far, and its own processes are enough for it to begin.
+    rollout = asyncio.create_task(_load_rollout(groups.rollout, phases), name="load rollout")
     try:
-        await wait_until_up(groups.all())
+        # Not the rollout's: while it loads they answer nothing else.
+        await wait_until_up([group for group in groups.all() if group not in groups.rollout.groups])
         logger.info("all processes are up")
         # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
         await _check(groups, phases)
@@ -177,6 +177,11 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
     pool_of = pools_of_roles(spec)
     ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
     return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
+
+
+async def _load_rollout(rollout: RolloutGroup, phases: Phases) -> None:
+    await wait_until_up(rollout.groups)
+    await phases.run(Phase.LOAD, "rollout", 0, rollout.load())
 
 
 async def _check(groups: Groups, phases: Phases) -> None:

@@ -278,6 +278,11 @@ class RolloutGroup:
         self.num_workers = len(group) + (0 if holders is None else len(holders))
         self.sleeps = shares_gpus(spec) and spec.rollout.sleep and spec.device is Device.CUDA
 
+    @property
+    def groups(self) -> list[WorkerGroup[Any]]:
+        """All processes: those of the replicas, and those that hold GPUs for them."""
+        return [self.group, *([] if self.holders is None else [self.holders])]
+
     async def load(self) -> None:
         """Start the engines."""
         gpus = [] if self.holders is None else await self.holders.call(GpuHolder.visible_gpu)
