@@ -75,6 +75,17 @@ class Bench:
         pids = {name: record.pid for name, record in records.items() if record is not None}
         return Meter({"operator": self.operator.pid, **pids})
 
+    async def run_all(self) -> None:
+        """Do one measurement after the other, as far as there are running trainers."""
+        await self.burst()
+        if not self.fleet.times.running:
+            self.add("rest, reports and restart", "", f"no trainer ran after {self.limit_s:g} s (--limit)")
+            return
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        await self.rest("at rest", "none")
+        await self.reports()
+        await self.restart()
+
     async def burst(self) -> None:
         """Create all jobs at once and wait until they run."""
         times, meter, began = self.fleet.times, self.meter(), time.monotonic()
@@ -215,11 +226,7 @@ async def run(layout: Layout, namespace: str, arguments: argparse.Namespace) -> 
         try:
             async with fleet.watched():
                 await operator.start()
-                await bench.burst()
-                await asyncio.sleep(REPORT_INTERVAL_S)
-                await bench.rest("at rest", "none")
-                await bench.reports()
-                await bench.restart()
+                await bench.run_all()
         finally:
             await operator.stop()
     return bench.rows

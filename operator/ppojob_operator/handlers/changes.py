@@ -11,8 +11,8 @@ from ppojob_operator.reconcile import read_cluster, read_pod
 from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")
-# What the trainer reports and no policy reacts to; silence is found by the clock.
-_REPORTED = ("metrics", "pools", "recommendation")
+# What the trainer reports and no policy needs at once: silence is found by the clock, advice taken in minutes.
+_REPORTED = ("metrics", "pools", "recommendation", "layoutAdvice")
 
 
 class Changes:

@@ -40,6 +40,8 @@ class Reporters:
     """When a job's first report was accepted, in seconds of the monotonic clock."""
     seconds: list[float] = field(default_factory=list)
     """How long each answer took."""
+    sent: Counter[str] = field(default_factory=Counter)
+    """How many reports each job has sent: they number them."""
 
     async def prepare(self) -> None:
         """Ask for a token of each head."""
@@ -59,18 +61,20 @@ class Reporters:
         """Send reports of all jobs in turn at a rate; return the rate that was reached."""
         names, began = sorted(self.tokens), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            async for number in ticks(per_second, seconds):
-                round_number, index = divmod(number, len(names))
-                tasks.create_task(self._report(names[index], round_number + 1))
+            async for tick in ticks(per_second, seconds):
+                name = names[tick % len(names)]
+                self.sent[name] += 1
+                tasks.create_task(self._report(name, self.sent[name]))
         return int(per_second * seconds) / (time.monotonic() - began)
 
-    async def _report(self, name: str, step: int) -> None:
+    async def _report(self, name: str, number: int) -> None:
         body = {
             "uid": self.fleet.uids[name],
             "attempt": 0,
+            "number": number,
             "activity": "Training",
-            "step": step,
-            "totalSteps": 1000,
+            "step": number,
+            "totalSteps": 100_000,
             "etaSeconds": 600,
             "reward": 0.25,
             "metrics": {"critic/score/mean": 0.25, "timing_s/step": 1.5, "actor/pg_loss": 0.01},

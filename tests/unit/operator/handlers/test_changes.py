@@ -45,6 +45,7 @@ def changed(raw: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
         ("status.progress.lastUpdateTime", "2026-01-01T00:00:10Z", False),
         ("status.pools", [{"name": "actor", "busyFraction": "0.8"}], False),
         ("status.metrics", [{"name": "critic/score/mean", "value": "1"}], False),
+        ("status.layoutAdvice", [{"pools": []}], False),
         ("status.phase", "Restarting", False),
         ("status.conditions", [], False),
         ("status.progress.activity", "Finished", True),
