@@ -109,8 +109,9 @@ async def test_bytes_through_the_controller_do_not_grow_with_the_sequences(
 
     column = ROWS * LONG * FLOAT32_BYTES
     print(f"{ROWS} rows: {short} at {SHORT} tokens, {long} at {LONG}; one column is {column} bytes")
-    # The lengths themselves are larger numbers: a byte or two for each row and mask, and again wherever an answer goes.
-    assert abs(long.total - short.total) < 64 * ROWS
+    # Lengths are larger numbers: a byte or two for each row and mask, and again wherever an answer goes. Results of
+    # many bytes lie in more blocks, up to MAX_BLOCKS, with a reference each.
+    assert abs(long.total - short.total) < column / 50
     # A reference carries the small answer that it stands for, so which block holds which rows is sent with each call.
     assert long.total < 16 * 1024 * ROWS
     assert long.total < (len(COLUMNS) + 1) * column / 16
