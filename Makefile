@@ -125,7 +125,7 @@ images: install ## Build the operator's and the trainer's image into the running
 .PHONY: trainer
 trainer: install ## Run the trainer's parts together on a real Ray (about 30 minutes), and the slow unit tests.
 	$(PYTEST) tests/unit -m slow
-	$(PYTEST) tests/integration/trainer
+	$(PYTEST) tests/integration/trainer -m "not long"
 
 .PHONY: integration
 integration: install ## Run operator, chart and CRD against the cluster.
@@ -133,7 +133,11 @@ integration: install ## Run operator, chart and CRD against the cluster.
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e -m "not long"
+
+.PHONY: long
+long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved.
+	$(PYTEST) tests/integration/trainer tests/e2e -m long
 
 .PHONY: test
 test: install ## Everything, with the cluster and the images built meanwhile; a table at the end.

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 NAME = "stopped"
 STEPS = 12

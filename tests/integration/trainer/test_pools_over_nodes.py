@@ -26,7 +26,7 @@ from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from tests.bad_specs import GOOD
 from tests.integration.trainer.ray_workers import SumWorker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 IMPORTABLE = {"PYTHONPATH": str(Path(__file__).parent)}
 LIMIT_S = 120.0

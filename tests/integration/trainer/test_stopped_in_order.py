@@ -26,7 +26,7 @@ from tests.integration.trainer.test_killed_runs import kill
 from tests.integration.trainer.test_ppo_on_ray import records_of, spec_of
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow, pytest.mark.long]
 
 STEPS = 6
 LIMIT_S = 500.0
