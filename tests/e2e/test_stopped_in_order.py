@@ -18,7 +18,8 @@ STOP_LIMIT_SECONDS = 300.0
 SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
 TWO_POOLS: dict[str, Any] = {
     "pools": [
-        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": SMALL},
+        # Actor and engine in one pod; with two ranks there is room for both in twice the small size.
+        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "8Gi"}},
         {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
     ]
 }
