@@ -10,6 +10,7 @@ import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, Metrics, register
+from ppojob_trainer.worker_groups.table import MIN_BLOCK_BYTES
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 
@@ -52,6 +53,11 @@ class SumWorker:
         return DataProto.from_dict(
             {"doubled": 2 * batch.tensor("values"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
         )
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def widen(self, batch: DataProto) -> DataProto:
+        """Return a MiB for each value."""
+        return DataProto.from_dict({"wide": batch.tensor("values")[:, None].repeat(1, MIN_BLOCK_BYTES // 8)})
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def double_together(self, batch: DataProto) -> DataProto:

@@ -192,8 +192,10 @@ async def test_a_future_feeds_another_call_before_it_is_there(group: Group) -> N
     assert batch.tensor("doubled").tolist() == [0, 2, 4, 6]
 
 
-async def test_a_receiver_fetches_only_the_blocks_of_its_rows(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = await group.call(SumWorker.double, table_of(64))
+async def fetched_by(
+    table: Table, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple[DataProto, list[int]]:
+    """Return these rows, and how many objects each call of Ray fetched for them."""
     fetched: list[int] = []
     fetch = ray.get
 
@@ -202,11 +204,26 @@ async def test_a_receiver_fetches_only_the_blocks_of_its_rows(group: Group, monk
         return fetch(refs, **options)
 
     monkeypatch.setattr(table_module.ray, "get", counting)
-    part = table.rows(Share((3, 40, 41))).pull(60)
+    return table.rows(Share(rows)).pull(60), fetched
 
-    assert part.tensor("doubled").tolist() == [6, 80, 82]
+
+async def test_a_receiver_fetches_only_the_blocks_of_its_rows(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = await group.call(SumWorker.widen, table_of(16))
+
+    part, fetched = await fetched_by(table, (3, 10, 11), monkeypatch)
+
+    assert part.tensor("wide")[:, 0].tolist() == [3, 10, 11]
     # Two results say where their rows lie; then three blocks of one row each.
     assert fetched == [2, 3]
+
+
+async def test_small_rows_share_a_block(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = await group.call(SumWorker.double, table_of(64))
+
+    part, fetched = await fetched_by(table, (3, 40, 41), monkeypatch)
+
+    assert part.tensor("doubled").tolist() == [6, 80, 82]
+    assert fetched == [2, 2], "two results, each in one block"
 
 
 async def test_an_error_of_the_workers_own_is_the_cause(group: Group) -> None:
