@@ -20,7 +20,8 @@ import yaml
 
 from ppojob_api.v1alpha1 import constants
 from tests.bench import workload
-from tests.bench.bench_split import WARM_UP_STEPS, layouts
+from tests.bench.layouts import layouts
+from tests.bench.measurement import WARM_UP_STEPS
 from tests.cluster import storage
 from tests.cluster.command import run
 from tests.cluster.demo import manifests, operator, progress
