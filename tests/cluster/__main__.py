@@ -13,13 +13,12 @@ from tests.cluster import cluster, kwok, suite
 from tests.cluster.demo.run import ImageNames
 from tests.cluster.demo.run import run as run_demo
 from tests.cluster.demo.target import choose
-from tests.cluster.errors import ClusterError
 from tests.cluster.images import build as images
 from tests.cluster.images.prune import prune as remove_unused
 from tests.cluster.layout import Layout
 from tests.cluster.offline import parts as offline
 from tests.cluster.processes import Processes
-from tests.cluster.stages import StageFailed, Stages
+from tests.cluster.stages import Stages, exit_status
 
 app = typer.Typer(help="A real one-node Kubernetes with KubeRay.", no_args_is_help=True, add_completion=False)
 
@@ -149,17 +148,5 @@ def pack(
     print(f"{output / 'unpack.sh'} joins the parts: unpack.sh DIR, then DIR/ppojob-cluster/start.sh --help")
 
 
-def main() -> int:
-    """Run a command; 1 with one message (no traceback) for what the cluster's parts refuse."""
-    try:
-        app()
-    except StageFailed:
-        return 1
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(app))

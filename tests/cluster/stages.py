@@ -5,8 +5,9 @@ Called by the commands. A failing stage prints its name, the reason and the log,
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +30,18 @@ class Stage:
 
 class StageFailed(RuntimeError):
     """A stage failed and has been reported; the command ends with a failure."""
+
+
+def exit_status(app: Callable[[], object]) -> int:
+    """Run a command line; return 1, with one message and no traceback, for what the parts refuse."""
+    try:
+        app()
+    except StageFailed:
+        return 1
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass

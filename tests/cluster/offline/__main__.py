@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from tests.cluster import cluster
-from tests.cluster.errors import ClusterError
 from tests.cluster.layout import PROJECT
 from tests.cluster.offline import comparison, start
 from tests.cluster.offline.machine import Machine
-from tests.cluster.stages import StageFailed, Stages
+from tests.cluster.stages import Stages, exit_status
 
 # start.sh lies in the pack's folder, the project beside it.
 PACK = PROJECT.parent
@@ -52,17 +51,5 @@ def down() -> None:
     stages.print_table()
 
 
-def main() -> int:
-    """Run a command; 1 with one message (no traceback) for what the parts refuse."""
-    try:
-        app()
-    except StageFailed:
-        return 1
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(app))
