@@ -94,6 +94,8 @@ class Claim:
     name: str
     phase: str
     """Pending, Bound or Lost."""
+    access_modes: tuple[str, ...] = ()
+    """Those of its volume, or while it has none, those that it asks for."""
 
 
 class RayState(StrEnum):

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
@@ -42,11 +43,13 @@ class PackagedModel(StrEnum):
 
 @app.command()
 def validate(file: File, sets: Sets = None) -> None:
-    """Check a PPOJob, and print what it resolves to or all that is wrong with it."""
+    """Check a PPOJob, and print what it resolves to, and what is doubtful in it, or all that is wrong with it."""
     manifest = _load(file, sets)
     console = Console(highlight=False)
     console.print(f"{manifest.name}: valid\n")
     console.print(describe(manifest.spec))
+    for doubt in doubts(manifest.spec):
+        console.print(f"doubtful: {doubt}", markup=False, soft_wrap=True)
 
 
 @app.command()

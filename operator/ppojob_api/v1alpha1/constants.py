@@ -56,6 +56,7 @@ class Reason:
     INVALID_SPEC = "InvalidSpec"
     KUBERAY_MISSING = "KubeRayMissing"
     STORAGE_MISSING = "StorageMissing"
+    STORAGE_UNFIT = "StorageUnfit"
     WAITING_FOR_PODS = "WaitingForPods"
     PODS_READY = "PodsReady"
     INSUFFICIENT_GPUS = "InsufficientGPUs"

@@ -1,19 +1,26 @@
-"""Policy: may this job be run at all? Until it may, nothing is created for it and no deadline runs."""
+"""Policy: may this job be run at all? Until it may, nothing is created for it and no deadline runs.
 
-from ppojob_api.v1alpha1.constants import Reason
-from ppojob_api.v1alpha1.validation import SpecError
+`decide` asks it at each look, and the admission webhook asks `spec_problem` before there is anything to look at.
+"""
+
+from collections.abc import Iterable
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Job, Observed
+from ppojob_operator.reconcile import references
 from ppojob_operator.reconcile.situation import Finding
 
 
 def judge(job: Job, observed: Observed) -> Finding:
     """Return the condition Accepted."""
-    if isinstance(job.spec, SpecError):
-        return _refused(job.spec)
-    problems = tuple(template_problems(job.spec, job.key, job.uid))
-    if problems:
-        return _refused(SpecError(problems))
+    problem = spec_problem(job)
+    if problem is not None:
+        return Finding("False", Reason.INVALID_SPEC, str(problem))
+    assert isinstance(job.spec, PPOJobSpec)
     if not observed.is_kuberay_served:
         message = (
             "the cluster does not know ray.io/v1 RayCluster: install the KubeRay operator; "
@@ -21,24 +28,43 @@ def judge(job: Job, observed: Observed) -> Finding:
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
     if job.status.start_time is None:
-        return _storage(job.spec.storage.persistent_volume_claim, job, observed)
-    return _ACCEPTED
+        return _storage(job.spec, job, observed)
+    return _still_accepted(job) or _accepted(doubts(job.spec))
 
 
-_ACCEPTED = Finding("True", Reason.VALID, "the spec is valid and everything that it names is there")
+def spec_problem(job: Job) -> SpecError | None:
+    """Return why a spec can never be run, whatever else there is in the cluster; None: it can."""
+    if isinstance(job.spec, SpecError):
+        return job.spec
+    problems = tuple(template_problems(job.spec, job.key, job.uid))
+    return SpecError(problems) if problems else None
+
+
 RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")
 """What is said of a job that was accepted, and whose layout was edited into one that cannot be run."""
 
 
-def _refused(error: SpecError) -> Finding:
-    return Finding("False", Reason.INVALID_SPEC, str(error))
+def _accepted(doubtful: Iterable[FieldError]) -> Finding:
+    words = "; ".join(map(str, doubtful))
+    message = "the spec is valid and everything that it names is there"
+    return Finding("True", Reason.VALID, f"{message}; doubtful: {words}" if words else message)
 
 
-def _storage(claim: str, job: Job, observed: Observed) -> Finding:
-    where = f"spec.storage.persistentVolumeClaim: {claim!r}"
+def _still_accepted(job: Job) -> Finding | None:
+    """Return what was said of the same spec at its admission: of the claim, which is not read any more, too."""
+    for condition in job.status.conditions:
+        is_same = (condition.status, condition.observed_generation) == ("True", job.generation)
+        if condition.type == Condition.ACCEPTED and is_same:
+            return Finding("True", Reason.VALID, condition.message)
+    return None
+
+
+def _storage(spec: PPOJobSpec, job: Job, observed: Observed) -> Finding:
     if observed.claim is None:
-        message = f"{where}: there is no such claim in namespace {job.key.namespace}: create it, or name another"
-        return Finding("False", Reason.STORAGE_MISSING, message)
-    if observed.claim.phase == "Lost":
-        return Finding("False", Reason.STORAGE_MISSING, f"{where}: the claim has lost its volume: name another")
-    return _ACCEPTED
+        absence = references.absence(references.claim_of(spec), job.key.namespace)
+        return Finding("False", Reason.STORAGE_MISSING, str(absence))
+    verdict = references.judge_claim(spec, observed.claim)
+    if verdict.refusals:
+        reason = Reason.STORAGE_MISSING if observed.claim.phase == "Lost" else Reason.STORAGE_UNFIT
+        return Finding("False", reason, str(SpecError(verdict.refusals)))
+    return _accepted((*doubts(spec), *verdict.doubts))

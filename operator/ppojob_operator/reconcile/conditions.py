@@ -35,6 +35,7 @@ _BAD_NEWS = {
     Reason.INVALID_SPEC,
     Reason.KUBERAY_MISSING,
     Reason.STORAGE_MISSING,
+    Reason.STORAGE_UNFIT,
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
     Reason.IMAGE_PULL_FAILED,

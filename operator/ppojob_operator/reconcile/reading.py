@@ -56,7 +56,9 @@ def read_job(raw: Manifest) -> Job:
 
 def read_claim(raw: Manifest) -> Claim:
     """Return the view of a PersistentVolumeClaim."""
-    return Claim(name=raw["metadata"]["name"], phase=raw.get("status", {}).get("phase", "Pending"))
+    status = raw.get("status", {})
+    modes = status.get("accessModes") or raw.get("spec", {}).get("accessModes") or ()
+    return Claim(name=raw["metadata"]["name"], phase=status.get("phase", "Pending"), access_modes=tuple(modes))
 
 
 def read_cluster(raw: Manifest) -> Cluster:

@@ -91,6 +91,32 @@ def test_a_claim_that_waits_for_its_first_pod_is_good_enough() -> None:
     assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
 
 
+def test_a_claim_that_not_all_pods_can_write_to_is_refused_and_the_job_goes_on_with_a_better_one() -> None:
+    world = World().see(claim=Claim("data", "Bound", ("ReadWriteOncePod",)))
+
+    world.settle()
+    assert world.verdict(Condition.ACCEPTED) == ("False", Reason.STORAGE_UNFIT)
+    assert world.said == [Reason.STORAGE_UNFIT]
+    assert "startTime" not in world.status
+
+    world.see(claim=Claim("data", "Bound", ("ReadWriteMany",))).look()
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -> None:
+    world = World(checkpoint={"everySteps": 0}).see(claim=Claim("data", "Bound", ("ReadWriteOnce",)))
+
+    world.run()
+    said = world.condition(Condition.ACCEPTED).message
+    world.edit(checkpoint={"everySteps": 5}).settle()
+    mended = world.condition(Condition.ACCEPTED).message
+
+    assert "; doubtful: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
+    assert "; spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
+    assert said in world.words
+    assert mended == "the spec is valid and everything that it names is there"
+
+
 def test_the_claim_is_not_asked_for_again_once_the_job_was_admitted() -> None:
     world = World().run()
 

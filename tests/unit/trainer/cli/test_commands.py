@@ -56,6 +56,16 @@ def test_a_good_file_says_what_it_resolves_to(file: Path) -> None:
         assert expected in lines
 
 
+def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
+    result = _ppojob("validate", file, "--set", "checkpoint.everySteps=0")
+    fine = _ppojob("validate", file)
+
+    assert result.exit_code == 0
+    [doubt] = [line for line in result.stdout.splitlines() if line.startswith("doubtful: ")]
+    assert doubt.startswith("doubtful: spec.checkpoint.everySteps: 0: no checkpoint before the end: after a failure")
+    assert "doubtful" not in fine.stdout
+
+
 def test_a_job_without_a_critic_has_no_line_for_it(file: Path) -> None:
     options = ("algorithm.advantageEstimator=grpo", "rollout.samplesPerPrompt=2", "placement.critic=null")
     result = _ppojob("validate", file, *(part for option in options for part in ("--set", option)))

@@ -1,0 +1,89 @@
+"""What of a valid spec is worth a second thought: it can be run, and hardly anybody would want it so.
+
+`ppojob validate`, the operator (in the condition Accepted) and the admission webhook (in what kubectl prints) say it.
+Few and right: a doubt that a careful user would only wave away is none. It refuses nothing; `rules.py` does.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import FieldError
+
+_ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
+"""Resources that a GPU of every kind counts as."""
+_MOVING_TAGS = ("", "latest")
+
+
+def doubts(spec: PPOJobSpec) -> Iterator[FieldError]:
+    """Yield the doubts about a spec: each field's path, its value, and what would be better."""
+    yield from _image_moves(spec)
+    yield from _nothing_is_saved(spec)
+    yield from _nothing_to_balance(spec)
+    if spec.device is Device.CUDA:
+        for index, pool in enumerate(spec.pools):
+            yield from _kinds_are_mixed(pool, f"spec.pools[{index}]")
+
+
+def _image_moves(spec: PPOJobSpec) -> Iterator[FieldError]:
+    name, _, digest = spec.image.partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if not digest and tag in _MOVING_TAGS:
+        remedy = "this tag moves, and a pod that comes later may get another image: name a version or a digest"
+        yield FieldError("spec.image", spec.image, remedy)
+
+
+def _nothing_is_saved(spec: PPOJobSpec) -> Iterator[FieldError]:
+    if spec.checkpoint.every_steps == 0:
+        remedy = "no checkpoint before the end: after a failure the job begins again at its first step; set it above 0"
+        yield FieldError("spec.checkpoint.everySteps", 0, remedy)
+
+
+def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:
+    is_bound = all((pool.min_nodes or pool.nodes) == (pool.max_nodes or pool.nodes) for pool in spec.pools)
+    if spec.auto_balance.enabled and is_bound:
+        remedy = "no pool may have more or fewer nodes than now: give pools minNodes and maxNodes"
+        yield FieldError("spec.autoBalance.enabled", True, remedy)
+
+
+def _kinds_are_mixed(pool: Pool, path: str) -> Iterator[FieldError]:
+    if max(pool.nodes, pool.max_nodes or 0) == 1:
+        return
+    pod = _object(pool.pod_template, "spec")
+    terms = _node_terms(pod)
+    mixed = [name for term in terms for name in _gpu_values(term)]
+    if mixed:
+        remedy = "several kinds of GPU in one pool: each step waits for the slowest; name one kind, or make two pools"
+        yield FieldError(f"{path}.podTemplate.spec.affinity.nodeAffinity", mixed, remedy)
+    is_pinned = bool(pool.node_selector or pod.get("nodeSelector") or terms)
+    if not is_pinned and pool.gpu_resource_name in _ANY_GPU:
+        remedy = (
+            f"nothing says which GPU the {pool.nodes} pods get: where the cluster has several kinds, each step waits "
+            "for the slowest; name one, such as {nvidia.com/gpu.product: ...}"
+        )
+        yield FieldError(f"{path}.nodeSelector", None, remedy)
+
+
+def _node_terms(pod: Mapping[str, Any]) -> list[Any]:
+    """Return the terms of which a node must meet one. The template is the user's own: nobody has looked at it yet."""
+    affinity = _object(_object(pod, "affinity"), "nodeAffinity")
+    terms = _object(affinity, "requiredDuringSchedulingIgnoredDuringExecution").get("nodeSelectorTerms")
+    return terms if isinstance(terms, list) else []
+
+
+def _gpu_values(term: Any) -> list[str]:
+    """Return the values of a label about GPUs that a term lets a node have, where they are several."""
+    expressions = term.get("matchExpressions") if isinstance(term, Mapping) else None
+    for expression in expressions if isinstance(expressions, list) else []:
+        is_about_gpus = isinstance(expression, Mapping) and "gpu" in str(expression.get("key", "")).lower()
+        values = expression.get("values") if is_about_gpus and expression.get("operator") == "In" else None
+        if isinstance(values, list) and len(values) > 1:
+            return [str(value) for value in values]
+    return []
+
+
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,137 @@
+"""Policy: are the objects that a spec names there, and can they be what the job needs of them?
+
+`acceptance` asks it about the claim, for which a job waits, and `admission` about everything. What is missing is a
+doubt only: `kubectl apply` of a folder makes it a moment later. What can never work is a refusal.
+
+Not here: Secrets, because the operator has no right to read those of users; ServiceAccounts, because the pods have one
+that the operator makes; the image, which only the kubelet can judge.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ppojob_api.v1alpha1.pools import Spread
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import FieldError
+from ppojob_operator.plan import Claim, Manifest
+from ppojob_operator.reconcile.reading import read_claim
+
+
+class Kind(StrEnum):
+    """Kinds of objects that a spec names. One more is a value here, its names in `named`, and where it is read."""
+
+    CLAIM = "PersistentVolumeClaim"
+    CONFIG_MAP = "ConfigMap"
+    PRIORITY_CLASS = "PriorityClass"
+    RUNTIME_CLASS = "RuntimeClass"
+
+
+_CLAIM_PATH = "spec.storage.persistentVolumeClaim"
+_IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP}
+_CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
+_WRITING = {"ReadWriteMany", "ReadWriteOnce"}
+"""Access modes with which several pods can write."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An object that a spec names."""
+
+    kind: Kind
+    name: str
+    path: str = field(compare=False)
+    """Field that names it; the first one, where there are several."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a job: refusals, and doubts with which it can be run."""
+
+    refusals: tuple[FieldError, ...] = ()
+    doubts: tuple[FieldError, ...] = ()
+
+
+def named(spec: PPOJobSpec) -> list[Reference]:
+    """Return what a spec names, each object once."""
+    classes = _classes(spec.head.pod_template, "spec.head")
+    pools = [each for i, pool in enumerate(spec.pools) for each in _classes(pool.pod_template, f"spec.pools[{i}]")]
+    return list(dict.fromkeys([claim_of(spec), *_config_maps(spec), *classes, *pools]))
+
+
+def claim_of(spec: PPOJobSpec) -> Reference:
+    """Return the claim of a spec."""
+    return Reference(Kind.CLAIM, spec.storage.persistent_volume_claim, _CLAIM_PATH)
+
+
+def judge(spec: PPOJobSpec, namespace: str, found: Mapping[Reference, Manifest | None]) -> Verdict:
+    """Return what is to be said of the objects that were looked for; None: there is no such object."""
+    missing = tuple(absence(reference, namespace) for reference, raw in found.items() if raw is None)
+    claims = [read_claim(raw) for reference, raw in found.items() if raw is not None and reference.kind is Kind.CLAIM]
+    verdicts = [judge_claim(spec, claim) for claim in claims]
+    refusals = tuple(refusal for verdict in verdicts for refusal in verdict.refusals)
+    return Verdict(refusals, (*missing, *(doubt for verdict in verdicts for doubt in verdict.doubts)))
+
+
+def absence(reference: Reference, namespace: str) -> FieldError:
+    """Return the sentence about an object that is not there."""
+    noun = "claim" if reference.kind is Kind.CLAIM else reference.kind.value
+    where = f" in namespace {namespace}" if reference.kind in _IN_NAMESPACE else ""
+    return FieldError(reference.path, reference.name, f"there is no such {noun}{where}: create it, or name another")
+
+
+def judge_claim(spec: PPOJobSpec, claim: Claim) -> Verdict:
+    """Return whether all pods of a job can write to a claim: the head and at least one of a pool."""
+    if claim.phase == "Lost":
+        return Verdict((_about(claim, "the claim has lost its volume: name another"),))
+    modes = claim.access_modes
+    if not modes or "ReadWriteMany" in modes:
+        return Verdict()
+    shown = ", ".join(modes)
+    if not _WRITING & set(modes):
+        return _unfit(claim, f"the claim is {shown}, and all pods write to it")
+    apart = [pool.name for pool in spec.pools if pool.nodes > 1 and pool.spread is Spread.REQUIRED]
+    if apart:
+        return _unfit(
+            claim, f"the claim is {shown}, and spread: Required puts the pods of pool {apart[0]} on many hosts"
+        )
+    # Right where the cluster has one node that is large enough, and where the volume itself keeps the pods together.
+    num_pods = 1 + sum(pool.nodes for pool in spec.pools)
+    words = f"the claim is {shown}: unless all {num_pods} pods are on one host, some wait for ever; use ReadWriteMany"
+    return Verdict(doubts=(_about(claim, words),))
+
+
+def _unfit(claim: Claim, words: str) -> Verdict:
+    return Verdict((_about(claim, f"{words}: use one that is ReadWriteMany"),))
+
+
+def _about(claim: Claim, words: str) -> FieldError:
+    return FieldError(_CLAIM_PATH, claim.name, words)
+
+
+def _classes(template: Mapping[str, Any], path: str) -> Iterator[Reference]:
+    pod = template.get("spec")
+    for name, kind in _CLASSES.items():
+        value = pod.get(name) if isinstance(pod, Mapping) else None
+        if value and isinstance(value, str):
+            yield Reference(kind, value, f"{path}.podTemplate.spec.{name}")
+
+
+def _config_maps(spec: PPOJobSpec) -> Iterator[Reference]:
+    for index, variable in enumerate(spec.env):
+        source = variable.value_from or {}
+        yield from _required(source, "configMapKeyRef", f"spec.env[{index}].valueFrom")
+    yield from _all_required(spec.env_from)
+
+
+def _all_required(sources: Sequence[Mapping[str, Any]]) -> Iterator[Reference]:
+    for index, source in enumerate(sources):
+        yield from _required(source, "configMapRef", f"spec.envFrom[{index}]")
+
+
+def _required(source: Mapping[str, Any], key: str, path: str) -> Iterator[Reference]:
+    """Yield the ConfigMap of a source; one that is optional need not be there."""
+    reference = source.get(key)
+    if isinstance(reference, Mapping) and not reference.get("optional") and isinstance(reference.get("name"), str):
+        yield Reference(Kind.CONFIG_MAP, reference["name"], f"{path}.{key}.name")

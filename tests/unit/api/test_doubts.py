@@ -1,0 +1,97 @@
+"""What of a valid spec is doubtful, one doubt each, and what is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.validation import parse_manifest
+from tests.bad_specs import GOOD, with_changes
+from tests.examples import EXAMPLES, name_of
+
+POOL = {"name": "actor", "gpusPerNode": 2, "nodes": 2}
+CRITIC = {"name": "critic", "gpusPerNode": 2, "nodes": 1}
+GPU = "nvidia.com/gpu.product"
+
+
+def among(*products: str) -> dict[str, Any]:
+    """Return a pod template that wants nodes with one of these GPUs."""
+    terms = [{"matchExpressions": [{"key": GPU, "operator": "In", "values": list(products)}]}]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return {"spec": {"affinity": {"nodeAffinity": required}}}
+
+
+def said_of(spec: dict[str, Any]) -> list[str]:
+    _, _, parsed = parse_manifest(with_changes({("spec", name): value for name, value in spec.items()}))
+    return list(map(str, doubts(resolve(parsed))))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"checkpoint": {"everySteps": 0}}, "spec.checkpoint.everySteps: 0: no checkpoint before the end"),
+        ({"image": "trainer"}, "spec.image: 'trainer': this tag moves"),
+        ({"image": "registry:5000/trainer:latest"}, "spec.image: 'registry:5000/trainer:latest': this tag moves"),
+        ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
+        ({"pools": [POOL, CRITIC]}, "spec.pools[0].nodeSelector: nothing says which GPU the 2 pods get"),
+        (
+            {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},
+            "spec.pools[0].podTemplate.spec.affinity.nodeAffinity: ['H200', 'A100']: several kinds of GPU in one pool",
+        ),
+    ],
+)
+def test_a_doubtful_setting_is_named_with_what_would_be_better(spec: dict[str, Any], words: str) -> None:
+    [doubt] = said_of(spec)
+
+    assert doubt.startswith(words)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"image": "registry:5000/trainer:1.2"},
+        {"image": f"trainer@sha256:{'0' * 64}"},
+        {"image": f"trainer:latest@sha256:{'0' * 64}"},
+        {"checkpoint": {"everySteps": 1}},
+        {"pools": [{**POOL, "nodeSelector": {GPU: "H200"}}, CRITIC]},
+        {"pools": [{**POOL, "podTemplate": among("H200")}, CRITIC]},
+        {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},
+        {"pools": [{**POOL, "gpuResourceName": "nvidia.com/mig-1g.10gb"}, CRITIC]},
+        {"pools": [POOL, CRITIC], "device": "cpu"},
+        {"autoBalance": {"enabled": True}, "device": "cpu", "pools": [{**POOL, "maxNodes": 3}, CRITIC]},
+        {"pools": [{**POOL, "podTemplate": {"spec": {"affinity": "none", "nodeSelector": {"a": "b"}}}}, CRITIC]},
+    ],
+)
+def test_what_is_meant_so_is_not_doubted(spec: dict[str, Any]) -> None:
+    assert said_of(spec) == []
+
+
+def test_a_template_that_makes_no_sense_is_left_to_those_who_refuse_it() -> None:
+    for affinity in (
+        "none",
+        {"nodeAffinity": 1},
+        {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}},
+    ):
+        pool = {**POOL, "podTemplate": {"spec": {"affinity": affinity}}}
+
+        assert [doubt.partition(": ")[0] for doubt in said_of({"pools": [pool, CRITIC]})] == [
+            "spec.pools[0].nodeSelector"
+        ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_of_the_examples_only_missing_checkpoints_are_doubtful(path: Path) -> None:
+    """Those that run for minutes write none, so that their times are those of the steps."""
+    jobs = [each for each in yaml.safe_load_all(path.read_text()) if each["kind"] == "PPOJob"]
+
+    assert {doubt.path for job in jobs for doubt in doubts(resolve(parse_manifest(job)[2]))} <= {
+        "spec.checkpoint.everySteps"
+    }
+
+
+def test_the_table_begins_from_a_spec_without_doubts() -> None:
+    assert list(doubts(resolve(parse_manifest(GOOD)[2]))) == []
