@@ -1,6 +1,6 @@
 """The operator's process: builds the parts, plugs them together, runs them until a signal comes.
 
-    every replica:        status server (reports, probes)   +   Election (the Lease)
+    every replica:        status server (reports, probes, admission)   +   Election (the Lease)
     the leader, besides:  Loop (queue, workers)  <--- notes of jobs ---  Kopf (watches), in a thread of its own
 
 Kopf has a thread of its own because it cancels, when it ends, every younger task of the event loop that it runs in,
@@ -27,7 +27,9 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator import logs
+from ppojob_operator.admission import AdmissionEndpoint, keep_trusted
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
+from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
@@ -41,7 +43,7 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from ppojob_operator.term import Term
+from ppojob_operator.term import Part, Term
 from ppojob_operator.together import run_together
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,9 @@ async def run(settings: Settings) -> None:
         health = Health()
         metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
+        if settings.webhook_configuration:
+            endpoint = AdmissionEndpoint(AdmissionCluster(api), metrics.count_review)
+            server.serve_beside(settings.webhook_port, endpoint.application())
         await server.prepare()
         network = _job_network(settings)
         term = Term(
@@ -97,6 +102,7 @@ async def run(settings: Settings) -> None:
             lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key, network),
             health,
             metrics,
+            _leaders_parts(settings, server),
         )
         election = _election(settings, api, health)
         metrics.ask(
@@ -105,6 +111,14 @@ async def run(settings: Settings) -> None:
         leading = election.run(stop, lambda over: term.run(over, election.check))
         await run_together(stop, {"status server": server.run(stop), "election": leading})
     logger.info("stopped in order")
+
+
+def _leaders_parts(settings: Settings, server: StatusServer) -> dict[str, Part]:
+    """Return what the leader does besides looking after jobs."""
+    name = settings.webhook_configuration
+    if not name:
+        return {}
+    return {"webhook": lambda api, stop: keep_trusted(AdmissionCluster(api), name, server.ca_bundle, stop)}
 
 
 def _job_network(settings: Settings) -> JobNetwork | None:

@@ -75,6 +75,11 @@ class Settings(BaseModel):
     extra_names: str = ""
     """Further names of the status endpoint for its certificate, separated by commas."""
 
+    webhook_configuration: str = ""
+    """ValidatingWebhookConfiguration of the admission webhook. Empty: there is none."""
+    webhook_port: Port = 9443
+    """HTTPS port of the admission webhook."""
+
     lease_name: str = "ppojob-operator-leader"
     """Lease by which the replicas agree on one leader."""
     lease_duration: Annotated[int, Field(ge=1, le=3600)] = 15

@@ -6,8 +6,8 @@ longer changes nothing, however late it learns of it.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -29,6 +29,10 @@ _LOOP_PULSE_SECONDS = 300.0
 _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
 
 
+Part = Callable[[ApiServer, asyncio.Event], Coroutine[Any, Any, None]]
+"""What else runs while the leader leads: until the event is set, with an API server that it may write to."""
+
+
 class Term:
     """What only the leader runs."""
 
@@ -40,6 +44,7 @@ class Term:
         surroundings: Callable[[JobKey], Surroundings],
         health: Health,
         metrics: OperatorMetrics,
+        parts: Mapping[str, Part],
     ) -> None:
         self._settings = settings
         self._client = client
@@ -47,6 +52,7 @@ class Term:
         self._surroundings = surroundings
         self._health = health
         self._metrics = metrics
+        self._parts = parts
         self._loop: Loop | None = None
 
     @property
@@ -62,10 +68,11 @@ class Term:
         """Look after the jobs until `stop` is set, or this is cancelled.
 
         Raises:
-            RuntimeError: loop or watches ended by themselves.
+            RuntimeError: one of its parts ended by itself.
         """
         timeout = self._settings.request_timeout
-        cluster = Cluster(ApiServer(self._client, timeout=timeout, guard=guard), reporter=self._settings.pod_name)
+        api = ApiServer(self._client, timeout=timeout, guard=guard)
+        cluster = Cluster(api, reporter=self._settings.pod_name)
         metrics = self._metrics
         hooks = Hooks(
             beat=self._health.pulse(_LOOP, _LOOP_PULSE_SECONDS).beat,
@@ -80,7 +87,8 @@ class Term:
         self._health.ready_when(_WATCHES, lambda: None if watches.is_ready else "not connected yet")
         self._loop = loop
         try:
-            await run_together(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop)})
+            parts = {name: part(api, stop) for name, part in self._parts.items()}
+            await run_together(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop), **parts})
         finally:
             self._loop = None
             for name in (_LOOP, _WATCH, _WATCHES):

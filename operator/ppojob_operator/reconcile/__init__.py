@@ -3,9 +3,19 @@
 `loop.py` calls them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
 """
 
+from ppojob_operator.reconcile.acceptance import spec_problem
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
 from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod
 
-__all__ = ["dashboard_target", "decide", "is_finished", "read_claim", "read_cluster", "read_job", "read_pod"]
+__all__ = [
+    "dashboard_target",
+    "decide",
+    "is_finished",
+    "read_claim",
+    "read_cluster",
+    "read_job",
+    "read_pod",
+    "spec_problem",
+]

@@ -63,6 +63,11 @@ class OperatorMetrics:
             registry=self.registry,
         )
 
+        self.reviews = Counter(
+            "ppojob_admission_reviews", "Answers of the admission webhook by outcome.", ["outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+
     def ask(
         self,
         *,
@@ -82,6 +87,10 @@ class OperatorMetrics:
     def count_retries(self, cause: str, count: int) -> None:
         """Count attempts that are tried again; `cause` is `user` or `infrastructure`."""
         self.retries.labels(cause=cause).inc(count)
+
+    def count_review(self, outcome: str) -> None:
+        """Count one answer of the admission webhook: Allowed, Warned, Refused or Malformed."""
+        self.reviews.labels(outcome=outcome).inc()
 
     def observe_reconcile(self, seconds: float, outcome: str) -> None:
         """Count one pass over one job."""

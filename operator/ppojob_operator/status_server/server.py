@@ -63,6 +63,7 @@ class StatusServer:
         endpoint = ReportEndpoint(intake, metrics, body_limit_seconds=limit, max_requests=settings.max_requests)
         self._reports = endpoint.application()
         self._probes = probe_application(health, metrics)
+        self._beside: list[tuple[int, web.Application]] = []
         self._is_open = False
         health.ready_when("status server", lambda: None if self._is_open else "takes no reports")
 
@@ -86,6 +87,10 @@ class StatusServer:
                 f"the operator may not use Secret {secret}: give its service account get and update ({error})"
             ) from error
 
+    def serve_beside(self, port: int, application: web.Application) -> None:
+        """Serve another application with the same certificates, on a port of its own: who may come there differs."""
+        self._beside.append((port, application))
+
     def ca_bundle(self) -> str:
         """Return the authorities that trainers must trust, in PEM; a renewal changes it, so read it at each use."""
         return self._certificates.ca_bundle
@@ -107,7 +112,8 @@ class StatusServer:
             await stack.enter_async_context(_serving(self._probes, settings.host, settings.probe_port, None))
             loops = await stack.enter_async_context(self._loops())
             context = self._certificates.context
-            await stack.enter_async_context(_serving(self._reports, settings.host, settings.port, context))
+            for port, application in [(settings.port, self._reports), *self._beside]:
+                await stack.enter_async_context(_serving(application, settings.host, port, context))
             self._is_open = True
             try:
                 await _wait(stop, loops)

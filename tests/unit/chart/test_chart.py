@@ -28,6 +28,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "metrics.dashboards.enabled": True,
         "logFormat": "JSON",
     },
+    "asked": {"webhook.enabled": True},
     "guarded": {"networkPolicy.enabled": True},
     "guarded jobs": {"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"},
     "asleep": {"replicas": 0},
@@ -125,7 +126,8 @@ def test_the_operator_reads_the_environment_that_the_chart_gives_it(helm: Any, c
     ports = {port["name"]: port for port in service["spec"]["ports"]}
     assert settings.service_port == ports["https"]["port"]
     listening = {port["name"]: port["containerPort"] for port in pod_of(objects)["spec"]["containers"][0]["ports"]}
-    assert listening == {"https": settings.port, "http": settings.probe_port}
+    webhook = {"webhook": settings.webhook_port} if "asked" in chosen else {}
+    assert listening == {"https": settings.port, "http": settings.probe_port, **webhook}
     assert settings.watch_namespace == ("rl-team" if "one namespace" in chosen else "")
 
 
@@ -298,6 +300,10 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("jobNetworkPolicy.egress", [], "egress"),
         ("jobNetworkPolicy.metricsNamespace", "a,b", "metricsNamespace"),
         ("autoscaling", {}, "autoscaling"),
+        ("webhook.enabled", "true", "enabled"),
+        ("webhook.failurePolicy", "Refuse", "failurePolicy"),
+        ("webhook.timeoutSeconds", 31, "timeoutSeconds"),
+        ("webhook.caBundle", "", "caBundle"),
         ("leaderElection.leaseDuration", "15s", "leaseDuration"),
         ("leaderElection.retryPeriodSeconds", 0, "retryPeriodSeconds"),
         ("podDisruptionBudget.minAvailable", 1, "minAvailable"),

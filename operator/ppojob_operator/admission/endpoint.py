@@ -1,0 +1,101 @@
+"""The HTTPS application that answers the API server's AdmissionReviews: limits, a look at the cluster, the answer.
+
+It asks for no token: the API server shows none by default, and the answer says no more than whether an object of some
+name is there. What it cannot read it answers with an error, and `failurePolicy` decides; what it cannot look at in the
+cluster it leaves to the operator, because an API server that is slow must not stop people from working.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from aiohttp import web
+
+from ppojob_operator import logs
+from ppojob_operator.admission import review, verdict
+from ppojob_operator.admission.ports import LookPort
+from ppojob_operator.admission.review import Request, ReviewError
+from ppojob_operator.admission.verdict import Seen, Verdict
+from ppojob_operator.api_server import ApiError
+from ppojob_operator.plan import Job, Manifest
+from ppojob_operator.reconcile import read_job
+from ppojob_operator.reconcile.references import Reference
+
+_LOG = logging.getLogger(__name__)
+PATH = "/validate"
+_MAX_BYTES = 8 * 2**20
+"""The API server takes objects of 3 MiB, and a review has two of them."""
+_BODY_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
+_MAX_REVIEWS = 16
+"""Reviews in work at the same time; others wait, for as long as the API server does."""
+_FOREIGN = "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
+
+
+class AdmissionEndpoint:
+    """`POST PATH`."""
+
+    def __init__(self, port: LookPort, count: Callable[[str], None], *, look_seconds: float = _LOOK_SECONDS) -> None:
+        """`count` is called with each review's outcome: Allowed, Warned, Refused or Malformed."""
+        self._port = port
+        self._count = count
+        self._look_seconds = look_seconds
+        self._turns = asyncio.Semaphore(_MAX_REVIEWS)
+
+    def application(self) -> web.Application:
+        """Return the application; it knows this one path."""
+        application = web.Application(client_max_size=_MAX_BYTES)
+        application.router.add_post(PATH, self._handle)
+        return application
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        async with self._turns:
+            try:
+                async with asyncio.timeout(_BODY_SECONDS):
+                    asked = review.read(await request.read())
+            except TimeoutError:
+                return self._malformed(408, f"the body did not come within {_BODY_SECONDS:g} s")
+            except web.HTTPRequestEntityTooLarge:
+                return self._malformed(413, f"the body has more than {_MAX_BYTES} bytes")
+            except ReviewError as error:
+                return self._malformed(400, str(error))
+            return web.json_response(await self._answer(asked))
+
+    def _malformed(self, status: int, message: str) -> web.Response:
+        self._count("Malformed")
+        _LOG.warning("an admission review that cannot be read: %s", message)
+        return web.json_response({"message": message}, status=status)
+
+    async def _answer(self, asked: Request) -> object:
+        raw = asked.job
+        if raw is None:
+            return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
+        job = read_job(raw)
+        with logs.about(str(job.key)):
+            return self._said(asked, verdict.judge(job, await self._look(job)))
+
+    def _said(self, asked: Request, said: Verdict) -> object:
+        self._count("Refused" if said.refusal else "Warned" if said.warnings else "Allowed")
+        if said.refusal:
+            _LOG.info("refused %s of %s/%s: %s", asked.operation, asked.namespace, asked.name, said.refusal)
+        return review.answer(asked.uid, said.refusal, said.warnings)
+
+    async def _look(self, job: Job) -> Seen:
+        wanted = verdict.wanted(job)
+        answers = await asyncio.gather(*(self._look_for(reference, job.key.namespace) for reference in wanted))
+        looked = dict(zip(wanted, answers, strict=True))
+        return Seen(
+            found={reference: raw for reference, raw in looked.items() if not isinstance(raw, str)},
+            unseen={reference: problem for reference, problem in looked.items() if isinstance(problem, str)},
+        )
+
+    async def _look_for(self, reference: Reference, namespace: str) -> Manifest | str | None:
+        """Return the object, None if there is none, or in words why that cannot be known."""
+        try:
+            async with asyncio.timeout(self._look_seconds):
+                return await self._port.look_for(reference, namespace)
+        except TimeoutError:
+            return f"no answer within {self._look_seconds:g} s"
+        except ApiError as error:
+            _LOG.warning("%s %s could not be looked for: %s", reference.kind.value, reference.name, error)
+            return "the API server did not answer, or the operator may not ask"

@@ -1,0 +1,52 @@
+"""The API server as admission needs it: the objects that a spec names, and one ValidatingWebhookConfiguration.
+
+It implements `admission.ports` over `api_server`; `main.py` hands it over. It decides nothing and never logs.
+"""
+
+import base64
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_operator.api_server import ApiServer, RawObject
+from ppojob_operator.reconcile.references import Kind, Reference
+
+_COLLECTIONS = {
+    Kind.CLAIM: "/api/v1/namespaces/{namespace}/persistentvolumeclaims",
+    Kind.CONFIG_MAP: "/api/v1/namespaces/{namespace}/configmaps",
+    Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses",
+    Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses",
+}
+_API_VERSION = "admissionregistration.k8s.io/v1"
+_CONFIGURATIONS = f"/apis/{_API_VERSION}/validatingwebhookconfigurations"
+
+
+class AdmissionCluster:
+    """LookPort and TrustPort on a real API server."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+
+    async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
+        """Return the object that a spec names, or None if there is none."""
+        return await self._api.read(_COLLECTIONS[reference.kind], namespace, reference.name)
+
+    async def read_webhooks(self, configuration: str) -> dict[str, str] | None:
+        """Return the names of the webhooks of a configuration, and whom each trusts; None: there is none."""
+        raw = await self._api.read(_CONFIGURATIONS, "", configuration)
+        if raw is None:
+            return None
+        bundles = {webhook["name"]: webhook["clientConfig"].get("caBundle", "") for webhook in raw.get("webhooks", [])}
+        return {name: base64.b64decode(bundle).decode(errors="replace") for name, bundle in bundles.items()}
+
+    async def trust(self, configuration: str, webhooks: list[str], ca_bundle: str) -> None:
+        """Let these webhooks trust the authorities. Who else writes the configuration keeps all of the rest."""
+        bundle = base64.b64encode(ca_bundle.encode()).decode()
+        body = {
+            "apiVersion": _API_VERSION,
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": configuration},
+            "webhooks": [{"name": name, "clientConfig": {"caBundle": bundle}} for name in webhooks],
+        }
+        query = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
+        path = f"{_CONFIGURATIONS}/{{name}}"
+        answer = await self._api.call("PATCH", path, name=configuration, body=body, query=query)
+        answer.expect(200)

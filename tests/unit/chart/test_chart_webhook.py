@@ -1,0 +1,96 @@
+"""The admission webhook by choice: what it is asked about, how it is reached, and the rights that come with it."""
+
+from typing import Any
+
+import pytest
+
+from ppojob_operator.admission import PATH
+from ppojob_operator.settings import Settings
+from tests.unit.chart.rendered import environment_of, only, pod_of, role_of
+
+CONFIGURATION = "ValidatingWebhookConfiguration"
+
+
+def webhook_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    [webhook] = only(objects, CONFIGURATION)["webhooks"]
+    found: dict[str, Any] = webhook
+    return found
+
+
+def test_it_is_off_by_default_and_nothing_of_it_is_there(helm: Any) -> None:
+    objects = helm.objects({})
+
+    assert CONFIGURATION not in {manifest["kind"] for manifest in objects}
+    assert Settings.from_environment(environment_of(objects)).webhook_configuration == ""
+    assert "webhook" not in str(objects)
+
+
+def test_the_api_server_reaches_every_replica_where_the_operator_listens(helm: Any) -> None:
+    objects = helm.objects({"webhook.enabled": True})
+    settings = Settings.from_environment(environment_of(objects))
+    target = webhook_of(objects)["clientConfig"]["service"]
+    service = only(objects, "Service")
+    [port] = [port for port in service["spec"]["ports"] if port["port"] == target["port"]]
+    [container] = pod_of(objects)["spec"]["containers"]
+    listening = {each["name"]: each["containerPort"] for each in container["ports"]}
+
+    assert (target["namespace"], target["name"]) == ("system", service["metadata"]["name"])
+    assert target["path"] == PATH
+    assert listening[port["targetPort"]] == settings.webhook_port
+    assert settings.webhook_configuration == only(objects, CONFIGURATION)["metadata"]["name"]
+
+
+def test_it_is_asked_about_new_and_changed_jobs_and_about_nothing_else(helm: Any) -> None:
+    webhook = webhook_of(helm.objects({"webhook.enabled": True}))
+    one = webhook_of(helm.objects({"webhook.enabled": True, "watchNamespace": "rl-team"}))
+
+    [rule] = webhook["rules"]
+    assert rule == {
+        "apiGroups": ["ppojob.dev"],
+        "apiVersions": ["v1alpha1"],
+        "resources": ["ppojobs"],
+        "operations": ["CREATE", "UPDATE"],
+        "scope": "Namespaced",
+    }
+    assert webhook["sideEffects"] == "None"
+    assert "namespaceSelector" not in webhook
+    assert one["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "rl-team"}}
+
+
+@pytest.mark.parametrize("policy", ["Ignore", "Fail"])
+def test_whether_it_fails_open_or_closed_is_a_value(helm: Any, policy: str) -> None:
+    values = {"webhook.enabled": True, "webhook.failurePolicy": policy, "webhook.timeoutSeconds": 30}
+
+    webhook = webhook_of(helm.objects(values))
+
+    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == (policy, 30)
+
+
+def test_the_operators_entry_is_left_out_so_that_an_upgrade_leaves_it_alone(helm: Any) -> None:
+    assert "caBundle" not in webhook_of(helm.objects({"webhook.enabled": True}))["clientConfig"]
+
+
+def test_it_brings_the_right_to_change_this_one_configuration_and_to_read_classes(helm: Any) -> None:
+    objects = helm.objects({"webhook.enabled": True, "watchNamespace": "rl-team"})
+    name = only(objects, CONFIGURATION)["metadata"]["name"]
+
+    own, *others = role_of(objects, "system-ppojob-webhook")["rules"]
+
+    assert own == {
+        "apiGroups": ["admissionregistration.k8s.io"],
+        "resources": ["validatingwebhookconfigurations"],
+        "resourceNames": [name],
+        "verbs": ["get", "patch"],
+    }
+    assert [(rule["resources"], rule["verbs"]) for rule in others] == [
+        (["priorityclasses"], ["get"]),
+        (["runtimeclasses"], ["get"]),
+    ]
+
+
+def test_a_guarded_operator_lets_the_api_server_in(helm: Any) -> None:
+    guarded = helm.objects({"webhook.enabled": True, "networkPolicy.enabled": True})
+
+    ingress = only(guarded, "NetworkPolicy")["spec"]["ingress"]
+
+    assert ingress[2:] == [{"ports": [{"port": "webhook", "protocol": "TCP"}]}]
