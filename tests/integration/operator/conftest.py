@@ -93,9 +93,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def render_chart(namespace: str) -> list[dict[str, Any]]:
-    """Return the chart's objects for one namespace."""
-    values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true"]
+def render_chart(namespace: str, *more: str) -> list[dict[str, Any]]:
+    """Return the chart's objects for one namespace, with more values."""
+    values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true", *more]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
         [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False
@@ -142,6 +142,7 @@ class Rights:
             "KUBECONFIG": str(folder / "kubeconfig"),
             "PPOJOB_PORT": str(free_port()),
             "PPOJOB_PROBE_PORT": str(probe_port),
+            "PPOJOB_WEBHOOK_PORT": str(free_port()),
             "PPOJOB_DASHBOARD_ACCESS": "PodIP",
             "PPOJOB_REQUEST_TIMEOUT": "5",
         }
@@ -156,17 +157,25 @@ def _alone(cluster: Any) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rights(kubectl: Any, _alone: None) -> Iterator[Rights]:
+def chart_values() -> tuple[str, ...]:
+    """More values of the chart, for a module that wants them."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def rights(kubectl: Any, _alone: None, chart_values: tuple[str, ...]) -> Iterator[Rights]:
     """The chart's account, roles and Secrets, applied to the module's namespace."""
-    chart = render_chart(kubectl.namespace)
+    chart = render_chart(kubectl.namespace, *chart_values)
     wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service", "Pod")]
-    done = kubectl.apply(*wanted)
-    assert done.returncode == 0, done.stderr
-    kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
-    kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE, "--duration=2h").strip()}
-    yield Rights(kubeconfig, {**environment_of(chart), "POD_NAMESPACE": kubectl.namespace})
-    names = [f"{m['kind']}/{m['metadata']['name']}" for m in wanted if m["kind"].startswith("ClusterRole")]
-    kubectl("delete", *names)
+    names = [f"{m['kind']}/{m['metadata']['name']}" for m in wanted if "namespace" not in m["metadata"]]
+    try:
+        done = kubectl.apply(*wanted)
+        assert done.returncode == 0, done.stderr
+        kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
+        kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE, "--duration=2h").strip()}
+        yield Rights(kubeconfig, {**environment_of(chart), "POD_NAMESPACE": kubectl.namespace})
+    finally:
+        kubectl("delete", "--ignore-not-found", *names)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, REPORT_PATH
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
@@ -103,7 +104,9 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(cluster: Any, settings: StatusServerSettings) -> AsyncIterator[Running]:
+async def serving(
+    cluster: Any, settings: StatusServerSettings, *beside: tuple[int, web.Application]
+) -> AsyncIterator[Running]:
     health = Health()
     server = StatusServer(
         settings,
@@ -113,6 +116,8 @@ async def serving(cluster: Any, settings: StatusServerSettings) -> AsyncIterator
         health=health,
         metrics=OperatorMetrics(lambda: {"Running": 2, "Failed": 1}),
     )
+    for port, application in beside:
+        server.serve_beside(port, application)
     await server.prepare()
     running = Running(server, settings, health)
     try:
@@ -252,6 +257,24 @@ async def test_only_post_to_the_one_path_is_answered(cluster: Any, settings: Sta
         for path, status in ((PATH, 405), ("/", 404), ("/metrics", 404), ("/healthz", 404)):
             async with session.get(running.reports + path, ssl=running.tls) as answer:
                 assert answer.status == status
+
+
+async def test_another_application_is_served_beside_with_the_same_certificates_until_the_end(
+    cluster: Any, settings: StatusServerSettings
+) -> None:
+    async def greet(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    beside, port = web.Application(), free_port()
+    beside.router.add_get("/", greet)
+    async with serving(cluster, settings, (port, beside)) as running, aiohttp.ClientSession() as session:
+        async with session.get(f"https://localhost:{port}/", ssl=running.tls) as answer:
+            assert await answer.text() == "hello"
+        async with session.post(f"https://localhost:{port}{PATH}", ssl=running.tls) as answer:
+            assert answer.status == 404
+
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("localhost", port)
 
 
 async def test_probes_show_problems_by_name(cluster: Any, settings: StatusServerSettings) -> None:
