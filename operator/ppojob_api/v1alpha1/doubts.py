@@ -19,8 +19,8 @@ _MOVING_TAGS = ("", "latest")
 
 def doubts(spec: PPOJobSpec) -> Iterator[FieldError]:
     """Yield the doubts about a spec: each field's path, its value, and what would be better."""
-    yield from _image_moves(spec)
     yield from _nothing_is_saved(spec)
+    yield from _image_moves(spec)
     yield from _nothing_to_balance(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):

@@ -1,0 +1,47 @@
+"""docs/admission.md quotes what the product says: each sentence is made here, and no other stands there."""
+
+from pathlib import Path
+from typing import Any
+
+from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_operator.manifests.ray_cluster import template_problems
+from ppojob_operator.plan import Claim
+from ppojob_operator.reconcile.references import judge, judge_claim, named
+from tests.unit.api.test_doubts import among
+from tests.unit.operator.reconcile.worlds import KEY, UID, spec
+
+PAGE = Path("docs/admission.md").read_text()
+CRITIC = {"name": "critic", "gpusPerNode": 1}
+
+
+def parsed(**changes: Any) -> PPOJobSpec:
+    return resolve(parse_spec(spec(**changes)))
+
+
+def actors(**fields: Any) -> list[dict[str, Any]]:
+    return [{"name": "actor", "gpusPerNode": 2, "nodes": 2, **fields}, CRITIC]
+
+
+def test_the_page_quotes_what_is_said() -> None:
+    host_network = parsed(head={"podTemplate": {"spec": {"hostNetwork": True}}})
+    classes = {"podTemplate": {"spec": {"priorityClassName": "urgent", "runtimeClassName": "nvidia"}}}
+    naming = parsed(head=classes, envFrom=[{"configMapRef": {"name": "settings"}}])
+    apart = parsed(pools=actors(spread="Required", nodeSelector={"a": "b"}))
+    doubtful = parsed(checkpoint={"everySteps": 0}, image="trainer:latest", autoBalance={"enabled": True})
+
+    made = [
+        *template_problems(host_network, KEY, UID),
+        *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOncePod",))).refusals,
+        *judge_claim(apart, Claim("data", "Bound", ("ReadWriteOnce",))).refusals,
+        *judge_claim(parsed(), Claim("data", "Lost")).refusals,
+        *judge(naming, KEY.namespace, dict.fromkeys(named(naming))).doubts,
+        *doubts(doubtful),
+        *doubts(parsed(pools=actors())),
+        *doubts(parsed(pools=actors(podTemplate=among("H200", "A100")))),
+        *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOnce",))).doubts,
+    ]
+
+    assert [line for line in PAGE.splitlines() if line.startswith("spec.")] == list(map(str, made))
