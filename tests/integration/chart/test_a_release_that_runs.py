@@ -40,6 +40,7 @@ def settings(kubectl: Any) -> list[str]:
         "leaderElection.leaseDurationSeconds": "8",
         "leaderElection.renewDeadlineSeconds": "6",
         "leaderElection.retryPeriodSeconds": "1",
+        "webhook.enabled": "true",
     }
     return [f"--set={name}={value}" for name, value in values.items()]
 
@@ -89,6 +90,18 @@ def test_both_replicas_take_reports_and_one_of_them_leads(kubectl: Any, release:
     assert {each["targetRef"]["name"] for each in ready} == set(replicas(kubectl))
     assert len(ready) == 2
     assert leader(kubectl) in replicas(kubectl)
+
+
+def test_a_bad_job_is_refused_by_way_of_the_service(kubectl: Any, release: str, manifest: dict[str, Any]) -> None:
+    manifest["metadata"] = {"name": "refused"}
+    manifest["spec"]["head"] = {"podTemplate": {"spec": {"hostNetwork": True}}}
+    refusal = 'webhook "ppojobs.ppojob.dev" denied the request: spec.head.podTemplate.spec.hostNetwork: True: use'
+
+    def said() -> str:
+        words: str = kubectl.run("create", "--dry-run=server", "--filename=-", stdin=json.dumps(manifest)).stderr
+        return words
+
+    wait_until(lambda: refusal in said())
 
 
 def test_a_leader_whose_pod_is_killed_is_followed(kubectl: Any, release: str) -> None:

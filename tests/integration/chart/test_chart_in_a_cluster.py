@@ -46,6 +46,7 @@ def release(kubectl: Any) -> Iterator[str]:
         (),
         ("--set=watchNamespace={namespace}",),
         ("--set=certificates.existingSecret=given", "--set=networkPolicy.enabled=true"),
+        ("--set=webhook.enabled=true", "--set=networkPolicy.enabled=true"),
         ("--set=jobNetworkPolicy.enabled=true", "--set=metrics.dashboards.enabled=true"),
         ("--set=serviceAccount.create=false", "--set=priorityClassName=system-cluster-critical"),
     ],
@@ -107,6 +108,22 @@ def test_an_upgrade_leaves_what_the_operator_stored_alone(kubectl: Any, release:
     assert kubectl.json("get", "secret", "ppojob-certificates")["data"] == data
     environment = kubectl.json("get", "deployment", "ppojob")["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "PPOJOB_LOG_LEVEL", "value": "DEBUG"} in environment
+
+
+def test_an_upgrade_leaves_the_webhook_trusted(kubectl: Any, cluster: Any) -> None:
+    where, name = f"--namespace={kubectl.namespace}", f"{kubectl.namespace}-trusted-ppojob"
+    settings = ("--set=replicas=0", "--set=webhook.enabled=true", f"--set=watchNamespace={kubectl.namespace}", *COMMON)
+    bundle = cluster.json("config", "view", "--raw", "--minify")["clusters"][0]["cluster"]["certificate-authority-data"]
+    patch = json.dumps([{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle}])
+    try:
+        helm("install", "trusted", str(CHART), where, *settings)
+        kubectl("patch", "validatingwebhookconfiguration", name, "--type=json", f"--patch={patch}")
+        helm("upgrade", "trusted", str(CHART), where, *settings, "--set=webhook.timeoutSeconds=7")
+        [webhook] = kubectl.json("get", "validatingwebhookconfiguration", name)["webhooks"]
+    finally:
+        helm("uninstall", "trusted", where, "--ignore-not-found")
+
+    assert (webhook["timeoutSeconds"], webhook["clientConfig"]["caBundle"]) == (7, bundle)
 
 
 @pytest.fixture

@@ -66,6 +66,15 @@ def test_whether_it_fails_open_or_closed_is_a_value(helm: Any, policy: str) -> N
     assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == (policy, 30)
 
 
+def test_a_pod_that_goes_answers_until_nobody_is_led_to_it(helm: Any) -> None:
+    [container], [without] = (
+        pod_of(helm.objects({"webhook.enabled": enabled}))["spec"]["containers"] for enabled in (True, False)
+    )
+
+    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
+    assert "lifecycle" not in without
+
+
 def test_the_operators_entry_is_left_out_so_that_an_upgrade_leaves_it_alone(helm: Any) -> None:
     assert "caBundle" not in webhook_of(helm.objects({"webhook.enabled": True}))["clientConfig"]
 
