@@ -4,6 +4,7 @@ It implements `admission.ports` over `api_server`; `main.py` hands it over. It d
 """
 
 import base64
+import re
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.api_server import ApiServer, RawObject
@@ -15,6 +16,7 @@ _COLLECTIONS = {
     Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses",
     Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses",
 }
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _API_VERSION = "admissionregistration.k8s.io/v1"
 _CONFIGURATIONS = f"/apis/{_API_VERSION}/validatingwebhookconfigurations"
 
@@ -27,6 +29,9 @@ class AdmissionCluster:
 
     async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
         """Return the object that a spec names, or None if there is none."""
+        if not all(map(_NAME.fullmatch, (reference.name, namespace))):
+            # No object can have it, and in a path it might lead elsewhere, as ".." does.
+            return None
         return await self._api.read(_COLLECTIONS[reference.kind], namespace, reference.name)
 
     async def read_webhooks(self, configuration: str) -> dict[str, str] | None:

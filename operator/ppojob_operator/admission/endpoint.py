@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from ppojob_operator import logs
 from ppojob_operator.admission import review, verdict
@@ -29,6 +30,8 @@ _BODY_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
 _MAX_REVIEWS = 16
 """Reviews in work at the same time; others wait, for as long as the API server does."""
+_MAX_LOOKS = 32
+"""Objects that are looked for in one review: nobody may make a thousand questions of one."""
 _FOREIGN = "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
 
 
@@ -70,18 +73,19 @@ class AdmissionEndpoint:
         raw = asked.job
         if raw is None:
             return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
-        job = read_job(raw)
+        job = _read(raw)
         with logs.about(str(job.key)):
             return self._said(asked, verdict.judge(job, await self._look(job)))
 
     def _said(self, asked: Request, said: Verdict) -> object:
         self._count("Refused" if said.refusal else "Warned" if said.warnings else "Allowed")
         if said.refusal:
-            _LOG.info("refused %s of %s/%s: %s", asked.operation, asked.namespace, asked.name, said.refusal)
+            # Who asked has the words; values of the spec, and whatever a stranger sends, do not belong into a log.
+            _LOG.info("refused %s of %r", asked.operation, f"{asked.namespace}/{asked.name}")
         return review.answer(asked.uid, said.refusal, said.warnings)
 
     async def _look(self, job: Job) -> Seen:
-        wanted = verdict.wanted(job)
+        wanted = verdict.wanted(job)[:_MAX_LOOKS]
         answers = await asyncio.gather(*(self._look_for(reference, job.key.namespace) for reference in wanted))
         looked = dict(zip(wanted, answers, strict=True))
         return Seen(
@@ -99,3 +103,11 @@ class AdmissionEndpoint:
         except ApiError as error:
             _LOG.warning("%s %s could not be looked for: %s", reference.kind.value, reference.name, error)
             return "the API server did not answer, or the operator may not ask"
+
+
+def _read(raw: Manifest) -> Job:
+    """Return the view of a PPOJob. Of a status that only a newer operator understands, nothing is seen."""
+    try:
+        return read_job(raw)
+    except ValidationError:
+        return read_job({**raw, "status": {}})

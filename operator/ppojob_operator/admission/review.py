@@ -63,7 +63,8 @@ class Request(_Model):
         """
         if self.new is None or not self.is_ours:
             return None
-        metadata = {"uid": "", "generation": 1, "name": self.name, **self.new.get("metadata", {})}
+        given = self.new.get("metadata")
+        metadata = {"uid": "", "generation": 1, "name": self.name, **(given if isinstance(given, dict) else {})}
         is_as_before = self.old is not None and self.old.get("spec") == self.new.get("spec")
         if is_as_before or "deletionTimestamp" in metadata:
             return None

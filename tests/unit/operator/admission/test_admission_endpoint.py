@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -143,6 +144,47 @@ async def test_what_stops_nobody_passes_even_with_a_bad_spec(
 ) -> None:
     assert await ask(review(new, old)) == (True, "", [])
     assert cluster.asked == []
+
+
+async def test_the_log_has_no_words_of_the_spec_and_no_line_of_a_strangers(
+    ask: Asking, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    await ask(review(job(spec(env=[{"name": "RAY_ADDRESS", "value": "hidden"}])), name="x\nfaked"))
+    await ask(review(job(spec(image="", hidden=1))))
+
+    assert "refused CREATE of 'rl-team/x\\nfaked'" in caplog.text
+    assert "\nfaked" not in caplog.text
+    assert "hidden" not in caplog.text
+
+
+async def test_a_status_that_only_a_newer_operator_understands_stops_nobody(ask: Asking) -> None:
+    newer = {"conditions": [], "moreThanWeKnow": 1}
+
+    allowed, message, _ = await ask(review(job(spec(image=""), newer), job(status=newer)))
+
+    assert not allowed
+    assert message.startswith("spec.image: ''")
+    assert await ask(review(job(spec(trainer={"totalSteps": 5}), newer), job(status=newer))) == (True, "", [])
+
+
+async def test_one_review_asks_a_bounded_number_of_questions(ask: Asking, cluster: FakeCluster) -> None:
+    names = [{"name": f"V{i}", "valueFrom": {"configMapKeyRef": {"name": f"c{i}", "key": "k"}}} for i in range(100)]
+
+    await ask(review(job(spec(env=names))))
+
+    assert len(cluster.asked) == 32
+
+
+@pytest.mark.parametrize("broken", [{"metadata": []}, {"metadata": {}}, {"spec": None}, {"spec": "none"}])
+async def test_an_object_that_no_api_server_would_send_is_judged_like_any_other(
+    ask: Asking, broken: dict[str, Any]
+) -> None:
+    allowed, message, _ = await ask(review({**job(), **broken}))
+
+    assert allowed == ("metadata" in broken)
+    assert bool(message) == ("spec" in broken)
 
 
 async def test_another_spec_for_a_job_that_has_ended_is_taken_with_a_remark(ask: Asking) -> None:

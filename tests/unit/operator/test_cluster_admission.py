@@ -1,0 +1,104 @@
+"""What admission asks of the API server, against an HTTP server in this process that plays it."""
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+
+from ppojob_operator.api_server import ApiRefused, ApiServer
+from ppojob_operator.cluster_admission import AdmissionCluster
+from ppojob_operator.reconcile.references import Kind, Reference
+
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/ours"
+PATHS = {
+    Kind.CLAIM: "/api/v1/namespaces/rl-team/persistentvolumeclaims/x",
+    Kind.CONFIG_MAP: "/api/v1/namespaces/rl-team/configmaps/x",
+    Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses/x",
+    Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses/x",
+}
+
+
+class Player:
+    """Plays an API server that has what is in `objects`, by path."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.seen: list[str] = []
+        self.patched: list[tuple[dict[str, str], Any]] = []
+        self.status = 200
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.seen.append(f"{request.method} {request.raw_path.partition('?')[0]}")
+        if request.method == "PATCH":
+            self.patched.append((dict(request.query), json.loads(await request.text())))
+            return web.json_response({"message": "said"}, status=self.status)
+        found = self.objects.get(request.path)
+        return web.json_response(found or {"message": "not found"}, status=200 if found else 404)
+
+
+@pytest.fixture
+def player() -> Player:
+    return Player()
+
+
+@pytest.fixture
+async def cluster(player: Player) -> AsyncIterator[AdmissionCluster]:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", player.handle)
+    async with TestServer(application) as server:
+        configuration = Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with ApiClient(configuration) as client:
+            yield AdmissionCluster(ApiServer(client, timeout=20.0))
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_every_kind_is_looked_for_where_it_is(cluster: AdmissionCluster, player: Player, kind: Kind) -> None:
+    reference = Reference(kind, "x", "spec.somewhere")
+
+    assert await cluster.look_for(reference, "rl-team") is None
+    player.objects[PATHS[kind]] = {"metadata": {"name": "x"}}
+    assert await cluster.look_for(reference, "rl-team") == {"metadata": {"name": "x"}}
+    assert player.seen == [f"GET {PATHS[kind]}"] * 2
+
+
+@pytest.mark.parametrize(("name", "namespace"), [("..", "rl-team"), ("x", ".."), ("", "rl-team"), ("a/b", "rl-team")])
+async def test_a_name_that_no_object_can_have_is_not_asked_for(
+    cluster: AdmissionCluster, player: Player, name: str, namespace: str
+) -> None:
+    assert await cluster.look_for(Reference(Kind.CLAIM, name, "spec.somewhere"), namespace) is None
+    assert player.seen == []
+
+
+async def test_the_webhooks_of_a_configuration_and_whom_they_trust(cluster: AdmissionCluster, player: Player) -> None:
+    assert await cluster.read_webhooks("ours") is None
+    trusted = {"name": "two.x.y", "clientConfig": {"caBundle": base64.b64encode(b"PEM").decode()}}
+    player.objects[CONFIGURATION] = {"webhooks": [{"name": "one.x.y", "clientConfig": {}}, trusted]}
+
+    assert await cluster.read_webhooks("ours") == {"one.x.y": "", "two.x.y": "PEM"}
+
+
+async def test_only_the_bundle_is_written_and_by_our_field_manager(cluster: AdmissionCluster, player: Player) -> None:
+    await cluster.trust("ours", ["one.x.y"], "PEM")
+
+    [(query, body)] = player.patched
+    assert player.seen == [f"PATCH {CONFIGURATION}"]
+    assert query == {"fieldManager": "ppojob-operator", "force": "true"}
+    assert body == {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": "ours"},
+        "webhooks": [{"name": "one.x.y", "clientConfig": {"caBundle": base64.b64encode(b"PEM").decode()}}],
+    }
+
+
+async def test_a_refusal_has_the_api_servers_words(cluster: AdmissionCluster, player: Player) -> None:
+    player.status = 403
+
+    with pytest.raises(ApiRefused, match="403 said"):
+        await cluster.trust("ours", ["one.x.y"], "PEM")
