@@ -85,6 +85,10 @@ class Cluster:
     """KubeRay's words where it cannot make the pods; empty: none."""
     head_service: str = ""
     """Service of the head, once KubeRay made it."""
+    generation: int = 1
+    """How often its spec was written."""
+    spec: Manifest = field(default_factory=dict)
+    """Its spec as it stands."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """What is to be done about a job: pure policies, one in each file; `decide` puts them together.
 
-`loop.py` calls them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
+`loop.py` and `admission` call them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
 """
 
 from ppojob_operator.reconcile.acceptance import spec_problem
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
-from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod
+from ppojob_operator.reconcile.reading import is_owned, read_claim, read_cluster, read_job, read_pod
 
 __all__ = [
     "dashboard_target",
     "decide",
     "is_finished",
+    "is_owned",
     "read_claim",
     "read_cluster",
     "read_job",

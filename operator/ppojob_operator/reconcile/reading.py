@@ -73,7 +73,15 @@ def read_cluster(raw: Manifest) -> Cluster:
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
+        generation=metadata.get("generation", 1),
+        spec=raw.get("spec", {}),
     )
+
+
+def is_owned(raw: Manifest, uid: str) -> bool:
+    """Return whether the object belongs to the one with that uid; others may carry its label."""
+    owners = raw["metadata"].get("ownerReferences", [])
+    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)
 
 
 def read_pod(raw: Manifest) -> Pod:
