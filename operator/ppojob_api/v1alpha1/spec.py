@@ -42,6 +42,9 @@ class PPOJobSpec(ApiModel):
     """Further environment of all Ray pods, from Secrets and ConfigMaps (core/v1 EnvFromSource)."""
     image_pull_secrets: RawObjects = Field(default_factory=list)
     """Secrets with which the image is pulled (core/v1 LocalObjectReference)."""
+    service_account_name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)] | None = None
+    """ServiceAccount of all Ray pods, which must be there: for a cloud's workload identity. No token of the API server
+    is mounted. Absent: one of the job's own, without rights."""
     model: ModelSpec
     """Which model each role loads."""
     data: DataSpec
