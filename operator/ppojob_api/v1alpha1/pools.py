@@ -8,7 +8,15 @@ from pydantic import ConfigDict, Field
 from ppojob_api.v1alpha1.base import ApiModel, rules
 from ppojob_api.v1alpha1.device_rules import DEVICE_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
-from ppojob_api.v1alpha1.quantities import DNSLabel, Quantity, RawObject, RawObjects, ShortText, StringMap
+from ppojob_api.v1alpha1.quantities import (
+    DNSLabel,
+    ObjectName,
+    Quantity,
+    RawObject,
+    RawObjects,
+    ShortText,
+    StringMap,
+)
 
 
 class Role(StrEnum):
@@ -55,7 +63,7 @@ class ResourceClaim(ApiModel):
 
     name: DNSLabel
     """Name of the claim in the pod."""
-    resource_claim_template_name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
+    resource_claim_template_name: ObjectName
     """ResourceClaimTemplate in the job's namespace."""
 
 

@@ -36,7 +36,8 @@ MUTABLE = (*LIVE, "autoBalance", *RELAID)
 """What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
-    "image", "imagePullSecrets", "serviceAccountName", "env", "envFrom", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
+    "image", "imagePullSecrets", "serviceAccountName", "env", "envFrom",
+    "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
     "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
