@@ -76,10 +76,10 @@ async def test_a_job_cannot_report_for_another(serve: Any, make_trainer: Any) ->
     async with serve() as running:
         assert (await running.post(other, mine.token()))[0] == 401
         assert (await running.post(other, mine.token(), uid=mine.job["metadata"]["uid"]))[0] == 401
-        # Even where somebody gets a token for the other's audience, it is of the wrong account.
+        # Even where somebody gets a token for the other's audience, it is bound to a pod of his own job.
         status, answer = await running.post(other, mine.token(audience=other.audience))
         assert (status, answer["reason"]) == (403, "Forbidden")
-        assert mine.account in answer["message"]
+        assert f"only pods of {other.name} report for it" in answer["message"]
 
 
 async def test_a_token_that_is_not_of_a_pod_is_refused(serve: Any, trainer: Any) -> None:
