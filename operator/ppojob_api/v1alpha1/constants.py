@@ -24,6 +24,11 @@ LABEL_JOB = f"{GROUP}/job"
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
+ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
+"""Asks a running job for a checkpoint. Any new value is a request of its own, and is answered once."""
+MAX_REQUEST_LENGTH = 64
+"""Characters of that value that count."""
+
 POOL_RESOURCE_PREFIX = "pool_"
 """Ray resource of a pool: one unit for each GPU, so that a placement group lands in its pool."""
 

@@ -3,11 +3,20 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, rules
+from ppojob_api.v1alpha1.device_rules import DEVICE_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
-from ppojob_api.v1alpha1.quantities import DNSLabel, Quantity, RawObject, RawObjects, ShortText, StringMap
+from ppojob_api.v1alpha1.quantities import (
+    DNSLabel,
+    ObjectName,
+    Quantity,
+    RawObject,
+    RawObjects,
+    ShortText,
+    StringMap,
+)
 
 
 class Role(StrEnum):
@@ -49,8 +58,19 @@ class Scheduling(ApiModel):
     """core/v1 PodTemplateSpec that is merged into the pods, lists by name; what Ray needs wins."""
 
 
+class ResourceClaim(ApiModel):
+    """Devices by dynamic resource allocation (resource.k8s.io): each pod of the pool gets a claim of its own."""
+
+    name: DNSLabel
+    """Name of the claim in the pod."""
+    resource_claim_template_name: ObjectName
+    """ResourceClaimTemplate in the job's namespace."""
+
+
 class Pool(Scheduling):
     """GPUs of one kind: nodes x gpusPerNode."""
+
+    model_config = ConfigDict(json_schema_extra=rules(*DEVICE_RULES))
 
     name: DNSLabel
     """Name of the pool; placement refers to it."""
@@ -63,7 +83,16 @@ class Pool(Scheduling):
     gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod; with device cpu, worker processes of each pod."""
     gpu_resource_name: ShortText | None = None
-    """Resource that the pods ask for. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    """Resource that the pods ask for, once for each GPU; `nvidia.com/mig-3g.71gb` is a slice of one. Empty: none, such
+    as where resourceClaims bring the GPUs. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    resource_claims: Annotated[
+        list[ResourceClaim],
+        Field(
+            max_length=8,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = Field(default_factory=list)
+    """Devices of each pod by dynamic resource allocation. A claim that brings GPUs brings gpusPerNode of them."""
     resources_per_gpu: ResourcesPerGPU = Field(default=ResourcesPerGPU(), alias="resourcesPerGPU")
     """CPU and memory for each GPU."""
     spread: Spread = Spread.PREFERRED

@@ -111,6 +111,8 @@ class ProgressReply(ApiModel):
 
     command: Command = Command.NONE
     """What the trainer is asked to do."""
+    checkpoint_request: Annotated[str, Field(max_length=constants.MAX_REQUEST_LENGTH)] | None = None
+    """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None
     """The part of the spec that may change while the job runs."""
 

@@ -25,6 +25,9 @@ Quantity = Annotated[
 DNSLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=40)]
 """A DNS label that begins with a letter."""
 
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", min_length=1, max_length=253)]
+"""Name of another object in the job's namespace."""
+
 Text = Annotated[str, Field(max_length=1024)]
 ShortText = Annotated[str, Field(max_length=253)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]

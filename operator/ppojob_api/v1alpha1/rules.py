@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ppojob_api.v1alpha1.base import ApiModel, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS
 from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS
@@ -35,7 +36,8 @@ MUTABLE = (*LIVE, "autoBalance", *RELAID)
 """What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
-    "image", "imagePullSecrets", "env", "envFrom", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
+    "image", "imagePullSecrets", "serviceAccountName", "env", "envFrom",
+    "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
     "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
@@ -267,4 +269,5 @@ _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
     *NETWORK_CHECKS,
+    *DEVICE_CHECKS,
 )

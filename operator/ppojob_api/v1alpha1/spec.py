@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.base import ApiModel, rules
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
 from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
-from ppojob_api.v1alpha1.quantities import RawObjects
+from ppojob_api.v1alpha1.quantities import ObjectName, RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
 from ppojob_api.v1alpha1.rules import SPEC_RULES
 from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
@@ -42,6 +42,9 @@ class PPOJobSpec(ApiModel):
     """Further environment of all Ray pods, from Secrets and ConfigMaps (core/v1 EnvFromSource)."""
     image_pull_secrets: RawObjects = Field(default_factory=list)
     """Secrets with which the image is pulled (core/v1 LocalObjectReference)."""
+    service_account_name: ObjectName | None = None
+    """ServiceAccount of all Ray pods, which must be there: for a cloud's workload identity. No token of the API server
+    is mounted. Absent: one of the job's own, without rights."""
     model: ModelSpec
     """Which model each role loads."""
     data: DataSpec

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH
 from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
@@ -116,6 +117,8 @@ class CheckpointStatus(ApiModel):
     """Its folder, as the container sees it."""
     time: Time
     """When it was complete."""
+    request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)] | None = None
+    """Value of the annotation ppojob.dev/checkpoint-request that this checkpoint, or an earlier one, has answered."""
 
 
 class ModelStatus(ApiModel):

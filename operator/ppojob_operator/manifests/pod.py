@@ -57,10 +57,14 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
     if pool.network.rdma is not None:
         extended[pool.network.rdma.resource_name] = str(pool.network.rdma.count)
     container["resources"] = _resources(times(each.cpu, gpus), times(each.memory, gpus), extended)
+    if pool.resource_claims:
+        container["resources"]["claims"] = [{"name": claim.name} for claim in pool.resource_claims]
     container["volumeMounts"].append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
     pod = _pod_spec(spec, pool, key, container)
     shared_memory = {"medium": "Memory", "sizeLimit": times(each.shm, gpus)}
     pod["volumes"].append({"name": _SHARED_MEMORY, "emptyDir": shared_memory})
+    if pool.resource_claims:
+        pod["resourceClaims"] = [claim.to_wire() for claim in pool.resource_claims]
     if pool.nodes > 1:
         pod |= _spread(pool, cluster)
     if pool.network.host_network:
@@ -72,7 +76,7 @@ def _pod_spec(spec: PPOJobSpec, scheduling: Pool | Head, key: JobKey, container:
     pod: dict[str, Any] = {
         "containers": [container],
         "restartPolicy": "Never",
-        "serviceAccountName": naming.service_account_name(key.name),
+        "serviceAccountName": spec.service_account_name or naming.service_account_name(key.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

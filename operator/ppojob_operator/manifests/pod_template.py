@@ -21,23 +21,31 @@ _MERGE_KEYS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
     "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
 }
 """Lists whose items are told apart by a key (core/v1 patchMergeKey)."""
 
-_APPENDED = {"tolerations", "envFrom", "add"}
-"""Lists to which the user's items are added (`add` is that of a container's capabilities). All others are replaced."""
+_APPENDED = {
+    "tolerations",
+    "envFrom",
+    "add",
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "preferredDuringSchedulingIgnoredDuringExecution",
+}
+"""Lists to which the user's items are added: `add` is that of a container's capabilities, the long ones are terms of
+affinity, of which `spread` has one of its own. All others are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
     "restartPolicy": "Ray's pods are replaced, not restarted: leave it out",
-    "serviceAccountName": "the pods have the job's own ServiceAccount, by which their reports are known: leave it out",
-    "serviceAccount": "the pods have the job's own ServiceAccount, by which their reports are known: leave it out",
+    "serviceAccountName": "use spec.serviceAccountName, which is that of all pods",
+    "serviceAccount": "use spec.serviceAccountName, which is that of all pods",
     "automountServiceAccountToken": "the trainer gets no credentials for the API server: leave it out",
 }
 _RAY_COMMAND = {
     "command": "KubeRay starts Ray in this container: put your program into a container of its own",
     "args": "KubeRay starts Ray in this container: put your program into a container of its own",
-    "resources": "use resourcesPerGPU of the pool, or resources of the head",
+    "resources": "use resourcesPerGPU, gpuResourceName and resourceClaims of the pool, or resources of the head",
 }
 RESERVED_ENV = frozenset({
     "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_CLUSTER_NAME",
@@ -83,10 +91,11 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
             yield FieldError(f"{path}.{name}", user[name], remedy)
     for name, key in _MERGE_KEYS.items():
         yield from _unkeyed(user, name, key, path)
-    taken = {volume["name"] for volume in base["volumes"]}
-    for index, volume in enumerate(_items(user, "volumes")):
-        if volume.get("name") in taken:
-            yield FieldError(f"{path}.volumes[{index}].name", volume["name"], _REMEDY_RESERVED)
+    for name in ("volumes", "resourceClaims"):
+        taken = {item["name"] for item in base.get(name, [])}
+        for index, item in enumerate(_items(user, name)):
+            if item.get("name") in taken:
+                yield FieldError(f"{path}.{name}[{index}].name", item["name"], _REMEDY_RESERVED)
     ray = base["containers"][0]
     for index, container in enumerate(_items(user, "containers")):
         here = f"{path}.containers[{index}]"

@@ -135,9 +135,10 @@ def _preface(pool: Pool, trouble: Trouble) -> str:
 
 
 def _devices(pool: Pool) -> list[str]:
-    """Return what each pod asks of device plugins, in words."""
+    """Return what each pod asks of device plugins and by claims, in words."""
     rdma = pool.network.rdma
     return [
         *([f"{pool.gpus_per_node} {pool.gpu_resource_name}"] if pool.gpu_resource_name else []),
         *([f"{rdma.count} {rdma.resource_name}"] if rdma is not None else []),
+        *(f"a claim of template {claim.resource_claim_template_name}" for claim in pool.resource_claims),
     ]

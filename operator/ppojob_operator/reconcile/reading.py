@@ -23,6 +23,8 @@ _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrIma
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
 _SIGKILL_BY_KERNEL = "OOMKilled"
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
+_NO_DEVICES = "cannot allocate all claims"
+"""The scheduler's words where no node has the devices of a pod's claims left."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -145,7 +147,7 @@ def _scheduling_reason(raw: Manifest, words: str) -> str:
     """Tell a lack of GPUs, which has its own reason, from everything else that the scheduler may say."""
     limits = (c.get("resources", {}).get("limits", {}) for c in raw.get("spec", {}).get("containers", []))
     extended = {name for limit in limits for name in limit if "/" in name}
-    lacking = any(f"Insufficient {name}" in words for name in extended)
+    lacking = _NO_DEVICES in words or any(f"Insufficient {name}" in words for name in extended)
     return Reason.INSUFFICIENT_GPUS if lacking else Reason.UNSCHEDULABLE
 
 

@@ -69,7 +69,8 @@ def _companions(situation: Situation) -> tuple[Manifest, ...]:
     job, name = situation.job, situation.cluster_name
     surroundings = situation.observed.surroundings
     token = dashboard_token(surroundings.dashboard_key, job.uid, name)
-    companions = (service_account(job.key, job.uid), dashboard_secret(job.key, job.uid, name, token))
+    account = () if situation.spec.service_account_name else (service_account(job.key, job.uid),)
+    companions = (*account, dashboard_secret(job.key, job.uid, name, token))
     network = surroundings.network
     policy = None if network is None else network_policy(situation.spec, job.key, job.uid, network)
     return companions if policy is None else (policy, *companions)

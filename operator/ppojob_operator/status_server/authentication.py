@@ -68,8 +68,8 @@ class Authenticator:
         self._reviews = reviews
         self._account_of = account_of
 
-    async def check(self, authorization: str | None, key: JobIdentity) -> None:
-        """Return if the sender is a live pod of the job.
+    async def check(self, authorization: str | None, key: JobIdentity) -> TokenIdentity:
+        """Return who the sender is, if it is a live pod of the job; `check_account` comes next.
 
         Args:
             authorization: the request's header of that name.
@@ -87,12 +87,21 @@ class Authenticator:
                 f"the token is not valid, or not for the audience {audience}: "
                 "read the projected token's file anew for each report"
             )
-        account = f"system:serviceaccount:{key.namespace}:{self._account_of(key.name)}"
-        if identity.username != account:
-            raise refusals.forbidden(f"the token belongs to {identity.username}: reports of {key} come from {account}")
         if not identity.pod_name or not identity.pod_uid:
             raise refusals.forbidden("the token is not bound to a pod: use the token that is projected into the pod")
         _check_pod(await self._port.read_pod(key.namespace, identity.pod_name), identity, key)
+        return identity
+
+    def check_account(self, identity: TokenIdentity, key: JobIdentity, job: RawObject | None) -> None:
+        """Return if the sender has the ServiceAccount of the job's pods, which the job may name.
+
+        Raises:
+            Refusal: it has another.
+        """
+        named = job.get("spec", {}).get("serviceAccountName") if job is not None else None
+        account = f"system:serviceaccount:{key.namespace}:{named or self._account_of(key.name)}"
+        if identity.username != account:
+            raise refusals.forbidden(f"the token belongs to {identity.username}: reports of {key} come from {account}")
 
 
 def _bearer_token(authorization: str | None) -> str:

@@ -40,7 +40,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "progress": {**kept, **_progress(report, now).to_wire()},
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
-        "checkpoint": report.checkpoint.to_wire() if report.checkpoint else previous.get("checkpoint"),
+        "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),
         "model": {"path": report.model_path} if report.model_path else previous.get("model"),
         **_recommendation(report, previous),
     }
@@ -48,9 +48,10 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
 
 
 def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, and to stop in order where that is asked for.
+    """Return what the trainer is told: the live part of the spec, a checkpoint that is asked for, and to stop in order.
 
-    It is where the object is being deleted, and where `status.stop` waits for this attempt.
+    A stop is asked for where the object is being deleted, and where `status.stop` waits for this attempt. It ends with
+    a checkpoint, so no other is asked for beside it.
     """
     spec = job.get("spec", {})
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
@@ -58,8 +59,10 @@ def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
     is_going = job["metadata"].get("deletionTimestamp") is not None
     stop = job.get("status", {}).get("stop", {})
     is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
+    is_stop = is_going or is_asked
     return ProgressReply(
-        command=Command.STOP if is_going or is_asked else Command.NONE,
+        command=Command.STOP if is_stop else Command.NONE,
+        checkpoint_request=None if is_stop else _open_request(job),
         settings=LiveSettings(
             total_steps=trainer.total_steps,
             validate_every_steps=trainer.validate_every_steps,
@@ -112,6 +115,22 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         attempt=report.attempt,
         report=report.number,
     )
+
+
+def _checkpoint(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the newest checkpoint. An answered request stays so, whatever another attempt of the trainer knows."""
+    if report.checkpoint is None:
+        return dict(previous)
+    answered = {"request": previous["request"]} if "request" in previous else {}
+    return answered | report.checkpoint.to_wire()
+
+
+def _open_request(job: Mapping[str, Any]) -> str | None:
+    """Return the request for a checkpoint that no checkpoint has answered; None: there is none."""
+    annotations = job["metadata"].get("annotations") or {}
+    request = annotations.get(constants.ANNOTATION_CHECKPOINT, "")[: constants.MAX_REQUEST_LENGTH]
+    answered = job.get("status", {}).get("checkpoint", {}).get("request")
+    return request if request and request != answered else None
 
 
 def _number(value: float | None) -> str | None:

@@ -56,13 +56,14 @@ class Intake:
         logs.set_attempt(report.attempt)
         key = JobIdentity(namespace, name, report.uid)
         try:
-            await self._authenticator.check(authorization, key)
+            sender = await self._authenticator.check(authorization, key)
             job = await self._port.read_job(namespace, name)
         except ApiUnavailable as error:
             raise refusals.unavailable(f"the API server does not answer ({error})") from error
         except ApiRefused as error:
             _LOG.error("a report of %s cannot be checked: %s", key, error)
             raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+        self._authenticator.check_account(sender, key, job)
         current = _check_job(job, key, report)
         is_last = report.activity is Activity.FINISHED
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)

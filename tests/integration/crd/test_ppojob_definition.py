@@ -31,6 +31,7 @@ OTHER_WORDS = {
     "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
     "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
     "most nodes below the nodes": "maxNodes of a pool must not be below its nodes",
+    "claim twice": 'spec.pools[0].resourceClaims[1]: Duplicate value: {"name":"gpus"}',
     "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
     "tensor parallel size that does not divide the pool": "actor.tensorParallelSize times sequenceParallelSize must",
     "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
@@ -40,6 +41,7 @@ OTHER_WORDS = {
 CHANGES: dict[str, Any] = {
     "image": "trainer:2",
     "imagePullSecrets": [{"name": "registry"}],
+    "serviceAccountName": "another",
     "env": [{"name": "A", "value": "2"}],
     "envFrom": [{"secretRef": {"name": "more"}}],
     "model": {"actor": {"path": "/data/another"}},

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -75,10 +76,10 @@ async def test_a_job_cannot_report_for_another(serve: Any, make_trainer: Any) ->
     async with serve() as running:
         assert (await running.post(other, mine.token()))[0] == 401
         assert (await running.post(other, mine.token(), uid=mine.job["metadata"]["uid"]))[0] == 401
-        # Even where somebody gets a token for the other's audience, it is of the wrong account.
+        # Even where somebody gets a token for the other's audience, it is bound to a pod of his own job.
         status, answer = await running.post(other, mine.token(audience=other.audience))
         assert (status, answer["reason"]) == (403, "Forbidden")
-        assert mine.account in answer["message"]
+        assert f"only pods of {other.name} report for it" in answer["message"]
 
 
 async def test_a_token_that_is_not_of_a_pod_is_refused(serve: Any, trainer: Any) -> None:
@@ -241,6 +242,29 @@ async def test_changed_settings_reach_the_trainer_in_the_next_reply(serve: Any, 
 
     assert reply["settings"]["totalSteps"] == 12
     assert reply["settings"]["checkpointEverySteps"] == 2
+
+
+async def test_a_checkpoint_that_somebody_asks_for_is_answered_once(serve: Any, trainer: Any) -> None:
+    token, moment = trainer.token(), "2026-01-31T12:00:00Z"
+    submitted = {"type": "Submitted", "status": "True", "reason": "TrainerSubmitted", "message": "attempt 0"}
+    trainer.set_status(conditions=[{**submitted, "lastTransitionTime": moment, "observedGeneration": 1}])
+    where = ("--namespace", trainer.kubectl.namespace, "--timeout", "60")
+    plugin = (sys.executable, "-m", "ppojob_trainer.kubectl.app", "checkpoint", trainer.name, *where)
+    async with serve(write_interval_seconds=0.1) as running:
+        await running.post(trainer, token, checkpoint={"step": 4, "path": "/data/step-4", "time": moment})
+        await until(lambda: "checkpoint" in trainer.status())
+        asking = await asyncio.create_subprocess_exec(*plugin, stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(60):
+            while (request := (await running.post(trainer, token))[1].get("checkpointRequest")) is None:
+                await asyncio.sleep(0.5)
+        answer = {"step": 7, "path": "/data/step-7", "time": moment, "request": request}
+        await running.post(trainer, token, step=7, checkpoint=answer)
+        printed, _ = await asking.communicate()
+        _, reply = await running.post(trainer, token, step=8, checkpoint=answer)
+
+    assert asking.returncode == 0
+    assert printed.decode().endswith(f"{trainer.name}: checkpoint of step 7: /data/step-7\n")
+    assert "checkpointRequest" not in reply
 
 
 async def test_replicas_share_the_certificates_of_one_secret(serve: Any, trainer: Any) -> None:

@@ -6,7 +6,8 @@
                           checkpoint of this one. The other modes go on after them.
 
 A stop is in order: up to the advantages a step is dropped, afterwards it is finished; then a checkpoint is written if
-a step was done since the last. Called by `main` with ports; it touches neither processes nor files.
+a step was done since the last. A checkpoint that somebody asks for is written after the step that is being done.
+Called by `main` with ports; it touches neither processes nor files.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class TrainingLoop(Generic[B]):
         # In Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
         self._closing: asyncio.Task[None] | None = None
-        # The checkpoint that is being written, at most one.
+        # The checkpoint that is being written, at most one; and the last request that one was written for.
         self._writing: asyncio.Task[None] | None = None
+        self._request: str | None = None
 
     async def run(self) -> Outcome:
         """Run until the last step is done or the monitor says stop."""
@@ -160,7 +162,7 @@ class TrainingLoop(Generic[B]):
         metrics |= await self._ppo.late_metrics()
         metrics |= self._phases.timings(step) | self._phases.close_window(start, end)
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
-        if self._is_due(step, self._monitor.settings.checkpoint_every_steps):
+        if self._is_due(step, self._monitor.settings.checkpoint_every_steps) or self._is_requested():
             metrics["timing_s/save_checkpoint"] = await self._save()
             self._monitor.set_activity(Activity.TRAINING)
         self._monitor.record(step, metrics)
@@ -197,6 +199,9 @@ class TrainingLoop(Generic[B]):
         is_last = step >= self._monitor.settings.total_steps
         return is_last or (every > 0 and step % every == 0)
 
+    def _is_requested(self) -> bool:
+        return self._monitor.checkpoint_request not in (None, self._request)
+
     async def _save(self) -> float:
         """Write a checkpoint of the last step that is done, unless there is one; return the seconds it took.
 
@@ -206,6 +211,7 @@ class TrainingLoop(Generic[B]):
             return 0.0
         self._monitor.set_activity(Activity.SAVING)
         start, step = self._phases.now(), self._step
+        self._request = self._monitor.checkpoint_request or self._request
         await self._ppo.critic_metrics()
         await self._written()
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
@@ -213,16 +219,16 @@ class TrainingLoop(Generic[B]):
         keep = self._monitor.settings.checkpoint_keep
         await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._checkpoints.stage(step))
         self._saved_step = step
-        self._writing = asyncio.create_task(self._commit(step, state, keep))
+        self._writing = asyncio.create_task(self._commit(step, state, keep, self._request))
         if not self._settings.saves_in_background:
             await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._written())
         if self._settings.exports_each:
             await self._export()
         return self._phases.now() - start
 
-    async def _commit(self, step: int, state: Mapping[str, Any], keep: int) -> None:
+    async def _commit(self, step: int, state: Mapping[str, Any], keep: int, request: str | None) -> None:
         path = await self._checkpoints.commit(step, state, keep)
-        self._monitor.saved(step, path)
+        self._monitor.saved(step, path, request)
 
     async def _written(self) -> None:
         """Wait until the last checkpoint is whole; its failure is the run's."""

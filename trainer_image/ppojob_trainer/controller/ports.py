@@ -292,6 +292,11 @@ class MonitorPort(Protocol):
         """Whether the run shall stop in order."""
         ...
 
+    @property
+    def checkpoint_request(self) -> str | None:
+        """The request for a checkpoint that was heard last; it stays until its answer has gone round. None: none."""
+        ...
+
     async def wait_for_stop(self) -> None:
         """Return when the run shall stop."""
         ...
@@ -308,8 +313,8 @@ class MonitorPort(Protocol):
         """Tell the metrics of a step that is done; step 0 is the validation before training."""
         ...
 
-    def saved(self, step: int, path: Path) -> None:
-        """Tell of a checkpoint."""
+    def saved(self, step: int, path: Path, request: str | None) -> None:
+        """Tell of a checkpoint, and of the last request that was heard before it was written."""
         ...
 
     def exported(self, path: Path) -> None:

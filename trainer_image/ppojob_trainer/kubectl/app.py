@@ -1,7 +1,7 @@
 """The program `kubectl-ppo`, which kubectl runs as `kubectl ppo`: status, logs, metrics, pictures, and why a job waits.
 
-What loads slowly is imported by the commands that need it. All but `suspend` and
-`resume` only read; where a job has no pod of its own, a pod is made that reads its storage (see run_folder.py).
+What loads slowly is imported by the commands that need it. All but `suspend`, `resume` and `checkpoint` only read;
+where a job has no pod of its own, a pod is made that reads its storage (see run_folder.py).
 """
 
 import json
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ppojob_api.v1alpha1.constants import PLURAL, RAY_HEAD_PORTS
-from ppojob_trainer.kubectl import pending, status_table
+from ppojob_trainer.kubectl import checkpoint_request, pending, status_table
 from ppojob_trainer.kubectl.client import Cluster, Kubectl, KubectlError, NotThereError, Raw
 
 if TYPE_CHECKING:
@@ -201,6 +201,22 @@ def resume(name: Name, namespace: Namespace = None, context: Context = None, wai
     """Let a suspended job go on from its last checkpoint."""
     with _refusals():
         _set_suspend(_cluster(context, namespace), name, False, wait)
+
+
+@app.command()
+def checkpoint(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    timeout: Annotated[int, typer.Option(min=0, help="Wait so many seconds for it; 0 only asks.")] = 600,
+) -> None:
+    """Ask a running job for a checkpoint, wait until it is whole, and print its step. The job goes on."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        request = checkpoint_request.ask(cluster, _KIND, _job(cluster, name), datetime.now(UTC))
+        typer.echo(f"{request.key}: asked for a checkpoint; step {request.step} is done")
+        if timeout:
+            typer.echo(checkpoint_request.await_answer(cluster, _KIND, request, timeout))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What a run tells the outside, and what the outside tells the run: files, console, the operator, a stop.
 
-Implements `controller.ports.MonitorPort` for `run`. Live settings come with the operator's replies; a stop comes from
-a signal (an Event) or from the operator; being fenced out ends the run at once.
+Implements `controller.ports.MonitorPort` for `run`. Live settings and requests for a checkpoint come with the
+operator's replies; a stop comes from a signal (an Event) or from the operator; being fenced out ends the run at once.
 """
 
 from __future__ import annotations
@@ -130,6 +130,11 @@ class Monitor:
         """See `MonitorPort`."""
         return self._stopping.is_set()
 
+    @property
+    def checkpoint_request(self) -> str | None:
+        """See `MonitorPort`."""
+        return self._reporter.reply.checkpoint_request if self._reporter is not None else None
+
     async def wait_for_stop(self) -> None:
         """See `MonitorPort`."""
         await self._stopping.wait()
@@ -158,11 +163,12 @@ class Monitor:
         self._open(FROM_THE_START).log(step, metrics)
         self._report()
 
-    def saved(self, step: int, path: Path) -> None:
+    def saved(self, step: int, path: Path, request: str | None) -> None:
         """See `MonitorPort`."""
         logger.info("checkpoint of step %d: %s", step, path)
-        self._progress.set_checkpoint(step, str(path))
-        self._report()
+        self._progress.set_checkpoint(step, str(path), request=request)
+        # Somebody waits for the answer to a request.
+        self._report(now=request is not None)
 
     def exported(self, path: Path) -> None:
         """See `MonitorPort`."""
@@ -200,6 +206,6 @@ class Monitor:
         project = job.spec.telemetry.tracker_project
         return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, job.spec.to_wire(), self._files.root)
 
-    def _report(self) -> None:
+    def _report(self, *, now: bool = False) -> None:
         if self._reporter is not None:
-            self._reporter.update(self._progress.report())
+            self._reporter.update(self._progress.report(), now=now)

@@ -69,9 +69,9 @@ class RunProgress:
         """Note what the trainer does at the moment."""
         self._activity = activity
 
-    def set_checkpoint(self, step: int, path: str) -> None:
-        """Note the newest checkpoint, complete now."""
-        self._checkpoint = CheckpointStatus(step=step, path=path, time=_rfc3339(self._clock()))
+    def set_checkpoint(self, step: int, path: str, *, request: str | None = None) -> None:
+        """Note the newest checkpoint, complete now, and the request that it or an earlier one has answered."""
+        self._checkpoint = CheckpointStatus(step=step, path=path, time=_rfc3339(self._clock()), request=request)
 
     def set_model(self, path: str) -> None:
         """Note where the exported policy is."""

@@ -92,6 +92,68 @@ def test_single_values_are_the_users(with_template: WithTemplate) -> None:
     assert found["securityContext"]["runAsNonRoot"] is True
 
 
+def test_terms_of_affinity_stand_beside_that_of_spread(make_spec: MakeSpec) -> None:
+    term = {"labelSelector": {"matchLabels": {"noisy": "yes"}}, "topologyKey": "kubernetes.io/hostname"}
+    zones = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a", "b"]}]}]}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    affinity = {"podAntiAffinity": {required: [term]}, "nodeAffinity": {required: zones}}
+    template = {"spec": {"affinity": affinity}}
+    pools = [{"name": "actor", "nodes": 2, "gpusPerNode": 2, "spread": "Required", "podTemplate": template}]
+    found = pod(make_spec(pools=pools, placement={"actor": "actor"}))["spec"]["affinity"]
+
+    ours, theirs = found["podAntiAffinity"][required]
+    assert ours["labelSelector"]["matchLabels"] == {"ray.io/cluster": "c", "ppojob.dev/pool": "actor"}
+    assert theirs == term
+    assert found["nodeAffinity"] == {required: zones}
+
+
+def test_a_constraint_of_the_users_over_zones_stands_beside_ours_over_hosts(make_spec: MakeSpec) -> None:
+    zones = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    template = {"spec": {"topologySpreadConstraints": [zones]}}
+    pools = [{"name": "actor", "nodes": 2, "gpusPerNode": 2, "podTemplate": template}]
+    found = pod(make_spec(pools=pools, placement={"actor": "actor"}))["spec"]["topologySpreadConstraints"]
+
+    assert [each["topologyKey"] for each in found] == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"priorityClassName": "high"},
+        {"runtimeClassName": "nvidia"},
+        {"schedulerName": "volcano"},
+        {"initContainers": [{"name": "warm", "image": "x", "restartPolicy": "Always"}]},
+        {"resourceClaims": [{"name": "nic", "resourceClaimName": "shared"}]},
+        {"hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x"]}]},
+    ],
+)
+def test_what_has_no_field_of_its_own_goes_through_as_it_is(
+    with_template: WithTemplate, fields: dict[str, Any]
+) -> None:
+    found = pod(with_template({"spec": fields}))["spec"]
+
+    assert {name: found[name] for name in fields} == fields
+
+
+def test_a_volume_of_the_users_is_mounted_beside_ours(with_template: WithTemplate) -> None:
+    container = {"name": "ray-worker", "volumeMounts": [{"name": "cache", "mountPath": "/cache"}]}
+    volume = {"name": "cache", "persistentVolumeClaim": {"claimName": "cache"}}
+    found = pod(with_template({"spec": {"containers": [container], "volumes": [volume]}}))["spec"]
+
+    assert volume in found["volumes"]
+    assert found["containers"][0]["volumeMounts"][-1] == {"name": "cache", "mountPath": "/cache"}
+
+
+def test_a_claim_of_the_users_may_not_take_the_name_of_one_of_the_pool(make_spec: MakeSpec) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "two-h200"}]
+    template = {"spec": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "x"}]}}
+    pool = {"name": "actor", "gpusPerNode": 2, "gpuResourceName": "", "resourceClaims": claims, "podTemplate": template}
+
+    (problem,) = template_problems(make_spec(pools=[pool], placement={"actor": "actor"}), KEY, UID)
+
+    assert problem.path == "spec.pools[0].podTemplate.spec.resourceClaims[0].name"
+
+
 def ray_container(**fields: Any) -> dict[str, Any]:
     """Return a template that changes Ray's container."""
     return {"spec": {"containers": [{"name": "ray-worker", **fields}]}}
@@ -112,7 +174,7 @@ def ray_container(**fields: Any) -> dict[str, Any]:
         ),
         ({"spec": {"hostNetwork": True}}, "spec.hostNetwork", "network.hostNetwork"),
         ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy", "replaced, not restarted"),
-        ({"spec": {"serviceAccountName": "x"}}, "spec.serviceAccountName", "own ServiceAccount"),
+        ({"spec": {"serviceAccountName": "x"}}, "spec.serviceAccountName", "use spec.serviceAccountName"),
         ({"spec": {"automountServiceAccountToken": True}}, "spec.automountServiceAccountToken", "no credentials"),
         ({"spec": {"volumes": [{"name": "storage"}]}}, "spec.volumes[0].name", "choose another"),
         ({"spec": {"volumes": [{}]}}, "spec.volumes[0]", "each item needs name"),

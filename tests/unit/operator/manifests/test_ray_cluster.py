@@ -187,6 +187,45 @@ def test_environment_and_pull_secrets_reach_all_pods(make_spec: MakeSpec) -> Non
         assert found["imagePullSecrets"] == [secret]
 
 
+def test_a_service_account_of_the_users_is_that_of_all_pods_and_gives_no_token(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec(serviceAccountName="bucket-reader"))
+
+    for each in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert each["template"]["spec"]["serviceAccountName"] == "bucket-reader"
+        assert each["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_slices_are_counted_by_ray_as_gpus(make_spec: MakeSpec) -> None:
+    slices = {"name": "actor", "nodes": 3, "gpusPerNode": 1, "gpuResourceName": "nvidia.com/mig-3g.71gb"}
+    (group,) = cluster(make_spec(pools=[slices], placement={"actor": "actor"}))["workerGroupSpecs"]
+
+    assert group["rayStartParams"]["num-gpus"] == "1"
+    assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {"pool_actor": 1}
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-3g.71gb"] == "1"
+
+
+def test_claimed_gpus_are_counted_by_ray_and_asked_of_no_device_plugin(make_spec: MakeSpec) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "two-h200"}]
+    spec = one_pool(make_spec, gpuResourceName="", resourceClaims=claims)
+    (group,) = cluster(spec)["workerGroupSpecs"]
+    found = group["template"]["spec"]
+    (ray,) = found["containers"]
+
+    assert group["rayStartParams"]["num-gpus"] == "2"
+    assert found["resourceClaims"] == claims
+    assert ray["resources"]["claims"] == [{"name": "gpus"}]
+    assert set(ray["resources"]["limits"]) == {"memory"}
+    assert "resourceClaims" not in cluster(spec)["headGroupSpec"]["template"]["spec"]
+
+
+def test_a_claim_may_bring_another_device_beside_the_gpus(make_spec: MakeSpec) -> None:
+    claims = [{"name": "nics", "resourceClaimTemplateName": "eight-nics"}]
+    (ray,) = pod(one_pool(make_spec, gpuResourceName="nvidia.com/gpu", resourceClaims=claims))["containers"]
+
+    assert ray["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert ray["resources"]["claims"] == [{"name": "nics"}]
+
+
 def test_a_user_may_send_rays_usage_statistics(make_spec: MakeSpec) -> None:
     env = pod(make_spec(env=[{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}]))["containers"][0]["env"]
 

@@ -94,6 +94,18 @@ def test_devices_for_rdma_are_named_beside_the_gpus() -> None:
     assert world.condition(Condition.POOLS_READY).message == f"{message}1 Insufficient rdma/hca."
 
 
+def test_a_lack_of_claimed_devices_names_the_claims_template() -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "one-h200"}]
+    pools = [{"name": "actor", "gpusPerNode": 1, "gpuResourceName": "", "resourceClaims": claims}]
+    world = World(pools=pools, placement={"actor": "actor"})
+    lacking = Trouble(Reason.INSUFFICIENT_GPUS, "0/2 nodes are available: 2 cannot allocate all claims.")
+
+    world.settle().pods_become(ready=False, pool="actor", trouble=lacking).look()
+
+    message = world.condition(Condition.POOLS_READY).message
+    assert message.startswith("pool actor wants a claim of template one-h200 per node; 0/2 nodes are available")
+
+
 def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_condition() -> None:
     world = starting(pools=GPU_POOLS)
     world.pods_become(ready=False, pool="actor", trouble=NO_GPUS)

@@ -60,6 +60,10 @@ def test_a_running_pod_is_ready_with_its_condition() -> None:
             Trouble(Reason.INSUFFICIENT_GPUS, "0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 others."),
         ),
         (
+            unscheduled("0/4 nodes are available: 4 cannot allocate all claims."),
+            Trouble(Reason.INSUFFICIENT_GPUS, "0/4 nodes are available: 4 cannot allocate all claims."),
+        ),
+        (
             unscheduled("0/1 nodes are available: 1 Insufficient cpu."),
             Trouble(Reason.UNSCHEDULABLE, "0/1 nodes are available: 1 Insufficient cpu."),
         ),

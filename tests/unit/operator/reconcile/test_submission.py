@@ -24,6 +24,12 @@ def test_the_first_look_makes_everything_that_the_pods_need_in_order() -> None:
     assert plan.submission is None
 
 
+def test_a_service_account_of_the_users_is_not_made() -> None:
+    plan = World(serviceAccountName="bucket-reader").look()
+
+    assert [manifest["kind"] for manifest in plan.apply] == ["Secret", "ConfigMap", "RayCluster"]
+
+
 def test_the_network_policy_comes_before_the_pods_that_it_guards() -> None:
     network = JobNetwork("ppojob-system", {"app": "operator"})
     plan = World().see(surroundings=replace(SURROUNDINGS, network=network)).look()

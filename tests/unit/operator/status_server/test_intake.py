@@ -160,6 +160,20 @@ async def test_a_token_of_somebody_else_is_refused(
     assert words in refusal.message
 
 
+async def test_a_job_with_a_service_account_of_the_users_is_reported_for_by_that_one_alone(
+    send: Send, cluster: Any, job: dict[str, Any], identity: TokenIdentity, key: JobIdentity
+) -> None:
+    job["spec"]["serviceAccountName"] = "bucket-reader"
+    assert (await refusal_of(send())).status == 403
+
+    own = replace(identity, username="system:serviceaccount:rl-team:bucket-reader")
+    cluster.tokens["good-token", progress_audience(*key)] = own
+    # Another token in the same words would be answered from memory.
+    cluster.tokens["second-token", progress_audience(*key)] = own
+
+    assert (await send(header="Bearer second-token")).command is Command.NONE
+
+
 @pytest.mark.parametrize(
     ("labels", "phase"),
     [({}, "Running"), ({"ppojob.dev/job": "other"}, "Running"), (None, "Succeeded"), (None, "Failed")],

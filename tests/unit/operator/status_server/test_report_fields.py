@@ -155,6 +155,52 @@ def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
     assert progress_reply(job, attempt).command is command
 
 
+def asked(job: dict[str, Any], value: str, answered: str | None = None) -> dict[str, Any]:
+    """Ask for a checkpoint; the status has a checkpoint that answered another request, or none."""
+    job["metadata"]["annotations"] = {"ppojob.dev/checkpoint-request": value}
+    answer = {} if answered is None else {"request": answered}
+    job["status"]["checkpoint"] = {"step": 9, "path": "/data/c", "time": "2026-01-31T12:00:00Z", **answer}
+    return job
+
+
+@pytest.mark.parametrize(
+    ("value", "answered", "told"),
+    [
+        ("r-2", None, "r-2"),
+        ("r-2", "r-1", "r-2"),
+        ("r-2", "r-2", None),
+        ("", "r-1", None),
+        ("x" * 300, None, "x" * 64),
+        ("x" * 300, "x" * 64, None),
+    ],
+)
+def test_a_checkpoint_is_asked_for_until_it_is_there(
+    job: dict[str, Any], value: str, answered: str | None, told: str | None
+) -> None:
+    assert progress_reply(asked(job, value, answered), 2).checkpoint_request == told
+
+
+def test_a_job_without_annotations_asks_for_no_checkpoint(job: dict[str, Any]) -> None:
+    job["metadata"].pop("annotations", None)
+
+    assert progress_reply(job, 2).checkpoint_request is None
+
+
+def test_a_stop_asks_for_no_checkpoint_beside_its_own(job: dict[str, Any]) -> None:
+    asked(job, "r-1")["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
+
+    assert progress_reply(job, 2).checkpoint_request is None
+
+
+@pytest.mark.parametrize(("told", "kept"), [({"request": "r-2"}, "r-2"), ({}, "r-1")])
+def test_an_answered_request_stays_so_in_later_checkpoints(
+    report: dict[str, Any], job: dict[str, Any], told: dict[str, str], kept: str
+) -> None:
+    report["checkpoint"] = {"step": 12, "path": "/data/d", "time": "2026-01-31T12:01:00Z", **told}
+
+    assert status_of(report, asked(job, "r-2", "r-1"))["checkpoint"] == {**report["checkpoint"], "request": kept}
+
+
 def test_a_stop_that_is_over_is_not_asked_for_again(job: dict[str, Any]) -> None:
     time = "2026-01-31T12:00:00Z"
     job["status"]["stop"] = {"attempt": 2, "reason": "Reallocating", "time": time, "completionTime": time}

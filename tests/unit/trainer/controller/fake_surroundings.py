@@ -52,6 +52,8 @@ class FakeMonitor:
         self.activities: list[Activity] = []
         self.resumed_step: int | None = None
         self.saved_steps: list[int] = []
+        self.checkpoint_request: str | None = None
+        self.answers: list[str | None] = []
         self.exports: list[Path] = []
 
     @property
@@ -70,8 +72,9 @@ class FakeMonitor:
     def record(self, step: int, metrics: Metrics) -> None:
         self.records[step] = dict(metrics)
 
-    def saved(self, step: int, path: Path) -> None:
+    def saved(self, step: int, path: Path, request: str | None) -> None:
         self.saved_steps.append(step)
+        self.answers.append(request)
 
     def exported(self, path: Path) -> None:
         self.exports.append(path)

@@ -107,6 +107,46 @@ async def test_the_length_of_a_run_may_change_while_it_runs(make_run: MakeRun) -
     assert run.monitor.saved_steps == [2]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("write_s", [None, 1000.0])
+async def test_a_checkpoint_that_is_asked_for_is_written_once_and_nothing_is_stopped(
+    make_run: MakeRun, mode: ScheduleMode, write_s: float | None
+) -> None:
+    run = make_run(mode, steps=6, save_every=0, write_s=write_s)
+    original = run.monitor.record
+
+    def record(step: int, metrics: object) -> None:
+        original(step, metrics)  # type: ignore[arg-type]
+        if step == 1:
+            # It stands in each reply until the answer has gone round.
+            run.monitor.checkpoint_request = "first"
+
+    run.monitor.record = record  # type: ignore[method-assign]
+
+    outcome = await run()
+
+    assert (outcome.step, outcome.is_finished) == (6, True)
+    assert (run.monitor.saved_steps, run.monitor.answers) == ([2, 6], ["first", "first"])
+    assert sorted(run.monitor.records) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_later_request_is_another_one(make_run: MakeRun) -> None:
+    run = make_run(ScheduleMode.SERIAL, steps=6)
+    requests = {1: "first", 2: "first", 3: "second"}
+    original = run.monitor.record
+
+    def record(step: int, metrics: object) -> None:
+        original(step, metrics)  # type: ignore[arg-type]
+        run.monitor.checkpoint_request = requests.get(step)
+
+    run.monitor.record = record  # type: ignore[method-assign]
+
+    await run()
+
+    answers = dict(zip(run.monitor.saved_steps, run.monitor.answers, strict=True))
+    assert answers == {2: "first", 4: "second", 6: "second"}
+
+
 @pytest.mark.parametrize("phase", ["generate 2", "old_log_prob 2", "advantages 2"])
 async def test_a_stop_before_the_updates_drops_the_step_and_saves_the_one_before(
     make_run: MakeRun, stop_at: StopAt, phase: str

@@ -35,12 +35,14 @@ class FakeReporter:
         self.fenced_out = threading.Event()
         self.reply = ProgressReply()
         self.reports: list[ProgressReport] = []
+        self.was_urgent = False
 
     def start(self) -> None:
         pass
 
     def update(self, report: ProgressReport, *, now: bool = False) -> None:
         self.reports.append(report)
+        self.was_urgent = now
 
     def close(self) -> bool:
         return True
@@ -122,6 +124,22 @@ async def test_new_settings_come_with_a_reply(tmp_path: Path, reporter: FakeRepo
     assert (reporter.reports[-1].total_steps, reporter.reports[-1].activity) == (9, Activity.TRAINING)
 
 
+def test_a_request_for_a_checkpoint_is_read_and_answered_at_once(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    assert monitor.checkpoint_request is None
+    reporter.reply = ProgressReply(checkpoint_request="r-1")
+    assert monitor.checkpoint_request == "r-1"
+
+    monitor.saved(2, tmp_path / "step-2", None)
+    assert not reporter.was_urgent
+    monitor.saved(3, tmp_path / "step-3", "r-1")
+
+    assert reporter.was_urgent
+    checkpoint = reporter.reports[-1].checkpoint
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.request) == (3, "r-1")
+
+
 async def test_an_attempt_that_is_fenced_out_ends_at_once(tmp_path: Path, reporter: FakeReporter) -> None:
     monitor = monitor_of(tmp_path, threading.Event())
     reporter.fenced_out.set()
@@ -136,7 +154,7 @@ def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: Fak
 
     monitor.record(1, {"critic/score/mean": 0.25})
     monitor.record(2, {"critic/score/mean": 0.5})
-    monitor.saved(2, tmp_path / "step-2")
+    monitor.saved(2, tmp_path / "step-2", None)
     monitor.exported(tmp_path / "model")
     monitor.close()
 

@@ -1,0 +1,49 @@
+"""Rules of `spec.pools[]` about devices: slices of a GPU, and devices that come by claims.
+
+`pools.py` puts the CEL beside the fields; `rules.py` puts the Python beside the other checks.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ppojob_api.v1alpha1.base import Rule
+
+if TYPE_CHECKING:
+    from ppojob_api.v1alpha1.rules import Problem
+    from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+MIG_PREFIX = "nvidia.com/mig-"
+"""Beginning of the resources that NVIDIA's device plugin gives to slices of a GPU."""
+
+DEVICE_RULES = [
+    Rule(
+        rule=f"!has(self.gpuResourceName) || !self.gpuResourceName.startsWith('{MIG_PREFIX}') || self.gpusPerNode == 1",
+        message="CUDA finds one MIG slice in a pod: use gpusPerNode 1, and more nodes",
+        field_path=".gpusPerNode",
+    ),
+    Rule(
+        rule="!has(self.resourceClaims) || size(self.resourceClaims) == 0 || has(self.gpuResourceName)",
+        message="say where the GPUs come from: gpuResourceName '' where a claim brings them, else its resource",
+        field_path=".resourceClaims",
+    ),
+]
+
+
+def _slices_are_alone_in_their_pods(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    for index, pool in enumerate(spec.pools):
+        if (pool.gpu_resource_name or "").startswith(MIG_PREFIX) and pool.gpus_per_node != 1:
+            remedy = f"CUDA finds one MIG slice in a pod ({pool.gpu_resource_name}): use gpusPerNode 1, and more nodes"
+            yield f"pools[{index}].gpusPerNode", pool.gpus_per_node, remedy
+
+
+def _claims_say_where_the_gpus_come_from(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    for index, pool in enumerate(spec.pools):
+        names = [claim.name for claim in pool.resource_claims]
+        if names and pool.gpu_resource_name is None:
+            remedy = "say where the GPUs come from: gpuResourceName '' where a claim brings them, else its resource"
+            yield f"pools[{index}].resourceClaims", names, remedy
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"pools[{index}].resourceClaims", name, "this name is taken by another claim: give each its own"
+
+
+DEVICE_CHECKS = (_slices_are_alone_in_their_pods, _claims_say_where_the_gpus_come_from)

@@ -1,0 +1,117 @@
+"""`kubectl ppo checkpoint`: asks a running job for a checkpoint, and waits until the status shows the answer.
+
+The request is an annotation with a value of its own, as kubectl's restartedAt is; the trainer hears of it in the reply
+to its next report and answers it once, after the step that it is doing. Called by `app.py`. It refuses a job that has
+no trainer: nothing could be written. It compares no clocks, because this machine's may be wrong.
+"""
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import datetime
+
+from ppojob_api.v1alpha1.constants import ANNOTATION_CHECKPOINT, Condition
+from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw
+
+_POLL_SECONDS = 1.0
+_ENDED = (Condition.COMPLETE, Condition.FAILED)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job was asked for."""
+
+    namespace: str
+    name: str
+    uid: str
+    value: str
+    """Of the annotation."""
+    step: int
+    """Steps that were done, as the status had it: a checkpoint of an earlier one is no answer."""
+
+    @property
+    def key(self) -> str:
+        """`namespace/name`."""
+        return f"{self.namespace}/{self.name}"
+
+
+def ask(cluster: Cluster, kind: str, job: Raw, now: datetime) -> Request:
+    """Ask the job's trainer for a checkpoint.
+
+    Raises:
+        NotThereError: the job has no trainer; the message says why, and what there is instead.
+        KubectlError: with kubectl's words.
+    """
+    metadata, status = job["metadata"], job.get("status", {})
+    key = f"{metadata['namespace']}/{metadata['name']}"
+    if reason := _over(job) or _not_begun(job):
+        raise NotThereError(f"{key} {reason}, so there is nothing to save; {_newest(status)}")
+    request = Request(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        value=f"{now:%Y-%m-%dT%H:%M:%SZ}-{secrets.token_hex(4)}",
+        step=status.get("progress", {}).get("step", 0),
+    )
+    patch = json.dumps({"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request.value}}})
+    within = f"--namespace={request.namespace}"
+    cluster.output("patch", kind, request.name, within, "--type=merge", f"--patch={patch}", "--output=json")
+    return request
+
+
+def await_answer(cluster: Cluster, kind: str, request: Request, seconds: float) -> str:
+    """Wait for the checkpoint and return a sentence with its step.
+
+    Raises:
+        NotThereError: it did not come within `seconds`, or the job has ended without it.
+        KubectlError: with kubectl's words.
+    """
+    limit = time.monotonic() + seconds
+    while True:
+        job = cluster.get(kind, request.name, f"--namespace={request.namespace}")
+        if job["metadata"]["uid"] != request.uid:
+            raise NotThereError(f"{request.key} was deleted; another job has its name now")
+        found, reason = job.get("status", {}).get("checkpoint"), _over(job)
+        if found and (_is_answer(job, request) or (reason and found["step"] >= request.step)):
+            return f"{request.key}: checkpoint of step {found['step']}: {found['path']}"
+        if reason:
+            raise NotThereError(f"{request.key} {reason}, and wrote none; {_newest(job.get('status', {}))}")
+        if time.monotonic() >= limit:
+            raise NotThereError(
+                f"{request.key} has written no checkpoint within {seconds:g} s: the request stands, and is answered "
+                f"after the step that is being done; see kubectl ppo status {request.name}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_answer(job: Raw, request: Request) -> bool:
+    """Return whether the newest checkpoint answers the request, or a later one that has taken its place."""
+    answered = job["status"]["checkpoint"].get("request")
+    return answered in (request.value, job["metadata"].get("annotations", {}).get(ANNOTATION_CHECKPOINT, request.value))
+
+
+def _over(job: Raw) -> str:
+    """Return why nothing more is to come from the job as it is; empty: it goes on."""
+    true = _true_conditions(job)
+    for kind in _ENDED:
+        if kind in true:
+            return f"has ended ({kind}: {true[kind]['reason']})"
+    if job["metadata"].get("deletionTimestamp"):
+        return "is being deleted"
+    return "is suspended" if Condition.SUSPENDED in true else ""
+
+
+def _not_begun(job: Raw) -> str:
+    """Return that a job has no trainer at the moment; empty: it has one."""
+    return "" if Condition.SUBMITTED in _true_conditions(job) else "has no trainer (see kubectl ppo explain-pending)"
+
+
+def _true_conditions(job: Raw) -> Raw:
+    conditions = job.get("status", {}).get("conditions", [])
+    return {each["type"]: each for each in conditions if each["status"] == "True"}
+
+
+def _newest(status: Raw) -> str:
+    found = status.get("checkpoint")
+    return f"its newest checkpoint is of step {found['step']}: {found['path']}" if found else "it has no checkpoint"
