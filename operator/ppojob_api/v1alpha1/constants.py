@@ -31,6 +31,11 @@ POOL_RESOURCE_PREFIX = "pool_"
 RAY_HEAD_PORTS = {"gcs-server": 6379, "client": 10001, "dashboard": 8265, "metrics": 8080, "serve": 8000}
 """Ports of Ray's head, under KubeRay's names for them; `metrics` are those of Ray itself."""
 
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+LABEL_QUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+LABEL_QUEUED_UID = "kueue.x-k8s.io/job-uid"
+"""Kueue's labels: by the first two it takes a RayCluster into a queue, the third is its Workload's."""
+
 METRICS_PORT_NAME = "ppojob-metrics"
 """Name of the head's port where the trainer serves `/metrics`."""
 
@@ -39,6 +44,7 @@ class Condition:
     """Types of `status.conditions`."""
 
     ACCEPTED = "Accepted"
+    ADMITTED = "Admitted"
     POOLS_READY = "PoolsReady"
     SUBMITTED = "Submitted"
     PROGRESSING = "Progressing"
@@ -56,6 +62,11 @@ class Reason:
     INVALID_SPEC = "InvalidSpec"
     KUBERAY_MISSING = "KubeRayMissing"
     STORAGE_MISSING = "StorageMissing"
+    KUEUE_MISSING = "KueueMissing"
+    QUEUED = "Queued"
+    ADMITTED = "Admitted"
+    NOT_QUEUED = "NotQueued"
+    PREEMPTED = "Preempted"
     WAITING_FOR_PODS = "WaitingForPods"
     PODS_READY = "PodsReady"
     INSUFFICIENT_GPUS = "InsufficientGPUs"
@@ -112,6 +123,7 @@ class Phase:
     """Values of `status.phase`, derived from the conditions for the column only."""
 
     PENDING = "Pending"
+    QUEUED = "Queued"
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"

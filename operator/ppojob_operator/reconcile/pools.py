@@ -73,6 +73,8 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if cluster is None:
         words = f"the RayCluster {situation.cluster_name} is being made"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
+    if cluster.is_suspended and situation.spec.run_policy.queue_name is not None:
+        return _waiting(f"the RayCluster {cluster.name} is suspended by the job's queue: see the condition Admitted")
     if cluster.is_suspended:
         words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
         return Finding("False", Reason.CLUSTER_SUSPENDED, words)
