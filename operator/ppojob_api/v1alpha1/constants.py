@@ -137,6 +137,8 @@ class EnvName:
     """Environment variables of the trainer."""
 
     ATTEMPT = "PPOJOB_ATTEMPT"
+    RAY_CLUSTER = "RAY_CLUSTER_NAME"
+    """Set by KubeRay in all containers of Ray."""
 
 
 CONFIG_MOUNT_PATH = "/etc/ppojob"

@@ -59,8 +59,8 @@ class RunPolicy(ApiModel):
     """Queue, suspension, failures and deadlines."""
 
     queue_name: DNSLabel | None = None
-    """Kueue's LocalQueue in the job's namespace. The job has pods only while the queue lets it in; where the queue takes
-    its GPUs away, it puts a checkpoint down and goes on when it is let in again. Absent: no queue."""
+    """Kueue's LocalQueue in the job's namespace. The job has pods only while the queue lets it in; where the queue
+    takes its GPUs away, it puts a checkpoint down and goes on when it is let in again. Absent: no queue."""
     queue_priority_class: DNSLabel | None = None
     """Kueue's WorkloadPriorityClass: who is let in first, and who has to go for whom. Absent: the queue's default."""
     suspend: bool = False
@@ -68,8 +68,8 @@ class RunPolicy(ApiModel):
     gets no pods. Neither counts as a retry. A queue gets its quota back."""
     stop_grace_period_seconds: int = Field(default=600, ge=1, le=86_400)
     """Longest time for the trainer to finish its step, to put a checkpoint down and to end, in seconds, where it is to
-    stop in order: for suspend, for another layout, for the queue, or because its pods are deleted. Then the pods go, and
-    the last checkpoint counts."""
+    stop in order: for suspend, for another layout, for the queue, or because its pods are deleted, which wait for it.
+    Then the pods go, and the last checkpoint counts."""
     backoff_limit: int = Field(default=3, ge=0, le=10_000)
     """Retries after failures of the user's program."""
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)

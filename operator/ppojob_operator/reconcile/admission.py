@@ -1,8 +1,8 @@
 """Policy: has the job's queue let it in? A job without a queue has nothing to wait for.
 
-    queued -- Kueue sets spec.suspend of the RayCluster to false --> admitted -- to true: its GPUs go to others --> evicted
-      ^                                                                                                               |
-      `------- the trainer has put a checkpoint down, or its time is over, and the pods are gone --------------------´
+    queued --- Kueue sets spec.suspend of the RayCluster to false ---> admitted --- to true: for others ---> evicted
+      ^                                                                                                        |
+      `-------- the trainer has put a checkpoint down, or its time is over, and the pods are gone -------------'
 
 Kueue alone writes `spec.suspend`, and the RayCluster stays what it is, so that the job keeps its place in the queue.
 `stopping.py` carries an eviction out; no deadline runs in the queue.

@@ -5,8 +5,8 @@
 
 Once asked for, a stop is carried to its end: nobody can know whether the trainer has heard of it. What follows is an
 attempt of its own, because a submission and the fence of the checkpoints know attempts only; it is no retry. A failure
-on the way stays a failure, and is counted as one. Where the queue takes the pods (evicted), they leave at once and their
-preStop hook holds them as long: the attempt is over when they are gone, and the next one waits in the queue.
+on the way stays a failure, and is counted as one. Where the queue takes the pods (evicted), they leave at once, and
+their preStop hook holds them meanwhile: the attempt is over when they are gone, and the next one waits in the queue.
 """
 
 from collections.abc import Mapping
