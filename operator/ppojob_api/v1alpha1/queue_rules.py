@@ -1,4 +1,4 @@
-"""Rules of `spec.runPolicy.queueName`: what Kueue asks of a job that is to wait in a queue.
+"""Rules of the queues in `spec.runPolicy`: what Kueue and the gang schedulers ask of a job.
 
 `rules.py` puts the CEL into the schema and the Python beside the other checks. Kueue takes at most eight sets of pods;
 the head and the seven pools that a spec may have are just so many.
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.runtime import GangScheduler
 
 if TYPE_CHECKING:
     from ppojob_api.v1alpha1.rules import Problem
@@ -27,6 +28,16 @@ QUEUE_RULES = [
         message="only a queue reads queuePriorityClass: set queueName too, or take it out",
         field_path=".runPolicy.queuePriorityClass",
     ),
+    Rule(
+        rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",
+        message="only a gang scheduler reads gangSchedulerQueue: set gangScheduler, or take it out",
+        field_path=".runPolicy.gangSchedulerQueue",
+    ),
+    Rule(
+        rule="self.runPolicy.gangScheduler != 'KAI' || has(self.runPolicy.gangSchedulerQueue)",
+        message="KAI leaves pods without a queue alone: set gangSchedulerQueue",
+        field_path=".runPolicy.gangScheduler",
+    ),
 ]
 
 
@@ -44,4 +55,17 @@ def _priority_is_of_a_queue(spec: "PPOJobSpec") -> "Iterator[Problem]":
         yield "runPolicy.queuePriorityClass", policy.queue_priority_class, remedy
 
 
-QUEUE_CHECKS = (_no_pool_has_kueues_name_for_the_head, _priority_is_of_a_queue)
+def _gang_scheduler_and_its_queue_belong_together(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    scheduler, queue = spec.run_policy.gang_scheduler, spec.run_policy.gang_scheduler_queue
+    if queue is not None and scheduler is GangScheduler.NONE:
+        yield "runPolicy.gangSchedulerQueue", queue, "only a gang scheduler reads it: set gangScheduler, or take it out"
+    if queue is None and scheduler is GangScheduler.KAI:
+        remedy = "leaves pods without a queue alone: set runPolicy.gangSchedulerQueue"
+        yield "runPolicy.gangScheduler", scheduler.value, remedy
+
+
+QUEUE_CHECKS = (
+    _no_pool_has_kueues_name_for_the_head,
+    _priority_is_of_a_queue,
+    _gang_scheduler_and_its_queue_belong_together,
+)

@@ -40,7 +40,7 @@ IMMUTABLE = (
     "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
-    "runPolicy.queueName", "runPolicy.queuePriorityClass",
+    "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
 )  # fmt: skip
 """What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.quantities import DNSLabel, RawObject
+from ppojob_api.v1alpha1.quantities import RawObject
 
 
 class Device(StrEnum):
@@ -55,14 +55,32 @@ class AutoBalance(ApiModel):
     """How long an attempt runs at the least before its pools are changed, in minutes."""
 
 
+QueueName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", min_length=1, max_length=63)]
+"""A name that goes into a label."""
+
+
+class GangScheduler(StrEnum):
+    """Who binds all pods of a job at once, or none."""
+
+    NONE = "None"
+    VOLCANO = "Volcano"
+    YUNIKORN = "YuniKorn"
+    KAI = "KAI"
+
+
 class RunPolicy(ApiModel):
     """Queue, suspension, failures and deadlines."""
 
-    queue_name: DNSLabel | None = None
+    queue_name: QueueName | None = None
     """Kueue's LocalQueue in the job's namespace. The job has pods only while the queue lets it in; where the queue
     takes its GPUs away, it puts a checkpoint down and goes on when it is let in again. Absent: no queue."""
-    queue_priority_class: DNSLabel | None = None
+    queue_priority_class: QueueName | None = None
     """Kueue's WorkloadPriorityClass: who is let in first, and who has to go for whom. Absent: the queue's default."""
+    gang_scheduler: GangScheduler = GangScheduler.NONE
+    """The scheduler with which KubeRay was started (`--batch-scheduler`): it binds all pods of the job at once, so that
+    two jobs never wait for each other's GPUs. None: Kubernetes' own, pod by pod."""
+    gang_scheduler_queue: QueueName | None = None
+    """Queue of the gang scheduler. KAI needs one. Absent: its default."""
     suspend: bool = False
     """Put a checkpoint down, stop, and give all pods back; false goes on from there. A job that is created suspended
     gets no pods. Neither counts as a retry. A queue gets its quota back."""

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 from ppojob_operator.manifests import naming, pod_template
 from ppojob_operator.manifests.pod import head_template, pool_template
+from ppojob_operator.manifests.queues import queue_labels
 from ppojob_operator.plan import JobKey
 
 API_VERSION = "ray.io/v1"
@@ -29,7 +30,7 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": naming.metadata(name, key, uid, _queue_labels(spec)),
+        "metadata": naming.metadata(name, key, uid, queue_labels(spec.run_policy, name)),
         "spec": {
             "rayVersion": RAY_VERSION,
             "enableInTreeAutoscaling": False,
@@ -41,19 +42,6 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
             "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
         },
     }
-
-
-def _queue_labels(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the labels by which Kueue takes the RayCluster into a queue.
-
-    Kueue then owns `spec.suspend` and parts of the pod templates. So they are never written here, and a RayCluster that
-    is there is never applied again.
-    """
-    wish = {
-        constants.LABEL_QUEUE: spec.run_policy.queue_name,
-        constants.LABEL_QUEUE_PRIORITY: spec.run_policy.queue_priority_class,
-    }
-    return {label: name for label, name in wish.items() if name is not None}
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:

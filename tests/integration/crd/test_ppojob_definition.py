@@ -80,6 +80,8 @@ CHANGES: dict[str, Any] = {
     "trainer.phaseTimeoutSeconds": 60,
     "runPolicy.queueName": "another",
     "runPolicy.queuePriorityClass": "higher",
+    "runPolicy.gangScheduler": "Volcano",
+    "runPolicy.gangSchedulerQueue": "another",
     "autoBalance": {"enabled": True},
     "runPolicy": {"suspend": True, "backoffLimit": 7, "activeDeadlineSeconds": 100},
     "checkpoint.everySteps": 3,
@@ -94,7 +96,7 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
     manifest = copy.deepcopy(GOOD)
     manifest["metadata"]["name"] = name
     manifest["spec"]["pools"][1]["gpusPerNode"] = 2
-    queue = {"queueName": "gpus", "queuePriorityClass": "low"}
+    queue = {"queueName": "gpus", "queuePriorityClass": "low", "gangScheduler": "KAI", "gangSchedulerQueue": "team"}
     manifest["spec"] |= {"head": {"podTemplate": {"spec": {"priorityClassName": "one"}}}, "runPolicy": queue, **spec}
     return manifest
 

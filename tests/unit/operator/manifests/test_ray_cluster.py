@@ -66,6 +66,35 @@ def test_kueue_finds_its_labels_only_where_there_is_a_queue(make_spec: MakeSpec)
     }
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "queue", "labels"),
+    [
+        ("None", None, {}),
+        ("Volcano", None, {}),
+        ("Volcano", "team", {"volcano.sh/queue-name": "team"}),
+        (
+            "YuniKorn",
+            "root.team",
+            {
+                "ray.io/gang-scheduling-enabled": "true",
+                "yunikorn.apache.org/app-id": "c",
+                "yunikorn.apache.org/queue": "root.team",
+            },
+        ),
+        ("KAI", "team", {"kai.scheduler/queue": "team"}),
+    ],
+)
+def test_gang_schedulers_find_the_labels_that_kuberay_reads_for_them(
+    make_spec: MakeSpec, scheduler: str, queue: str | None, labels: dict[str, str]
+) -> None:
+    given = {} if queue is None else {"gangSchedulerQueue": queue}
+    spec = make_spec(runPolicy={"gangScheduler": scheduler, **given})
+
+    found = ray_cluster(spec, KEY, UID, "c")["metadata"]["labels"]
+
+    assert {name: value for name, value in found.items() if not name.startswith(("ppojob.dev/", "app."))} == labels
+
+
 def test_ray_has_a_version_a_token_and_no_autoscaler(make_spec: MakeSpec) -> None:
     spec = cluster(make_spec())
 
