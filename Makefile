@@ -10,6 +10,8 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Where tests/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
+# Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(VENV)/bin:$(CLUSTER_BIN):$(PATH)
 # A machine without uv gets it from pip, in an environment of its own.
 UV := $(or $(shell command -v uv),.build/uv/bin/uv)

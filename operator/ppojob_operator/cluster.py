@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import JOBS, Answer, ApiServer
+from ppojob_operator.api_server import JOBS, Answer, ApiRefused, ApiServer
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
@@ -84,7 +84,11 @@ class Cluster:
         return None if raw is None else raw.get("data", {})
 
     async def apply(self, manifest: Manifest) -> None:
-        """Make the object as the manifest says. A Secret is only ever made, never changed or read."""
+        """Make the object as the manifest says. A Secret is only ever made, never changed or read.
+
+        Raises:
+            ApiRefused: the API server refuses it, or another's object has the name.
+        """
         kind, metadata = manifest["kind"], manifest["metadata"]
         path, namespace = _COLLECTIONS[kind], metadata["namespace"]
         if kind == "Secret":
@@ -92,6 +96,10 @@ class Cluster:
             if answer.status != 409:
                 answer.expect(201)
             return
+        # The name of a RayCluster is of the job's uid: nobody else can have it.
+        found = None if kind == "RayCluster" else await self._api.read(path, namespace, metadata["name"])
+        if found is not None and not (_owners(found) & _owners(manifest)):
+            raise ApiRefused(_taken(kind, found))
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
@@ -169,6 +177,21 @@ class Cluster:
         answer = await self._api.call("DELETE", f"{collection}/{{name}}", namespace, name, body=body)
         if answer.status not in (404, 409):
             answer.expect(200, 202)
+
+
+def _owners(manifest: Manifest) -> set[str]:
+    references = manifest["metadata"].get("ownerReferences", [])
+    return {reference["uid"] for reference in references if reference.get("controller")}
+
+
+def _taken(kind: str, found: Manifest) -> str:
+    metadata = found["metadata"]
+    owners = [f"{owner['kind']} {owner['name']} (uid {owner['uid']})" for owner in metadata.get("ownerReferences", [])]
+    whose = f"belongs to {', '.join(owners)}" if owners else "belongs to nobody"
+    return (
+        f"{kind} {metadata['name']} is there already and {whose}: the operator takes over no object that it has not "
+        "made; delete that one, or give the PPOJob another name"
+    )
 
 
 def _items(body: Mapping[str, Any]) -> list[Manifest]:

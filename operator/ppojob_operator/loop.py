@@ -34,6 +34,7 @@ from ppojob_operator.reconcile import (
     dashboard_target,
     decide,
     is_finished,
+    is_owned,
     read_claim,
     read_cluster,
     read_job,
@@ -218,7 +219,7 @@ class Loop:
         observed = Observed(
             surroundings=self._surroundings(job.key),
             is_kuberay_served=clusters is not None,
-            clusters=tuple(read_cluster(raw) for raw in clusters or ()),
+            clusters=tuple(read_cluster(raw) for raw in clusters or () if is_owned(raw, job.uid)),
         )
         if job.is_going or is_finished(job.status):
             return observed

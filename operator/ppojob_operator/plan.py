@@ -86,6 +86,10 @@ class Cluster:
     head_service: str = ""
     """Service of the head, once KubeRay made it."""
     uid: str = ""
+    generation: int = 1
+    """How often its spec was written."""
+    spec: Manifest = field(default_factory=dict)
+    """Its spec as it stands."""
 
 
 @dataclass(frozen=True)

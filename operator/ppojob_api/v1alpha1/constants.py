@@ -75,6 +75,7 @@ class Reason:
     POD_FAILED = "PodFailed"
     PODS_REFUSED = "PodsRefused"
     CLUSTER_REFUSED = "ClusterRefused"
+    CLUSTER_RESTORED = "ClusterRestored"
     CLUSTER_SUSPENDED = "ClusterSuspended"
     DASHBOARD_UNREACHABLE = "DashboardUnreachable"
     HEAD_LOST = "HeadLost"

@@ -32,6 +32,7 @@ from ppojob_operator.reconcile import (
     log_tail,
     phase,
     pools,
+    restoring,
     retry,
     stall,
     stopping,
@@ -86,16 +87,21 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
         return _interrupted(situation, findings, step, interruption)
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
-    status, move = _status(situation, findings, found), balance.judge(situation)
+    status, move, restored = _status(situation, findings, found), balance.judge(situation), restoring.judge(situation)
     if move is not None:
         # The next look finds another layout in the spec.
         status = status.model_copy(update={"effective_pools": list(move.pools)})
     plan = _plan(situation, status)
     return replace(
         plan,
-        apply=step.apply,
+        apply=(*step.apply, *((restored.manifest,) if restored else ())),
         submission=step.submission,
-        events=(*stall.told(situation), *((move.event,) if move else ()), *plan.events),
+        events=(
+            *stall.told(situation),
+            *((move.event,) if move else ()),
+            *((restored.event,) if restored else ()),
+            *plan.events,
+        ),
         look_again_after=_SOON if move else _interval(situation, found),
     )
 

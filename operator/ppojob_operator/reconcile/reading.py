@@ -72,6 +72,8 @@ def read_cluster(raw: Manifest) -> Cluster:
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
         uid=metadata.get("uid", ""),
+        generation=metadata.get("generation", 1),
+        spec=raw.get("spec", {}),
     )
 
 
@@ -85,6 +87,12 @@ def read_workload(raw: Manifest) -> Workload:
         waits_for=str(reserved.get("message", "")) if reserved.get("status") == "False" else "",
         eviction=str(evicted.get("message", "")) if evicted.get("status") == "True" else "",
     )
+
+
+def is_owned(raw: Manifest, uid: str) -> bool:
+    """Return whether the object belongs to the one with that uid; others may carry its label."""
+    owners = raw["metadata"].get("ownerReferences", [])
+    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)
 
 
 def read_pod(raw: Manifest) -> Pod:

@@ -186,9 +186,9 @@ class Jobs:
     log: Path
     made: list[str] = field(default_factory=list)
 
-    def create(self, **changes: Any) -> str:
+    def create(self, *, name: str = "", **changes: Any) -> str:
         """Create a job that would fit on any node, with sections of its spec replaced; return its name."""
-        name = f"job-{uuid.uuid4().hex[:6]}"
+        name = name or f"job-{uuid.uuid4().hex[:6]}"
         task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
         spec = {
             "image": "localhost:5000/ppojob/nothing:1",

@@ -1,5 +1,6 @@
 """Objects come and go with their job, and the operator may come and go too."""
 
+import json
 from typing import Any
 
 import pytest
@@ -85,6 +86,36 @@ def test_a_config_map_that_somebody_deleted_comes_back(kubectl: Any, jobs: Any) 
     kubectl("delete", "configmap", f"{name}-job")
 
     kubectl("wait", "--for=create", f"configmap/{name}-job", "--timeout=50s")
+
+
+def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubectl: Any, jobs: Any) -> None:
+    name = jobs.create()
+    cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
+    path = "/spec/workerGroupSpecs/0/replicas"
+    before = kubectl.json("get", "raycluster", cluster)["spec"]["workerGroupSpecs"][0]["replicas"]
+
+    patch = [{"op": "replace", "path": "/spec/workerGroupSpecs/0/maxReplicas", "value": before + 1}]
+    patch.append({"op": "replace", "path": path, "value": before + 1})
+    kubectl("patch", "raycluster", cluster, "--type=json", f"--patch={json.dumps(patch)}")
+
+    jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
+    kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
+    selector = f"involvedObject.name={name},reason={Reason.CLUSTER_RESTORED}"
+    [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
+    assert f".replicas was {before + 1} in place of {before}" in event["message"]
+
+
+def test_an_object_of_somebody_else_is_named_and_not_taken_over(kubectl: Any, jobs: Any) -> None:
+    kubectl("create", "configmap", "taken-job", "--from-literal=mine=1")
+
+    name = jobs.create(name="taken")
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_REFUSED)
+    assert "ConfigMap taken-job is there already and belongs to nobody" in message
+    assert "give the PPOJob another name" in message
+    assert kubectl.json("get", "configmap", "taken-job")["data"] == {"mine": "1"}
+    kubectl("delete", "configmap", "taken-job")
+    kubectl("wait", "--for=create", "configmap/taken-job", "--timeout=100s")
 
 
 def test_a_job_shows_its_state_in_the_table(kubectl: Any, jobs: Any) -> None:

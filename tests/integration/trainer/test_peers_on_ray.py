@@ -39,6 +39,7 @@ def numbers(record: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name != "time" and not name.startswith(TIMES)}
 
 
+@pytest.mark.long  # The engines' own tests compare the gradients of peers in every run.
 def test_peers_change_no_number_of_a_run(model: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", model)
     peers = run(

@@ -250,7 +250,14 @@ async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None
         "startTime": "2026-01-01T00:00:00Z",
         "attempt": 0,
     }
-    cluster.clusters[GOOD] = [{"metadata": {"name": "good-old", "labels": {}}}]
+    uid = cluster.jobs[GOOD]["metadata"]["uid"]
+    ours = [{"kind": "PPOJob", "name": GOOD.name, "uid": uid, "controller": True}]
+    # Another's may carry the label: it is none of this job's.
+    cluster.clusters[GOOD] = [
+        {"metadata": {"name": "good-old", "labels": {}, "ownerReferences": ours}},
+        {"metadata": {"name": "anothers", "labels": {}, "ownerReferences": [{**ours[0], "uid": "other"}]}},
+        {"metadata": {"name": "nobodys", "labels": {}}},
+    ]
     cluster.errors["write_status", GOOD] = ApiUnavailable("503")
 
     with pytest.raises(ApiUnavailable):

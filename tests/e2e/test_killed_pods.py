@@ -1,0 +1,126 @@
+"""A worker's pod and then the head's are killed under a real trainer; each time it trains again from its checkpoint.
+
+How long that took is printed (`--capture=no` shows it) and never asserted.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.waiting import wait_until
+from tests.e2e.conftest import Site
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+
+NAME = "killed"
+STEPS = 20
+EVERY_STEPS = 2
+LIMIT_SECONDS = 600.0
+SMALL = {"cpu": "250m", "memory": "8Gi", "shm": "512Mi"}
+CHANGES: dict[str, Any] = {
+    "pools": [
+        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": SMALL},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
+    ],
+    "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},
+    "actor": {"miniBatchSize": 4},
+    "critic": {"miniBatchSize": 4},
+    "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
+    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
+}
+VICTIMS = {"worker": "ppojob.dev/pool=critic", "head": "ray.io/node-type=head"}
+REASONS = {"worker": ("WorkerLost", "PodLost"), "head": ("HeadLost", "PodLost")}
+RESUMED = re.compile(r"going on after step (\d+)")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one kill led to."""
+
+    last_step: int
+    """Finished before."""
+    resumed_after: int
+    """Step of the checkpoint that the next attempt began with."""
+    seconds: float
+    """From the kill to the end of the next attempt's first step."""
+    status: Any
+
+
+@pytest.fixture(scope="module")
+def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
+    """By victim; the job runs to its end afterwards."""
+    site.apply(NAME, CHANGES)
+    # The first checkpoint is down and a step after it is done, so that there is something to lose.
+    await_step(site, EVERY_STEPS + 1, since=0.0)
+    found = {}
+    for attempt, (victim, labels) in enumerate(VICTIMS.items(), start=1):
+        found[victim] = kill(site, labels, attempt)
+        print(f"\n{victim} killed: training again after {found[victim].seconds:.0f} s", end="")
+    site.await_condition(NAME, "Complete", "True", limit=LIMIT_SECONDS)
+    yield found
+    site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+
+
+def kill(site: Site, selector: str, attempt: int) -> Recovery:
+    pods = site.get("pods", f"--selector=ppojob.dev/job={NAME},{selector}")["items"]
+    assert len(pods) == 1, [pod["metadata"]["name"] for pod in pods]
+    last, moment = max(records(site)), time.time()
+    site.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--force", "--grace-period=0")
+    log = site.root(NAME) / "logs" / f"attempt-{attempt}" / "driver.log"
+    wait_until(f"{log} to say where it goes on", lambda: "" if RESUMED.search(text_of(log)) else "nothing there",
+               limit=LIMIT_SECONDS, interval=0.5)  # fmt: skip
+    found = RESUMED.search(text_of(log))
+    assert found
+    resumed_after = int(found.group(1))
+    finished = await_step(site, resumed_after + 1, since=moment)
+    return Recovery(last, resumed_after, finished - moment, site.job(NAME)["status"])
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def records(site: Site) -> dict[int, float]:
+    """Step -> when it was finished, in seconds since 1970."""
+    lines = text_of(site.root(NAME) / "metrics.jsonl").splitlines()
+    return {record["step"]: record["time"] for record in map(json.loads, lines)}
+
+
+def await_step(site: Site, step: int, *, since: float) -> float:
+    """Wait until the step was done after that moment, and return when."""
+
+    def missing() -> str:
+        status = site.job(NAME).get("status", {})
+        assert status.get("phase") not in ("Failed", "Succeeded"), status
+        return "" if records(site).get(step, 0.0) > since else f"{NAME} is at step {max(records(site), default=0)}"
+
+    wait_until(f"step {step} of {NAME}", missing, limit=LIMIT_SECONDS, interval=0.5)
+    return records(site)[step]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_at_most_the_steps_since_the_last_checkpoint_are_lost(recoveries: dict[str, Recovery], victim: str) -> None:
+    recovery = recoveries[victim]
+
+    assert 0 <= recovery.last_step - recovery.resumed_after <= EVERY_STEPS
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_the_loss_is_named_and_is_not_the_users(recoveries: dict[str, Recovery], victim: str) -> None:
+    status = recoveries[victim].status
+
+    assert status["retries"]["user"] == 0
+    assert status["lastFailure"]["attempt"] == status["attempt"] - 1
+    assert status["lastFailure"]["reason"] in REASONS[victim]
+    assert status["lastFailure"]["logTail"]
+
+
+def test_every_step_was_done_in_the_end(site: Site, recoveries: dict[str, Recovery]) -> None:
+    assert sorted(records(site)) == [*range(1, STEPS + 1)]
+    assert site.job(NAME)["status"]["retries"]["infrastructure"] == len(VICTIMS)
