@@ -131,15 +131,15 @@ trainer: install ## Run the trainer's parts together on a real Ray (about 30 min
 
 .PHONY: integration
 integration: install ## Run operator, chart and CRD against the cluster.
-	$(PYTEST) tests/integration --ignore=tests/integration/trainer
+	$(PYTEST) tests/integration --ignore=tests/integration/trainer -m "not long"
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.
 	$(PYTEST) tests/e2e -m "not long"
 
 .PHONY: long
-long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved.
-	$(PYTEST) tests/integration/trainer tests/e2e -m long
+long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved, real queues.
+	$(PYTEST) tests/integration tests/e2e -m long
 
 .PHONY: test
 test: install ## Everything, with the cluster and the images built meanwhile; a table at the end.

@@ -368,6 +368,18 @@ BAD_SPECS = (
             "spec.pools[0].maxNodes", "is below nodes, which is 3: raise it", shows="2"),
     BadSpec("no time to stop in order", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
             "spec.runPolicy.stopGracePeriodSeconds", "greater than or equal to 1", shows="0"),
+    BadSpec("pool with Kueue's name for the head", {
+                _spec("runPolicy"): {"queueName": "gpus"}, _spec("pools", 1, "name"): "head",
+                _spec("placement", "critic"): "head"},
+            "spec.pools[1].name", "rename the pool", shows="'head'"),
+    BadSpec("priority without a queue", {_spec("runPolicy"): {"queuePriorityClass": "high"}},
+            "spec.runPolicy.queuePriorityClass", "set runPolicy.queueName too, or take it out", shows="'high'"),
+    BadSpec("gang scheduler's queue without it", {_spec("runPolicy"): {"gangSchedulerQueue": "team"}},
+            "spec.runPolicy.gangSchedulerQueue", "set gangScheduler, or take it out", shows="'team'"),
+    BadSpec("KAI without a queue", {_spec("runPolicy"): {"gangScheduler": "KAI"}},
+            "spec.runPolicy.gangScheduler", "gangSchedulerQueue", shows="'KAI'"),
+    BadSpec("queue without a name", {_spec("runPolicy"): {"queueName": ""}},
+            "spec.runPolicy.queueName", "at least 1 character", shows="''"),
     BadSpec("a word for suspend", {_spec("runPolicy"): {"suspend": "yes"}},
             "spec.runPolicy.suspend", "valid boolean", shows="'yes'"),
 )  # fmt: skip

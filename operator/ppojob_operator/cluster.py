@@ -5,7 +5,7 @@ so that a decision never rests on an index that lags. It decides nothing and nev
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
 _ALL_JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/{constants.PLURAL}"
 _CLUSTERS = "/apis/ray.io/v1/namespaces/{namespace}/rayclusters"
+_WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/workloads"
 _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
@@ -61,6 +62,12 @@ class Cluster:
     async def list_clusters(self, key: JobKey) -> list[Manifest] | None:
         """Return the job's RayClusters, or None if the API server does not know RayClusters at all."""
         answer = await self._list(_CLUSTERS, key)
+        return None if answer.status == 404 else _items(answer.expect(200))
+
+    async def list_workloads(self, key: JobKey, owners: Collection[str]) -> list[Manifest] | None:
+        """Return Kueue's Workloads of RayClusters, by their UIDs, or None if the API server does not know Workloads."""
+        query = {"labelSelector": f"{constants.LABEL_QUEUED_UID} in ({','.join(sorted(owners)) or 'none'})"}
+        answer = await self._api.call("GET", _WORKLOADS, key.namespace, query=query)
         return None if answer.status == 404 else _items(answer.expect(200))
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:

@@ -39,6 +39,7 @@ from ppojob_operator.reconcile import (
     read_cluster,
     read_job,
     read_pod,
+    read_workload,
 )
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.work_queue import WorkQueue, wait
@@ -207,9 +208,11 @@ class Loop:
         """Return the job's objects: read anew, but for those of an admitted job of which no watch told since."""
         kept = self._kept.get(job.key)
         if kept is not None and job.status.start_time is not None:
-            # No watch tells of the ConfigMap; once the trainer has it, its loss can wait for the sweep.
-            is_sent = job.status.submission_id is not None
-            return kept if is_sent else replace(kept, config=await self._cluster.read_config(job.key))
+            # No watch tells of ConfigMap and Workloads; once there is a trainer, they can wait for the sweep.
+            if job.status.submission_id is not None:
+                return kept
+            kept = replace(kept, config=await self._cluster.read_config(job.key))
+            return await self._with_workloads(job, kept)
         # A watch that tells of a change from here on takes the entry away, and the result is not kept.
         self._kept[job.key] = None
         clusters = await self._cluster.list_clusters(job.key)
@@ -223,12 +226,21 @@ class Loop:
         pods, config, claim = await asyncio.gather(
             self._cluster.list_pods(job.key), self._cluster.read_config(job.key), self._read_claim(job)
         )
-        return replace(
+        observed = replace(
             observed,
             claim=None if claim is None else read_claim(claim),
             pods=tuple(read_pod(raw) for raw in pods),
             config=config,
         )
+        return await self._with_workloads(job, observed)
+
+    async def _with_workloads(self, job: Job, observed: Observed) -> Observed:
+        """Add what Kueue says of a job with a queue."""
+        if not isinstance(job.spec, PPOJobSpec) or job.spec.run_policy.queue_name is None:
+            return observed
+        owners = [cluster.uid for cluster in observed.clusters if cluster.uid]
+        found = await self._cluster.list_workloads(job.key, owners)
+        return replace(observed, workloads=None if found is None else tuple(read_workload(raw) for raw in found))
 
     def _keep(self, job: Job, observed: Observed, plan: Plan) -> None:
         """Keep what a look found for the next one, if the look itself changed nothing of it."""

@@ -85,10 +85,23 @@ class Cluster:
     """KubeRay's words where it cannot make the pods; empty: none."""
     head_service: str = ""
     """Service of the head, once KubeRay made it."""
+    uid: str = ""
     generation: int = 1
     """How often its spec was written."""
     spec: Manifest = field(default_factory=dict)
     """Its spec as it stands."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What Kueue keeps of a RayCluster in a queue."""
+
+    owner: str
+    """UID of the RayCluster."""
+    waits_for: str = ""
+    """Kueue's words on why it has no quota; empty: it has, or Kueue has not looked yet."""
+    eviction: str = ""
+    """Kueue's words on why the quota was taken away; empty: it was not, or the RayCluster was let in again since."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,8 @@ class Observed:
     """The claim that `spec.storage` names."""
     clusters: tuple[Cluster, ...] = ()
     pods: tuple[Pod, ...] = ()
+    workloads: tuple[Workload, ...] | None = ()
+    """Of the RayClusters, where the job has a queue. None: the API server does not know Kueue's Workload."""
     config: Mapping[str, str] | None = None
     """Data of the job's ConfigMap."""
     ray: Ray | None = None

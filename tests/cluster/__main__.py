@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tests.cluster import cluster, kwok, suite
+from tests.cluster import cluster, kueue, kwok, suite
 from tests.cluster.demo.run import ImageNames
 from tests.cluster.demo.run import run as run_demo
 from tests.cluster.demo.target import choose
@@ -128,6 +128,16 @@ def kwok_nodes(
     """Add nodes that exist only in the API server, with labels and GPUs."""
     labels = dict(item.split("=", 1) for item in label or [])
     print("\n".join(kwok.add_nodes(Layout.from_environment(), count, prefix=prefix, labels=labels, gpus=gpus)))
+
+
+@app.command("kueue")
+def kueue_queues(
+    remove: Annotated[bool, typer.Option("--remove", help="Take it away again.")] = False,
+) -> None:
+    """Install Kueue, which queues RayClusters (the first time builds it: about four minutes)."""
+    layout, stages = Layout.from_environment(), Stages()
+    with stages.stage("remove Kueue" if remove else "install Kueue"):
+        kueue.remove(layout) if remove else kueue.install(layout)
 
 
 @app.command()

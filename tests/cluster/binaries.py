@@ -22,6 +22,8 @@ from tests.cluster.locks import held
 
 BUILD_LIMIT_SECONDS = 3600.0
 KUBERNETES_VERSION = "v1.34.4"
+# Static binaries: they also run in an image without a C library.
+_GO_ENVIRONMENT = {"CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local", "GOFLAGS": ""}
 # Without these the API server calls itself v0.0.0, and Helm refuses it.
 _KUBERNETES_VARIABLES = {
     "k8s.io/component-base/version.gitVersion": KUBERNETES_VERSION,
@@ -90,6 +92,10 @@ MODULES = (
     ),
 )
 
+# Built where it is asked for by name: a cluster does without it.
+KUEUE = GoModule("kueue", _same("kueue"), asset_module="sigs.k8s.io/kueue")
+OPTIONAL = (KUEUE,)
+
 
 def ensure(layout: Layout, module: GoModule) -> bool:
     """Build the module unless this content of it was built before, and link its commands; True if it was built.
@@ -119,14 +125,18 @@ def built_folder(layout: Layout, module: GoModule) -> Path:
 
 def assets(layout: Layout, module_name: str) -> Path:
     """The folder with the files that a built module hands out."""
-    return built_folder(layout, next(module for module in MODULES if module.name == module_name))
+    return built_folder(layout, next(module for module in (*MODULES, *OPTIONAL) if module.name == module_name))
+
+
+def upstream_folder(module: GoModule) -> Path:
+    """The folder of `asset_module` in Go's module cache, which is read-only."""
+    command = ["go", "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", module.asset_module]
+    return Path(run(command, limit=120, environment=_GO_ENVIRONMENT, folder=module.folder).strip())
 
 
 def _build(layout: Layout, module: GoModule, target: Path) -> None:
     _require_go(module)
     log = layout.log(f"build-{module.name}")
-    # Static binaries: they also run in an image without a C library.
-    environment = {"CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local", "GOFLAGS": ""}
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=layout.builds))
     try:
         staging.chmod(0o755)
@@ -136,21 +146,20 @@ def _build(layout: Layout, module: GoModule, target: Path) -> None:
                 *("-ldflags", module.linker_flags, "-o", f"{staging}{os.sep}", "tool"),
             ],
             limit=BUILD_LIMIT_SECONDS,
-            environment=environment,
+            environment=_GO_ENVIRONMENT,
             folder=module.folder,
             log=log,
         )
-        _copy_assets(module, staging, environment)
+        _copy_assets(module, staging)
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _copy_assets(module: GoModule, staging: Path, environment: Mapping[str, str]) -> None:
+def _copy_assets(module: GoModule, staging: Path) -> None:
     if not module.assets:
         return
-    command = ["go", "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", module.asset_module]
-    source = Path(run(command, limit=120, environment=environment, folder=module.folder).strip())
+    source = upstream_folder(module)
     for name, globs in module.assets.items():
         (staging / name).mkdir()
         for pattern in globs:

@@ -75,7 +75,7 @@ def is_healthy(layout: Layout) -> bool:
 
 def build(layout: Layout, stages: Stages, names: Sequence[str] = ()) -> None:
     """Build every binary that is not built yet, or only those of the named modules."""
-    known = {module.name: module for module in binaries.MODULES}
+    known = {module.name: module for module in (*binaries.MODULES, *binaries.OPTIONAL)}
     if unknown := sorted(set(names) - set(known)):
         raise ClusterError(f"no module is called {unknown[0]!r}; there are: {', '.join(known)}")
     for module in [known[name] for name in names] or binaries.MODULES:

@@ -22,10 +22,12 @@ def kubectl(layout: Layout, *arguments: str, limit: float = DEFAULT_LIMIT_SECOND
     return run(command, limit=limit, stdin=stdin)
 
 
-def kubectl_succeeds(layout: Layout, *arguments: str, limit: float = DEFAULT_LIMIT_SECONDS) -> bool:
+def kubectl_succeeds(
+    layout: Layout, *arguments: str, limit: float = DEFAULT_LIMIT_SECONDS, stdin: str | None = None
+) -> bool:
     """True if kubectl ends with 0 within the limit."""
     try:
-        kubectl(layout, *arguments, limit=limit)
+        kubectl(layout, *arguments, limit=limit, stdin=stdin)
     except ClusterError:
         return False
     return True

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE, Reason
 from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.validation import SpecError
@@ -157,6 +157,18 @@ def prepare_model(
     preparations = {PackagedModel.SMOLLM2: smollm2.prepare}
     with _refusals():
         typer.echo(preparations[name](output))
+
+
+@app.command(hidden=True)
+def hold(
+    limit: Annotated[float, typer.Option(min=0, help="Longest wait, in seconds.")],
+    job: Annotated[Path, typer.Option(help="The job file.")] = Path(CONFIG_MOUNT_PATH) / JOB_FILE,
+) -> None:
+    """Hold a Ray pod that is being deleted until its run has stopped in order (the pods' preStop hook)."""
+    from ppojob_trainer.commands.hold import hold as hold_pod
+
+    if not hold_pod(job, limit):
+        typer.echo(f"a run was still there after {limit:g} s: its last checkpoint counts", err=True)
 
 
 @app.command()

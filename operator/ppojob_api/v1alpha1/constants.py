@@ -36,6 +36,11 @@ POOL_RESOURCE_PREFIX = "pool_"
 RAY_HEAD_PORTS = {"gcs-server": 6379, "client": 10001, "dashboard": 8265, "metrics": 8080, "serve": 8000}
 """Ports of Ray's head, under KubeRay's names for them; `metrics` are those of Ray itself."""
 
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+LABEL_QUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+LABEL_QUEUED_UID = "kueue.x-k8s.io/job-uid"
+"""Kueue's labels: by the first two it takes a RayCluster into a queue, the third is its Workload's."""
+
 METRICS_PORT_NAME = "ppojob-metrics"
 """Name of the head's port where the trainer serves `/metrics`."""
 
@@ -44,6 +49,7 @@ class Condition:
     """Types of `status.conditions`."""
 
     ACCEPTED = "Accepted"
+    ADMITTED = "Admitted"
     POOLS_READY = "PoolsReady"
     SUBMITTED = "Submitted"
     PROGRESSING = "Progressing"
@@ -62,6 +68,11 @@ class Reason:
     KUBERAY_MISSING = "KubeRayMissing"
     STORAGE_MISSING = "StorageMissing"
     STORAGE_UNFIT = "StorageUnfit"
+    KUEUE_MISSING = "KueueMissing"
+    QUEUED = "Queued"
+    ADMITTED = "Admitted"
+    NOT_QUEUED = "NotQueued"
+    PREEMPTED = "Preempted"
     WAITING_FOR_PODS = "WaitingForPods"
     PODS_READY = "PodsReady"
     INSUFFICIENT_GPUS = "InsufficientGPUs"
@@ -119,6 +130,7 @@ class Phase:
     """Values of `status.phase`, derived from the conditions for the column only."""
 
     PENDING = "Pending"
+    QUEUED = "Queued"
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"
@@ -132,6 +144,8 @@ class EnvName:
     """Environment variables of the trainer."""
 
     ATTEMPT = "PPOJOB_ATTEMPT"
+    RAY_CLUSTER = "RAY_CLUSTER_NAME"
+    """Set by KubeRay in all containers of Ray."""
 
 
 CONFIG_MOUNT_PATH = "/etc/ppojob"

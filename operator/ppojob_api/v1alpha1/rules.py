@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, RolloutSpec, ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
@@ -41,6 +42,7 @@ IMMUTABLE = (
     "workers", "device", "head", "storage", "telemetry",
     "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
+    "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
 )  # fmt: skip
 """What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 
@@ -97,6 +99,7 @@ SPEC_RULES = [
     ),
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *QUEUE_RULES,
 ]
 
 _SECTIONS: dict[str, type[ApiModel]] = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
@@ -269,5 +272,6 @@ _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
     *NETWORK_CHECKS,
+    *QUEUE_CHECKS,
     *DEVICE_CHECKS,
 )

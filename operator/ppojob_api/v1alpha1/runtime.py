@@ -55,23 +55,48 @@ class AutoBalance(ApiModel):
     """How long an attempt runs at the least before its pools are changed, in minutes."""
 
 
-class RunPolicy(ApiModel):
-    """Suspension, failures and deadlines."""
+QueueName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", min_length=1, max_length=63)]
+"""A name that goes into a label."""
 
+
+class GangScheduler(StrEnum):
+    """Who binds all pods of a job at once, or none."""
+
+    NONE = "None"
+    VOLCANO = "Volcano"
+    YUNIKORN = "YuniKorn"
+    KAI = "KAI"
+
+
+class RunPolicy(ApiModel):
+    """Queue, suspension, failures and deadlines."""
+
+    queue_name: QueueName | None = None
+    """Kueue's LocalQueue in the job's namespace. The job has pods only while the queue lets it in; where the queue
+    takes its GPUs away, it puts a checkpoint down and goes on when it is let in again. Absent: no queue."""
+    queue_priority_class: QueueName | None = None
+    """Kueue's WorkloadPriorityClass: who is let in first, and who has to go for whom. Absent: the queue's default."""
+    gang_scheduler: GangScheduler = GangScheduler.NONE
+    """The scheduler with which KubeRay was started (`--batch-scheduler`): it binds all pods of the job at once, so that
+    two jobs never wait for each other's GPUs. None: Kubernetes' own, pod by pod."""
+    gang_scheduler_queue: QueueName | None = None
+    """Queue of the gang scheduler. KAI needs one. Absent: its default."""
     suspend: bool = False
     """Put a checkpoint down, stop, and give all pods back; false goes on from there. A job that is created suspended
-    gets no pods. Neither counts as a retry."""
+    gets no pods. Neither counts as a retry. A queue gets its quota back."""
     stop_grace_period_seconds: int = Field(default=600, ge=1, le=86_400)
     """Longest time for the trainer to finish its step, to put a checkpoint down and to end, in seconds, where it is to
-    stop in order: for suspend, or for another layout. Then the pods go, and the last checkpoint counts."""
+    stop in order: for suspend, for another layout, for the queue, or because its pods are deleted, which wait for it.
+    Then the pods go, and the last checkpoint counts."""
     backoff_limit: int = Field(default=3, ge=0, le=10_000)
     """Retries after failures of the user's program."""
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
     """Retries after failures of the cluster, such as a lost node."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time from admission to all pools being ready, in seconds."""
+    """Longest time from admission, by the queue too, to all pools being ready, in seconds."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
-    """Longest active time over all attempts, in seconds; it begins anew after a suspension. Absent: none."""
+    """Longest active time over all attempts, in seconds; it begins anew after a suspension or a time in the
+    queue. Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
     """Longest time without a report of the trainer, in seconds; then the job is Stalled."""
     restart_on_stall: bool = True

@@ -29,7 +29,7 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended, Complete or Failed."""
+    """Accepted, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended, Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -160,7 +160,7 @@ class StopStatus(ApiModel):
     attempt: int
     """Number of the attempt that is to stop, or has stopped."""
     reason: Name
-    """Suspending or Reallocating."""
+    """Suspending, Reallocating or Preempted."""
     time: Time
     """When it was asked for."""
     completion_time: Time | None = None
@@ -214,7 +214,7 @@ class PPOJobStatus(ApiModel):
     submission_id: Name | None = None
     """Ray's submission of the current attempt."""
     start_time: Time | None = None
-    """When the job was admitted, or went on after a suspension."""
+    """When the job was admitted, by its queue too, or went on after a suspension."""
     completion_time: Time | None = None
     """When the job ended."""
     retries: Retries | None = None

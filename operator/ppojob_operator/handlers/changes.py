@@ -46,8 +46,8 @@ def job_view(raw: Mapping[str, Any]) -> Hashable:
 
 
 def cluster_view(raw: Mapping[str, Any]) -> Hashable:
-    """Return what the policies see of a RayCluster."""
-    return read_cluster(raw)
+    """Return what the policies see of a RayCluster, its spec too."""
+    return repr(read_cluster(raw))
 
 
 def pod_view(raw: Mapping[str, Any]) -> Hashable:

@@ -5,6 +5,7 @@ cut short finds again what it made.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import JobKey
@@ -60,7 +61,7 @@ def labels(job: str) -> dict[str, str]:
     return {constants.LABEL_JOB: job, constants.LABEL_MANAGED_BY: constants.FIELD_MANAGER_OPERATOR}
 
 
-def metadata(name: str, key: JobKey, uid: str) -> dict[str, object]:
+def metadata(name: str, key: JobKey, uid: str, more_labels: Mapping[str, str] | None = None) -> dict[str, object]:
     """Return the metadata of an object that goes when its job goes."""
     owner = {
         "apiVersion": constants.API_VERSION,
@@ -69,4 +70,5 @@ def metadata(name: str, key: JobKey, uid: str) -> dict[str, object]:
         "uid": uid,
         "controller": True,
     }
-    return {"name": name, "namespace": key.namespace, "labels": labels(key.name), "ownerReferences": [owner]}
+    own = {**labels(key.name), **(more_labels or {})}
+    return {"name": name, "namespace": key.namespace, "labels": own, "ownerReferences": [owner]}

@@ -25,6 +25,8 @@ _TOKEN = "ppojob-token"
 _SHARED_MEMORY = "shared-memory"
 
 _LOST_NODE_SECONDS = 60
+_RAYS_OWN_END_SECONDS = 30
+"""For Ray to end after the hook has: Kubernetes' own grace period."""
 _HOSTNAME = "kubernetes.io/hostname"
 
 
@@ -76,6 +78,7 @@ def _pod_spec(spec: PPOJobSpec, scheduling: Pool | Head, key: JobKey, container:
     pod: dict[str, Any] = {
         "containers": [container],
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.run_policy.stop_grace_period_seconds + _RAYS_OWN_END_SECONDS,
         "serviceAccountName": spec.service_account_name or naming.service_account_name(key.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -103,6 +106,7 @@ def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
         "name": name,
         "image": spec.image,
         "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        "lifecycle": {"preStop": {"exec": {"command": _hold(spec)}}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": _STORAGE, "mountPath": spec.storage.mount_path},
@@ -115,6 +119,14 @@ def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
     if spec.env_from:
         container["envFrom"] = list(spec.env_from)
     return container
+
+
+def _hold(spec: PPOJobSpec) -> list[str]:
+    """Return the hook that holds a pod which is being deleted until its trainer has put a checkpoint down.
+
+    KubeRay deletes all pods at once where a queue suspends the RayCluster, and Ray itself gives a driver three seconds.
+    """
+    return ["ppojob", "hold", "--limit", str(spec.run_policy.stop_grace_period_seconds)]
 
 
 def _add_network(container: dict[str, Any], network: PoolNetwork) -> None:

@@ -47,8 +47,12 @@ _RAY_COMMAND = {
     "args": "KubeRay starts Ray in this container: put your program into a container of its own",
     "resources": "use resourcesPerGPU, gpuResourceName and resourceClaims of the pool, or resources of the head",
 }
+_HOOK_REMEDY = (
+    "the operator holds the pod with it until the trainer has put a checkpoint down: "
+    "put yours into a container of its own"
+)
 RESERVED_ENV = frozenset({
-    "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_CLUSTER_NAME",
+    "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", constants.EnvName.RAY_CLUSTER,
     "RAY_CLUSTER_NAMESPACE", "RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "KUBERAY_GEN_RAY_START_CMD",
     constants.EnvName.ATTEMPT,
 })  # fmt: skip
@@ -108,6 +112,9 @@ def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) 
     for name, remedy in _RAY_COMMAND.items():
         if name in user:
             yield FieldError(f"{path}.{name}", user[name], remedy)
+    lifecycle = user.get("lifecycle")
+    if isinstance(lifecycle, Mapping) and "preStop" in lifecycle:
+        yield FieldError(f"{path}.lifecycle.preStop", lifecycle["preStop"], _HOOK_REMEDY)
     for index, variable in enumerate(_items(user, "env")):
         if variable.get("name") in RESERVED_ENV:
             yield FieldError(f"{path}.env[{index}].name", variable["name"], _REMEDY_RESERVED)

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 from ppojob_operator.manifests import naming, pod_template
 from ppojob_operator.manifests.pod import head_template, pool_template
+from ppojob_operator.manifests.queues import queue_labels
 from ppojob_operator.plan import JobKey
 
 API_VERSION = "ray.io/v1"
@@ -29,7 +30,7 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": naming.metadata(name, key, uid),
+        "metadata": naming.metadata(name, key, uid, queue_labels(spec.run_policy, name)),
         "spec": {
             "rayVersion": RAY_VERSION,
             "enableInTreeAutoscaling": False,

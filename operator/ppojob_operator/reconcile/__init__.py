@@ -7,7 +7,7 @@ from ppojob_operator.reconcile.acceptance import spec_problem
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
-from ppojob_operator.reconcile.reading import is_owned, read_claim, read_cluster, read_job, read_pod
+from ppojob_operator.reconcile.reading import is_owned, read_claim, read_cluster, read_job, read_pod, read_workload
 
 __all__ = [
     "dashboard_target",
@@ -18,5 +18,6 @@ __all__ = [
     "read_cluster",
     "read_job",
     "read_pod",
+    "read_workload",
     "spec_problem",
 ]

@@ -67,7 +67,7 @@ def _lost_head(situation: Situation) -> Failure | None:
     elif cluster.is_suspended:
         message = f"the RayCluster {name} was suspended"
     elif head is None:
-        message = f"the head pod of the RayCluster {name} is gone"
+        message = "" if _is_held(situation) else f"the head pod of the RayCluster {name} is gone"
     elif head.trouble is not None:
         message = f"the head pod {head.name} failed: {head.trouble.words}"
     elif ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
@@ -85,6 +85,16 @@ def _is_silent(situation: Situation) -> bool:
     return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
 
 
+def _is_held(situation: Situation) -> bool:
+    """Return whether pods are leaving and a trainer that reports makes their hook hold them.
+
+    Another attempt now would fence it out before its checkpoint.
+    """
+    is_leaving = any(pod.is_going and pod.cluster == situation.cluster_name for pod in situation.observed.pods)
+    since = situation.reported_at or situation.submitted_at
+    return is_leaving and since is not None and situation.now - since <= _SILENCE
+
+
 def _pods_failure(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer had time to notice, and did not."""
     killed = next((pod for pod in _all_pods(situation) if pod.trouble and pod.trouble.reason in _USERS_TROUBLES), None)
@@ -92,7 +102,9 @@ def _pods_failure(situation: Situation) -> Failure | None:
         message = f"pod {killed.name}: {killed.trouble.words}: raise memory of resourcesPerGPU of pool {killed.pool}"
         return Failure(FailureKind.USER, killed.trouble.reason, message)
     lost = lost_pods(situation)
-    if not lost or situation.age_of(Condition.POOLS_READY, "False") < _SETTLING:
+    grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
+    patience = _SETTLING + grace if _is_held(situation) else _SETTLING
+    if not lost or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
     return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost)
 

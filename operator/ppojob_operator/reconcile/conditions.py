@@ -10,6 +10,7 @@ from ppojob_operator.reconcile.situation import Finding
 
 _ORDER = (
     Condition.ACCEPTED,
+    Condition.ADMITTED,
     Condition.POOLS_READY,
     Condition.SUBMITTED,
     Condition.PROGRESSING,
@@ -23,19 +24,23 @@ _MAX_MESSAGE = 4000
 
 _GOOD_NEWS = {
     (Condition.ACCEPTED, "True"),
+    (Condition.ADMITTED, "True"),
     (Condition.POOLS_READY, "True"),
     (Condition.SUBMITTED, "True"),
     (Condition.COMPLETE, "True"),
     (Condition.LAYOUT_APPLIED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_NEWS = {Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+_NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons that are worth an Event, whatever the status."""
 _BAD_NEWS = {
     Reason.INVALID_SPEC,
     Reason.KUBERAY_MISSING,
     Reason.STORAGE_MISSING,
     Reason.STORAGE_UNFIT,
+    Reason.KUEUE_MISSING,
+    Reason.NOT_QUEUED,
+    Reason.PREEMPTED,
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
     Reason.IMAGE_PULL_FAILED,

@@ -22,6 +22,7 @@ from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStat
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
 from ppojob_operator.reconcile import (
     acceptance,
+    admission,
     attempts,
     balance,
     completion,
@@ -48,6 +49,8 @@ _NOT_ACCEPTED_INTERVAL = 15.0
 _STARTING_INTERVAL = 15.0
 _ASKING_INTERVAL = 3.0
 _RUNNING_INTERVAL = 10.0
+_QUEUED_INTERVAL = 30.0
+"""Its words may change; that it is let in, the watch of the RayCluster tells."""
 _SOON = 1.0
 
 
@@ -75,7 +78,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
     late = None if stopping.is_held(situation) else deadlines.judge(situation, found.finding, step.finding)
-    failure = late or attempts.judge(situation) or stall.judge(situation)
+    failure = late or _failure(situation)
     if failure is not None and log_tail.is_wanted(situation):
         return Plan(wanted_log=situation.submission_id)
     if late is not None:
@@ -103,10 +106,16 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     )
 
 
+def _failure(situation: Situation) -> Failure | None:
+    """Return why the attempt has failed. Pods that its queue takes away are no failure."""
+    return None if admission.is_evicted(situation) else attempts.judge(situation) or stall.judge(situation)
+
+
 def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step: Step) -> dict[str, Finding]:
     """Return what is to be said of a job that goes on as it is."""
     findings: dict[str, Finding | None] = {
         Condition.ACCEPTED: accepted,
+        Condition.ADMITTED: admission.judge(situation),
         Condition.POOLS_READY: found.finding,
         Condition.SUBMITTED: step.finding,
         Condition.PROGRESSING: stall.progressing(situation),
@@ -172,6 +181,8 @@ def _final(
     given_back = pools.given_back(situation, released)
     ended = Finding("False", verdict.reason, verdict.message)
     findings = {**findings, Condition.POOLS_READY: released, Condition.PROGRESSING: ended, **over}
+    if Condition.ADMITTED in findings:
+        findings[Condition.ADMITTED] = ended
     for kind in (Condition.LAYOUT_APPLIED, Condition.SUSPENDED):
         if kind not in findings and situation.condition(kind) is not None:
             findings[kind] = ended
@@ -214,14 +225,14 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
     """Return the status with the findings in it; of the trainer's part nothing is kept or needed."""
     old, job = situation.status, situation.job
     address = submission.dashboard_address(situation)
-    is_due = situation.now >= situation.due
+    is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
     cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
     return PPOJobStatus(
         observed_generation=job.generation,
         conditions=conditions.merge(old.conditions, findings, job.generation, situation.now),
         attempt=situation.attempt,
         submission_id=situation.submission_id if findings[Condition.SUBMITTED].status == "True" else None,
-        start_time=conditions.format_time(situation.start_time),
+        start_time=old.start_time if is_queued else conditions.format_time(situation.start_time),
         completion_time=old.completion_time,
         retries=old.retries or Retries(),
         ready=found.ready,
@@ -264,6 +275,8 @@ def _interval(situation: Situation, found: PoolsFinding) -> float:
         progress = situation.status.progress
         is_ending = progress is not None and situation.reported_at and progress.activity == Activity.FINISHED
         interval = _SOON if is_ending else _RUNNING_INTERVAL
+    elif admission.is_queued(situation) and situation.cluster is not None:
+        return _QUEUED_INTERVAL if admission.knows_why(situation) else _ASKING_INTERVAL
     else:
         interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
     deadline = deadlines.next_deadline(situation)

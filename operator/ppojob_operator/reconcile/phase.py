@@ -9,6 +9,10 @@ _STOPS = (Condition.LAYOUT_APPLIED, Condition.SUSPENDED)
 """The conditions that say why a trainer was asked to stop in order."""
 
 
+_QUEUES = {Reason.QUEUED: Phase.QUEUED, Reason.PREEMPTED: Phase.SUSPENDING}
+"""What the condition Admitted makes of the phase."""
+
+
 def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
     """Return the phase."""
     true = {condition.type for condition in conditions if condition.status == "True"}
@@ -29,6 +33,9 @@ def _on_the_way(conditions: Sequence[ConditionStatus], true: set[str], attempt: 
         return Phase.SUSPENDING
     if Reason.REALLOCATING in reasons:
         return Phase.RESTARTING
+    queue = next((c.reason for c in conditions if c.type == Condition.ADMITTED), "")
+    if queue in _QUEUES:
+        return _QUEUES[queue]
     if Condition.SUBMITTED in true:
         unknown = any(c.type == Condition.PROGRESSING and c.status == "Unknown" for c in conditions)
         return Phase.RUNNING if Condition.PROGRESSING in true or unknown else Phase.STARTING

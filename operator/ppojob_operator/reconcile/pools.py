@@ -7,7 +7,7 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.status import PoolStatus
 from ppojob_operator.manifests.quantity import times
-from ppojob_operator.plan import Pod, Trouble
+from ppojob_operator.plan import Cluster, Pod, Trouble
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 _MAX_WORDS = 1000
@@ -74,8 +74,7 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
         words = f"the RayCluster {situation.cluster_name} is being made"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
     if cluster.is_suspended:
-        words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
-        return Finding("False", Reason.CLUSTER_SUSPENDED, words)
+        return _suspended(situation, cluster)
     if head is not None and head.trouble is not None and not head.is_ready:
         troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.words}"), *troubles]
     lacking = _lacking(situation, num_ready)
@@ -92,6 +91,13 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if lacking:
         return _waiting("; ".join(lacking))
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
+
+
+def _suspended(situation: Situation, cluster: Cluster) -> Finding:
+    if situation.spec.run_policy.queue_name is not None:
+        return _waiting(f"the RayCluster {cluster.name} is suspended by the job's queue: see the condition Admitted")
+    words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
+    return Finding("False", Reason.CLUSTER_SUSPENDED, words)
 
 
 def _lacking(situation: Situation, num_ready: dict[str, int]) -> list[str]:

@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec
-from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble
+from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble, Workload
 from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
@@ -75,8 +75,21 @@ def read_cluster(raw: Manifest) -> Cluster:
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
+        uid=metadata.get("uid", ""),
         generation=metadata.get("generation", 1),
         spec=raw.get("spec", {}),
+    )
+
+
+def read_workload(raw: Manifest) -> Workload:
+    """Return the view of a Workload of Kueue."""
+    metadata = raw["metadata"]
+    conditions = {condition["type"]: condition for condition in raw.get("status", {}).get("conditions", [])}
+    reserved, evicted = conditions.get("QuotaReserved", {}), conditions.get("Evicted", {})
+    return Workload(
+        owner=metadata.get("labels", {}).get(constants.LABEL_QUEUED_UID, ""),
+        waits_for=str(reserved.get("message", "")) if reserved.get("status") == "False" else "",
+        eviction=str(evicted.get("message", "")) if evicted.get("status") == "True" else "",
     )
 
 

@@ -1,7 +1,7 @@
 """Policy: a RayCluster that somebody else edited gets back what the job's layout says.
 
 What KubeRay acts upon is compared: which groups there are, how many pods each has, and what its containers run and
-ask for. What a queue adds to the pods (node selectors, tolerations, the suspension) is nobody's edit.
+ask for. In a queue that is Kueue's affair: written again, a RayCluster would lose what Kueue has added to its pods.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,6 +31,9 @@ class Restoration:
 def judge(situation: Situation) -> Restoration | None:
     """Return what restores the attempt's RayCluster; None where nothing was edited."""
     cluster = situation.cluster
+    if situation.spec.run_policy.queue_name is not None:
+        # Kueue has written into its pod templates, and looks after edits itself: what it let in must be what runs.
+        return None
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
     wanted = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)

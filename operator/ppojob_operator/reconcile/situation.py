@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
 
-from ppojob_api.v1alpha1.constants import Condition
+from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, StopStatus
@@ -78,11 +78,13 @@ class Situation:
     def start_time(self) -> datetime:
         """When the job was admitted, or went on after a suspension: now, if that is only just happening.
 
-        So the active deadline begins anew after a suspension, as it does for a batch/v1 Job.
+        So the active deadline begins anew after a suspension, as it does for a batch/v1 Job, and after a queue.
         """
-        suspended = self.condition(Condition.SUSPENDED)
+        suspended, admitted = self.condition(Condition.SUSPENDED), self.condition(Condition.ADMITTED)
         is_set_free = suspended is not None and suspended.status == "True"
-        return parse_time(self.status.start_time) if self.status.start_time and not is_set_free else self.now
+        is_let_in = admitted is not None and admitted.reason == Reason.QUEUED
+        is_begun = self.status.start_time and not is_set_free and not is_let_in
+        return parse_time(self.status.start_time) if is_begun else self.now
 
     @property
     def cluster_name(self) -> str:

@@ -1,11 +1,12 @@
-"""Policy: the stop in order of an attempt that is not to go on as it is: suspended, or with another layout.
+"""Policy: the stop in order of an attempt that is not to go on as it is: suspended, with another layout, or evicted.
 
     asked --- the trainer hears of it in the reply to its next report, puts a checkpoint down and ends ---> over
       `------ the grace period is over: the pods go, and the checkpoint before counts --------------------> over
 
 Once asked for, a stop is carried to its end: nobody can know whether the trainer has heard of it. What follows is an
 attempt of its own, because a submission and the fence of the checkpoints know attempts only; it is no retry. A failure
-on the way stays a failure, and is counted as one.
+on the way stays a failure, and is counted as one. Where the queue takes the pods (evicted), they leave at once, and
+their preStop hook holds them meanwhile: the attempt is over when they are gone, and the next one waits in the queue.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from ppojob_api.v1alpha1.layout import layout_of
 from ppojob_api.v1alpha1.status import StopStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import EventRecord
-from ppojob_operator.reconcile import layout, pools, stall
+from ppojob_operator.reconcile import admission, layout, pools, stall
 from ppojob_operator.reconcile.conditions import format_time
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.reading import parse_time
@@ -42,8 +43,9 @@ class Interruption:
 
 
 def is_held(situation: Situation) -> bool:
-    """Return whether the job is suspended and has no trainer: then no deadline runs."""
-    return situation.spec.run_policy.suspend and situation.submitted_at is None
+    """Return whether the job is suspended or queued and has no trainer: then no deadline runs."""
+    is_suspended = situation.spec.run_policy.suspend and situation.submitted_at is None
+    return is_suspended or admission.is_queued(situation)
 
 
 def judge(situation: Situation, found: PoolsFinding, failure: Failure | None) -> Interruption | None:
@@ -66,7 +68,7 @@ def _of_a_trainer(
     if stop is None:
         stop = _wish(situation, change)
         return _asked(situation, found, stop, change) if stop else None
-    if is_in_order:
+    if is_in_order or (admission.is_evicted(situation) and admission.has_lost_all(situation)):
         return _over(situation, found, stop, "")
     if situation.now >= _deadline(situation, stop):
         limit = situation.spec.run_policy.stop_grace_period_seconds
@@ -87,16 +89,22 @@ def _deadline(situation: Situation, stop: StopStatus) -> datetime:
 
 def _wish(situation: Situation, change: str) -> StopStatus | None:
     """Return the stop that is to be asked for now. A suspension waits for the layout too: one stop serves both."""
-    if not situation.spec.run_policy.suspend and not change:
+    if admission.is_evicted(situation):
+        reason = Reason.PREEMPTED
+    elif situation.spec.run_policy.suspend or change:
+        reason = Reason.SUSPENDING if situation.spec.run_policy.suspend else Reason.REALLOCATING
+    else:
         return None
-    reason = Reason.SUSPENDING if situation.spec.run_policy.suspend else Reason.REALLOCATING
     return StopStatus(attempt=situation.attempt, reason=reason, time=format_time(situation.now))
 
 
 def _asked(situation: Situation, found: PoolsFinding, stop: StopStatus, change: str) -> Interruption:
     deadline = _deadline(situation, stop)
     words = f"attempt {stop.attempt} is asked to put a checkpoint down and to stop, until {deadline:%H:%M:%S} UTC"
-    if stop.reason == Reason.SUSPENDING:
+    if stop.reason == Reason.PREEMPTED:
+        # Of Admitted the queue's own words are said.
+        findings = {Condition.SUBMITTED: Finding("True", Reason.PREEMPTED, words)}
+    elif stop.reason == Reason.SUSPENDING:
         findings = {Condition.SUSPENDED: Finding("False", Reason.SUSPENDING, words)}
     else:
         what = f" for another layout ({change})" if change else ""
@@ -111,12 +119,17 @@ def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: st
     if fault:
         message = f"attempt {stop.attempt} is ended: {fault}; the checkpoint before counts"
         event = EventRecord(Reason.GRACE_PERIOD_EXCEEDED, message, is_warning=True, action=stop.reason)
+    elif stop.reason == Reason.PREEMPTED:
+        message = f"attempt {stop.attempt} was pre-empted and its pods are gone; {_goes_on_from(situation)}"
+        event = EventRecord(Reason.PREEMPTED, message, is_warning=False, action=Condition.SUBMITTED)
     else:
         message = f"attempt {stop.attempt} has put a checkpoint down and ended in order"
         event = EventRecord(Reason.TRAINER_STOPPED, message, is_warning=False, action=stop.reason)
     if situation.spec.run_policy.suspend:
         return _suspended(situation, done, event)
-    keeps_pods = not fault and found.is_ready and not layout.needs_other_pods(situation)
+    # In a queue the RayCluster is what has a place; its pods come anew.
+    is_there = admission.is_evicted(situation) or (not fault and found.is_ready)
+    keeps_pods = is_there and not layout.needs_other_pods(situation)
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
 
@@ -170,9 +183,17 @@ def _suspended(situation: Situation, stop: StopStatus | None, *events: EventReco
         Condition.PROGRESSING: held,
         Condition.SUSPENDED: Finding("True", Reason.SUSPENDED, words),
     }
+    if situation.spec.run_policy.queue_name is not None:
+        findings[Condition.ADMITTED] = held
     if situation.condition(Condition.STALLED) is not None:
         findings[Condition.STALLED] = stall.stalled(None)
     return Interruption(pools.given_back(situation, held), findings, update, events)
+
+
+def _goes_on_from(situation: Situation) -> str:
+    checkpoint = situation.status.checkpoint
+    where = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "the beginning"
+    return f"when it is admitted again, it goes on from {where}"
 
 
 def _is_used(situation: Situation) -> bool:

@@ -30,6 +30,7 @@ OTHER_WORDS = {
     "reward model that nobody asks": "spec.model.reward: ",
     "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
     "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
+    "pool with Kueue's name for the head": "with runPolicy.queueName no pool may be called head",
     "most nodes below the nodes": "maxNodes of a pool must not be below its nodes",
     "claim twice": 'spec.pools[0].resourceClaims[1]: Duplicate value: {"name":"gpus"}',
     "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
@@ -79,6 +80,10 @@ CHANGES: dict[str, Any] = {
     "trainer.seed": 7,
     "trainer.validateBeforeTraining": False,
     "trainer.phaseTimeoutSeconds": 60,
+    "runPolicy.queueName": "another",
+    "runPolicy.queuePriorityClass": "higher",
+    "runPolicy.gangScheduler": "Volcano",
+    "runPolicy.gangSchedulerQueue": "another",
     "autoBalance": {"enabled": True},
     "runPolicy": {"suspend": True, "backoffLimit": 7, "activeDeadlineSeconds": 100},
     "checkpoint.everySteps": 3,
@@ -93,7 +98,8 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
     manifest = copy.deepcopy(GOOD)
     manifest["metadata"]["name"] = name
     manifest["spec"]["pools"][1]["gpusPerNode"] = 2
-    manifest["spec"] |= {"head": {"podTemplate": {"spec": {"priorityClassName": "one"}}}, **spec}
+    queue = {"queueName": "gpus", "queuePriorityClass": "low", "gangScheduler": "KAI", "gangSchedulerQueue": "team"}
+    manifest["spec"] |= {"head": {"podTemplate": {"spec": {"priorityClassName": "one"}}}, "runPolicy": queue, **spec}
     return manifest
 
 

@@ -59,7 +59,9 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
     name = jobs.create(runPolicy=policy)
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
     kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
-    jobs.wait_until(lambda: Right("list", "ppojob.dev", "ppojobs") in proxy.used)
+    jobs.create(runPolicy={"queueName": "gpus"})
+    for used in (Right("list", "ppojob.dev", "ppojobs"), Right("list", "kueue.x-k8s.io", "workloads")):
+        jobs.wait_until(lambda used=used: used in proxy.used)
 
     allowed = rights_of(render_chart(kubectl.namespace))
     # Whoever is known may ask what is served: those paths name no resource.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow, pytest.mark.long]
 
 STEPS = 6
 LIMIT_S = 500.0
+OF_A_CLUSTER = {"RAY_CLUSTER_NAME": "tiny-1a2b3"}
 TWO_POOLS = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "critic": "critic"},
@@ -101,12 +104,49 @@ def run_attempt(root: Path, model: Path, attempt: int, endpoint: Endpoint, layou
     command = [sys.executable, "-m", "ppojob_trainer.main", *options, "--generation", "1", "--attempt", str(attempt)]
     path = root / f"output-{attempt}.txt"
     with path.open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **OF_A_CLUSTER})
     try:
         code = run.wait(LIMIT_S)
     finally:
         kill(run)
     return code, path.read_text(errors="replace")
+
+
+def hold_after_the_first_step(root: Path, endpoint: Endpoint, held: list[subprocess.CompletedProcess[str]]) -> None:
+    """Do what a pod that is being deleted does."""
+    while not any(report.step >= 1 for report in endpoint.reports):
+        time.sleep(0.1)
+    command = [str(Path(sys.executable).with_name("ppojob")), "hold", "--limit", str(LIMIT_S)]
+    environment = {**os.environ, **OF_A_CLUSTER}
+    held.append(
+        subprocess.run(
+            [*command, "--job", str(root / "job.json")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S + 60,
+            check=False,
+        )
+    )
+
+
+def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_down(tmp_path: Path) -> None:
+    model, root = write_tiny_model(tmp_path / "model"), tmp_path / "run"
+    root.mkdir()
+    held: list[subprocess.CompletedProcess[str]] = []
+
+    with serving(stop_after=STEPS + 1) as endpoint:
+        hook = threading.Thread(target=hold_after_the_first_step, args=(root, endpoint, held), daemon=True)
+        hook.start()
+        code, output = run_attempt(root, model, 0, endpoint, TWO_POOLS)
+        hook.join(60)
+
+    assert code == 130, output[-4000:]
+    [done] = held
+    assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
+    stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
+    assert 1 <= stopped_at < STEPS
+    assert not list(root.glob("leaving-*"))
 
 
 def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_template_is_used_by_a_module(name: str) -> None:
     assert f'"{name}"' in modules
 
 
-@pytest.mark.parametrize("module", binaries.MODULES, ids=lambda module: module.name)
+@pytest.mark.parametrize("module", [*binaries.MODULES, *binaries.OPTIONAL], ids=lambda module: module.name)
 def test_go_modules_are_pinned_and_name_no_registry(module: binaries.GoModule) -> None:
     texts = [path.read_text() for path in module.folder.iterdir()]
     assert re.search(r"^tool ", (module.folder / "go.mod").read_text(), re.MULTILINE)
@@ -69,7 +69,8 @@ def test_go_modules_are_pinned_and_name_no_registry(module: binaries.GoModule) -
 
 
 def test_every_go_module_is_built() -> None:
-    assert {module.name for module in binaries.MODULES} == {path.name for path in GO_MODULES.iterdir()}
+    known = (*binaries.MODULES, *binaries.OPTIONAL)
+    assert {module.name for module in known} == {path.name for path in GO_MODULES.iterdir()}
 
 
 def test_the_server_calls_itself_by_the_version_that_is_pinned() -> None:

@@ -14,6 +14,12 @@ from ppojob_trainer.kubectl.status_table import age, is_finished
 
 _HEAD = "head"
 _MAX_EVENTS = 3
+_BEFORE_THE_PODS = {
+    constants.Condition.ACCEPTED: ("False", "Unknown"),
+    # Unknown: it runs without the queue.
+    constants.Condition.ADMITTED: ("False",),
+}
+"""What a job may wait for before there is a pod to ask, and with which status it does."""
 _HARMLESS = ("ContainerCreating", "PodInitializing")
 
 
@@ -44,9 +50,9 @@ def explain(sight: Sight) -> list[str]:
         ]
     if is_finished(sight.job):
         return [*lines, "  it has ended: see kubectl ppo status"]
-    accepted = conditions.get(constants.Condition.ACCEPTED)
-    if accepted is not None and accepted["status"] != "True":
-        return [*lines, f"  {accepted['reason']}: {accepted['message']}"]
+    for kind, is_waiting in _BEFORE_THE_PODS.items():
+        if kind in conditions and conditions[kind]["status"] in is_waiting:
+            return [*lines, f"  {conditions[kind]['reason']}: {conditions[kind]['message']}"]
     pools_ready = conditions.get(constants.Condition.POOLS_READY)
     if pools_ready is not None and pools_ready["status"] == "True":
         return [*lines, "  all pods are ready", *_after_the_pods(conditions)]

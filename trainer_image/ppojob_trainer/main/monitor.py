@@ -1,17 +1,20 @@
 """What a run tells the outside, and what the outside tells the run: files, console, the operator, a stop.
 
 Implements `controller.ports.MonitorPort` for `run`. Live settings and requests for a checkpoint come with the
-operator's replies; a stop comes from a signal (an Event) or from the operator; being fenced out ends the run at once.
+operator's replies; a stop comes from a signal (an Event), from the operator, or from a pod of the RayCluster that is
+being deleted (`ppojob hold` leaves a file); being fenced out ends the run at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ppojob_api.v1alpha1.constants import EnvName
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.checkpoints import FencedOutError
@@ -69,9 +72,14 @@ class Monitor:
         self._metrics: MetricLogger | None = None
         self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
+        cluster = os.environ.get(EnvName.RAY_CLUSTER)
+        self._leaving = files.leaving(cluster) if cluster else None
 
     def start(self) -> None:
         """Begin to report."""
+        if self._leaving is not None:
+            # Of an earlier attempt in the same RayCluster: its pods are gone.
+            self._leaving.unlink(missing_ok=True)
         if self._reporter is not None:
             self._reporter.start()
         self._report()
@@ -100,7 +108,7 @@ class Monitor:
     def _look(self) -> None:
         reporter = self._reporter
         asked = reporter is not None and reporter.reply.command is Command.STOP
-        if (self._stop.is_set() or asked) and not self._stopping.is_set():
+        if not self._stopping.is_set() and (self._stop.is_set() or asked or self._is_pod_leaving()):
             logger.info("asked to stop: what cannot be dropped is finished first")
             self._stopping.set()
         if reporter is None:
@@ -108,6 +116,9 @@ class Monitor:
         if reporter.fenced_out.is_set():
             raise FencedOutError(self._files.root, attempt=self._attempt, newer=self._attempt + 1)
         self._take(reporter.reply.settings)
+
+    def _is_pod_leaving(self) -> bool:
+        return self._leaving is not None and self._leaving.exists()
 
     def _take(self, settings: LiveSettings | None) -> None:
         if settings is None or settings == self._settings:

@@ -60,6 +60,10 @@ class RunFiles:
         """The exported policy, a HuggingFace folder."""
         return self.root / "model"
 
+    def leaving(self, cluster: str) -> Path:
+        """Return the file by which the pods of a RayCluster say that they are being deleted."""
+        return self.root / f"leaving-{cluster}"
+
     def log_of(self, who: str, *, attempt: int) -> Path:
         """Return the log of one process of an attempt, such as `driver` or `actor-0`."""
         return self.logs / f"attempt-{attempt}" / f"{who}.log"

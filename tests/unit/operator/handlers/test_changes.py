@@ -108,3 +108,15 @@ def test_objects_are_told_apart() -> None:
 
     assert changes.is_new("ADDED", "one", "a")
     assert changes.is_new("ADDED", "other", "a")
+
+
+def test_a_queue_that_lets_a_cluster_in_and_an_edit_of_its_spec_are_news() -> None:
+    changes = Changes()
+
+    def is_new(**spec: object) -> bool:
+        return changes.is_new("MODIFIED", "u", cluster_view({"metadata": {"name": "c"}, "spec": spec}))
+
+    assert is_new(suspend=True)
+    assert not is_new(suspend=True)
+    assert is_new(suspend=False)
+    assert is_new(suspend=False, workerGroupSpecs=[])

@@ -1,7 +1,7 @@
 """The loop: one job's trouble is its own, an error is said and tried again, and the watches are checked."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -42,6 +42,7 @@ class MemoryCluster:
         self.applied: list[str] = []
         self.events: list[str] = []
         self.deleted: list[str] = []
+        self.workloads: list[Manifest] | None = []
         self.errors: dict[tuple[str, JobKey], Exception] = {}
         self.calls: list[tuple[str, JobKey]] = []
         self.in_look: set[JobKey] = set()
@@ -64,6 +65,10 @@ class MemoryCluster:
 
     async def list_clusters(self, key: JobKey) -> list[Manifest] | None:
         return self.clusters.get(key, [])
+
+    async def list_workloads(self, key: JobKey, owners: Collection[str]) -> list[Manifest] | None:
+        self._call("list_workloads", key)
+        return self.workloads
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:
         self._call("list_pods", key)

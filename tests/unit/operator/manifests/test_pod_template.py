@@ -164,6 +164,11 @@ def ray_container(**fields: Any) -> dict[str, Any]:
     [
         ({"kind": "Pod"}, "kind", "metadata and spec only"),
         ({"spec": []}, "spec", "must be an object"),
+        (
+            {"spec": {"containers": [{"name": "ray-worker", "lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}]}},
+            "spec.containers[0].lifecycle.preStop",
+            "put yours into a container of its own",
+        ),
         ({"metadata": {"name": "x"}}, "metadata.name", "only labels and annotations"),
         ({"metadata": {"labels": {"ray.io/cluster": "x"}}}, "metadata.labels.ray.io/cluster", "choose another"),
         ({"metadata": {"labels": {"ppojob.dev/job": "x"}}}, "metadata.labels.ppojob.dev/job", "choose another"),

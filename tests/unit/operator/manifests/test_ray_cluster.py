@@ -44,6 +44,57 @@ def test_the_head_has_no_logical_resources_and_an_open_dashboard(make_spec: Make
     assert params == {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"}
 
 
+def test_all_pods_are_held_until_the_trainer_has_stopped_in_order(make_spec: MakeSpec) -> None:
+    spec = cluster(make_spec(runPolicy={"stopGracePeriodSeconds": 90}))
+
+    for template in (spec["headGroupSpec"]["template"], *(each["template"] for each in spec["workerGroupSpecs"])):
+        [container] = template["spec"]["containers"]
+        assert container["lifecycle"]["preStop"]["exec"]["command"] == ["ppojob", "hold", "--limit", "90"]
+        assert template["spec"]["terminationGracePeriodSeconds"] == 120
+
+
+def test_kueue_finds_its_labels_only_where_there_is_a_queue(make_spec: MakeSpec) -> None:
+    def labels(**policy: str) -> dict[str, str]:
+        found: dict[str, str] = ray_cluster(make_spec(runPolicy=policy), KEY, UID, "c")["metadata"]["labels"]
+        return {name: value for name, value in found.items() if "kueue" in name}
+
+    assert labels() == {}
+    assert labels(queueName="gpus") == {"kueue.x-k8s.io/queue-name": "gpus"}
+    assert labels(queueName="gpus", queuePriorityClass="high") == {
+        "kueue.x-k8s.io/queue-name": "gpus",
+        "kueue.x-k8s.io/priority-class": "high",
+    }
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "queue", "labels"),
+    [
+        ("None", None, {}),
+        ("Volcano", None, {}),
+        ("Volcano", "team", {"volcano.sh/queue-name": "team"}),
+        (
+            "YuniKorn",
+            "root.team",
+            {
+                "ray.io/gang-scheduling-enabled": "true",
+                "yunikorn.apache.org/app-id": "c",
+                "yunikorn.apache.org/queue": "root.team",
+            },
+        ),
+        ("KAI", "team", {"kai.scheduler/queue": "team"}),
+    ],
+)
+def test_gang_schedulers_find_the_labels_that_kuberay_reads_for_them(
+    make_spec: MakeSpec, scheduler: str, queue: str | None, labels: dict[str, str]
+) -> None:
+    given = {} if queue is None else {"gangSchedulerQueue": queue}
+    spec = make_spec(runPolicy={"gangScheduler": scheduler, **given})
+
+    found = ray_cluster(spec, KEY, UID, "c")["metadata"]["labels"]
+
+    assert {name: value for name, value in found.items() if not name.startswith(("ppojob.dev/", "app."))} == labels
+
+
 def test_ray_has_a_version_a_token_and_no_autoscaler(make_spec: MakeSpec) -> None:
     spec = cluster(make_spec())
 

@@ -1,5 +1,7 @@
 """An attempt that fails is counted against whom it belongs to, named, and tried again or not."""
 
+from dataclasses import replace
+
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
@@ -240,6 +242,45 @@ def test_a_lost_head_ends_the_attempt_at_once() -> None:
 
     assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
     assert world.observed.clusters == ()
+
+
+def leave(world: World, pool: str) -> World:
+    """Let a pod be deleted ("head" is the head's): its hook holds it."""
+    pods = (replace(pod, is_going=(pod.pool or "head") == pool) for pod in world.observed.pods)
+    return world.see(pods=tuple(pods))
+
+
+@pytest.mark.parametrize("pool", ["head", "critic"])
+def test_a_pod_that_is_held_until_the_trainer_has_stopped_fails_nothing_before(pool: str) -> None:
+    world = leave(World().run(), pool)
+
+    for _ in range(30):
+        world.wait(10).trainer_reports().settle()
+    assert world.status["attempt"] == 0, "another attempt would fence the trainer out before its checkpoint"
+
+    world.pod_is_gone(pool).wait(31).trainer_reports().settle()
+    world.wait(31).trainer_reports().settle()
+    assert world.status["attempt"] == 1
+    assert world.status["retries"]["infrastructure"] == 1
+
+
+@pytest.mark.parametrize("pool", ["head", "critic"])
+def test_a_pod_that_leaves_for_ever_while_nobody_reports_is_lost(pool: str) -> None:
+    world = leave(World().run(), pool)
+
+    for _ in range(30):
+        world.wait(10).settle()
+
+    assert world.status["attempt"] >= 1
+
+
+def test_a_worker_that_leaves_for_longer_than_the_grace_period_is_lost() -> None:
+    world = leave(World(runPolicy={"stopGracePeriodSeconds": 100}).run(), "critic")
+
+    for _ in range(15):
+        world.wait(10).trainer_reports().settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
 
 
 def test_a_head_that_was_replaced_does_not_know_the_trainer_any_more() -> None:

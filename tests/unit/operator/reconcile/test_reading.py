@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
-from ppojob_operator.plan import Pod, Trouble
-from ppojob_operator.reconcile import read_claim, read_cluster, read_pod
+from ppojob_operator.plan import Pod, Trouble, Workload
+from ppojob_operator.reconcile import read_claim, read_cluster, read_pod, read_workload
 
 # As KubeRay 1.6.2 writes it; the pod's name is another one at each of its tries.
 REFUSED = 'FailedCreateHeadPod\npods "q-head-rs8cg" is forbidden: exceeded quota: none, requested: pods=1'
@@ -167,6 +167,24 @@ def test_a_cluster_with_a_head_names_its_service() -> None:
     found = read_cluster(raw)
 
     assert (found.head_service, found.is_going, found.is_suspended) == ("c-head-svc", True, False)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "waits_for", "eviction"),
+    [
+        ([], "", ""),
+        ([{"type": "QuotaReserved", "status": "False", "message": "no room"}], "no room", ""),
+        ([{"type": "QuotaReserved", "status": "True", "message": "reserved"}], "", ""),
+        ([{"type": "Evicted", "status": "True", "message": "preempted"}], "", "preempted"),
+        ([{"type": "Evicted", "status": "False", "message": "previously: preempted"}], "", ""),
+    ],
+)
+def test_what_kueue_says_of_a_cluster(conditions: list[dict[str, str]], waits_for: str, eviction: str) -> None:
+    metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": "u"}}
+
+    assert read_workload({"metadata": metadata, "status": {"conditions": conditions}}) == Workload(
+        "u", waits_for, eviction
+    )
 
 
 def test_a_claim_without_a_phase_is_pending() -> None:

@@ -90,3 +90,10 @@ def test_a_spec_that_was_written_once_is_not_compared() -> None:
     plan = edited(World().run(), lambda spec: actor(spec).update(replicas=3), generation=1).plan()
 
     assert plan.apply == ()
+
+
+def test_in_a_queue_what_kueue_let_in_is_left_to_kueue() -> None:
+    world = World(runPolicy={"queueName": "gpus"}).settle()
+    edited(world, lambda spec: actor(spec).update(replicas=3))
+
+    assert world.plan().apply == ()

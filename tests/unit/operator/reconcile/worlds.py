@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
@@ -153,7 +154,7 @@ class World:
         if plan.status is not None:
             theirs = {
                 name: self.status[name]
-                for name in ("progress", "recommendation", "layoutAdvice")
+                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint")
                 if name in self.status
             }
             self.status = {**plan.status, **theirs}
@@ -182,7 +183,9 @@ class World:
     def _apply(self, manifest: Mapping[str, Any]) -> None:
         name = manifest["metadata"]["name"]
         if manifest["kind"] == "RayCluster" and name not in [cluster.name for cluster in self.observed.clusters]:
-            fresh = Cluster(name, head_service=f"{name}-head-svc")
+            # Kueue suspends what comes into one of its queues.
+            is_queued = constants.LABEL_QUEUE in manifest["metadata"]["labels"]
+            fresh = Cluster(name, is_suspended=is_queued, head_service=f"{name}-head-svc", uid=f"uid of {name}")
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
             self.made.append(dict(manifest))
         if manifest["kind"] == "ConfigMap":

@@ -130,6 +130,19 @@ def test_a_spec_that_was_not_accepted_is_the_whole_answer() -> None:
     assert said(job=job(conditions=[refused]))[1:] == ["  StorageMissing: no claim data"]
 
 
+def test_a_job_in_a_queue_says_what_its_queue_says() -> None:
+    queued = condition("Admitted", "False", "Queued", "the job waits in the queue gpus: no room")
+    lines = said(job=job(phase="Queued", conditions=[ACCEPTED, queued, NOT_READY]))
+
+    assert lines[1:] == ["  Queued: the job waits in the queue gpus: no room"]
+
+
+def test_a_job_that_runs_without_its_queue_is_explained_as_any_other() -> None:
+    unmanaged = condition("Admitted", "Unknown", "NotQueued", "it runs without a queue")
+
+    assert said(job=job(conditions=[ACCEPTED, unmanaged, NOT_READY])) == said(job=job(conditions=[ACCEPTED, NOT_READY]))
+
+
 def test_a_job_that_no_operator_has_seen_says_so() -> None:
     (_, words) = said(job={**job(), "status": {}})
 

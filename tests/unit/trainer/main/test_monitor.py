@@ -112,6 +112,33 @@ async def test_the_operator_stops_the_run(tmp_path: Path, reporter: FakeReporter
     assert monitor.is_stopping
 
 
+async def test_a_pod_that_is_being_deleted_stops_the_run(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    sign = RunFiles(tmp_path).leaving("x-1a2b3")
+    sign.touch()
+    monitor = monitor_of(tmp_path, threading.Event())
+
+    monitor.start()
+    assert not sign.exists(), "that of an earlier attempt is taken away"
+    sign.touch()
+    await watched(monitor, lambda: monitor.is_stopping)
+
+    assert monitor.is_stopping
+
+
+async def test_pods_of_another_ray_cluster_stop_nothing(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    monitor = monitor_of(tmp_path, threading.Event())
+    RunFiles(tmp_path).leaving("x-other").touch()
+
+    with pytest.raises(TimeoutError):
+        await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.5)
+
+
 async def test_new_settings_come_with_a_reply(tmp_path: Path, reporter: FakeReporter) -> None:
     monitor = monitor_of(tmp_path, threading.Event())
     assert monitor.settings.total_steps == 5

@@ -1,0 +1,71 @@
+"""Rules of the queues in `spec.runPolicy`: what Kueue and the gang schedulers ask of a job.
+
+`rules.py` puts the CEL into the schema and the Python beside the other checks. Kueue takes at most eight sets of pods;
+the head and the seven pools that a spec may have are just so many.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.runtime import GangScheduler
+
+if TYPE_CHECKING:
+    from ppojob_api.v1alpha1.rules import Problem
+    from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+_HEAD = "head"
+"""Kueue's own name for the pods of Ray's head."""
+
+QUEUE_RULES = [
+    Rule(
+        rule=f"!has(self.runPolicy.queueName) || !self.pools.exists(p, p.name == '{_HEAD}')",
+        message=f"with runPolicy.queueName no pool may be called {_HEAD}, which Kueue calls Ray's head: rename it",
+        field_path=".pools",
+    ),
+    Rule(
+        rule="!has(self.runPolicy.queuePriorityClass) || has(self.runPolicy.queueName)",
+        message="only a queue reads queuePriorityClass: set queueName too, or take it out",
+        field_path=".runPolicy.queuePriorityClass",
+    ),
+    Rule(
+        rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",
+        message="only a gang scheduler reads gangSchedulerQueue: set gangScheduler, or take it out",
+        field_path=".runPolicy.gangSchedulerQueue",
+    ),
+    Rule(
+        rule="self.runPolicy.gangScheduler != 'KAI' || has(self.runPolicy.gangSchedulerQueue)",
+        message="KAI leaves pods without a queue alone: set gangSchedulerQueue",
+        field_path=".runPolicy.gangScheduler",
+    ),
+]
+
+
+def _no_pool_has_kueues_name_for_the_head(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    for index, pool in enumerate(spec.pools):
+        if spec.run_policy.queue_name is not None and pool.name == _HEAD:
+            remedy = "with runPolicy.queueName this name is taken by Ray's head: rename the pool"
+            yield f"pools[{index}].name", pool.name, remedy
+
+
+def _priority_is_of_a_queue(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    policy = spec.run_policy
+    if policy.queue_priority_class is not None and policy.queue_name is None:
+        remedy = "only a queue reads it: set runPolicy.queueName too, or take it out"
+        yield "runPolicy.queuePriorityClass", policy.queue_priority_class, remedy
+
+
+def _gang_scheduler_and_its_queue_belong_together(spec: "PPOJobSpec") -> "Iterator[Problem]":
+    scheduler, queue = spec.run_policy.gang_scheduler, spec.run_policy.gang_scheduler_queue
+    if queue is not None and scheduler is GangScheduler.NONE:
+        yield "runPolicy.gangSchedulerQueue", queue, "only a gang scheduler reads it: set gangScheduler, or take it out"
+    if queue is None and scheduler is GangScheduler.KAI:
+        remedy = "leaves pods without a queue alone: set runPolicy.gangSchedulerQueue"
+        yield "runPolicy.gangScheduler", scheduler.value, remedy
+
+
+QUEUE_CHECKS = (
+    _no_pool_has_kueues_name_for_the_head,
+    _priority_is_of_a_queue,
+    _gang_scheduler_and_its_queue_belong_together,
+)

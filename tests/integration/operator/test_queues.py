@@ -1,0 +1,127 @@
+"""PPOJobs in a queue of a real Kueue, with KubeRay, on nodes that exist only in the API server: quota and priority."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from tests.cluster import kueue
+from tests.cluster.layout import Layout
+from tests.integration.operator.conftest import FakeNodes, pool
+from tests.integration.operator.test_suspension_and_layout import clusters, patch
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.usefixtures("queue", "volumes", "claim")]
+
+GPU = "nvidia.com/gpu"
+_QUEUE = "kueue.x-k8s.io/v1beta1"
+_ENOUGH = "1000"
+
+
+@pytest.fixture(scope="module")
+def _kueue(cluster: Any) -> Iterator[None]:
+    """Kueue, for as long as these tests run."""
+    with kueue.installed(Layout.from_environment()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def queue(kubectl: Any, fake_nodes: FakeNodes, _kueue: None) -> Iterator[None]:
+    """The queue `gpus` with room for three GPUs of kind h200, of which a job takes two."""
+    name = kubectl.namespace
+    quotas = [("cpu", _ENOUGH), ("memory", "1000Gi"), (GPU, "3")]
+    flavor = {"name": name, "resources": [{"name": each, "nominalQuota": quota} for each, quota in quotas]}
+    made = [
+        {
+            "apiVersion": _QUEUE,
+            "kind": "ResourceFlavor",
+            "metadata": {"name": name},
+            "spec": {"nodeLabels": fake_nodes.kind("h200"), "tolerations": list(fake_nodes.tolerations)},
+        },
+        {
+            "apiVersion": _QUEUE,
+            "kind": "ClusterQueue",
+            "metadata": {"name": name},
+            "spec": {
+                "namespaceSelector": {},
+                "preemption": {"withinClusterQueue": "LowerPriority"},
+                "resourceGroups": [{"coveredResources": [each for each, _ in quotas], "flavors": [flavor]}],
+            },
+        },
+        {"apiVersion": _QUEUE, "kind": "WorkloadPriorityClass", "metadata": {"name": "urgent"}, "value": 1000},
+        {
+            "apiVersion": _QUEUE,
+            "kind": "LocalQueue",
+            "metadata": {"name": "gpus", "namespace": name},
+            "spec": {"clusterQueue": name},
+        },
+    ]
+    done = kubectl.apply(*made)
+    assert done.returncode == 0, done.stderr
+    yield
+    kubectl("delete", "ppojobs", "--all")
+    kubectl(
+        "delete", "localqueues/gpus", f"clusterqueue/{name}", f"resourceflavor/{name}", "workloadpriorityclass/urgent"
+    )
+
+
+def queued_job(jobs: Any, **policy: Any) -> str:
+    """Create a job that takes two of the queue's three GPUs, and says nothing of where they are."""
+    pools = [pool(name, gpuResourceName=GPU) for name in ("actor", "critic")]
+    name: str = jobs.create(pools=pools, runPolicy={"queueName": "gpus", **policy})
+    return name
+
+
+def wait_until_it_has_its_pods(jobs: Any, name: str) -> None:
+    """Wait until the job was let in and its pods are ready."""
+    jobs.wait_for(name, Condition.ADMITTED, "True", Reason.ADMITTED)
+    jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
+
+
+def test_the_second_job_waits_until_the_first_gives_its_quota_back(kubectl: Any, jobs: Any) -> None:
+    first = queued_job(jobs)
+    wait_until_it_has_its_pods(jobs, first)
+    [cluster] = clusters(kubectl, first)
+    template = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert template["nodeSelector"], "Kueue has written where the pods go, and the operator leaves it"
+
+    second = queued_job(jobs, startupDeadlineSeconds=20)
+    jobs.wait(second, lambda status: "insufficient unused quota" in str(status.get("conditions")), limit=90)
+    message = jobs.wait_for(second, Condition.ADMITTED, "False", Reason.QUEUED)
+    assert message.startswith("the job waits in the queue gpus: ")
+    assert GPU in message
+    assert kubectl("get", "ppojobs", second).splitlines()[1].split()[1] == Phase.QUEUED
+
+    assert patch(kubectl, first, runPolicy={"suspend": True}).returncode == 0
+    jobs.wait_for(first, Condition.SUSPENDED, "True", Reason.SUSPENDED)
+    jobs.wait_for(second, Condition.ADMITTED, "True", Reason.ADMITTED)
+
+    assert patch(kubectl, first, runPolicy={"suspend": False}).returncode == 0
+    jobs.wait(first, lambda status: status["phase"] == Phase.QUEUED)
+    kubectl("delete", "ppojob", second)
+    wait_until_it_has_its_pods(jobs, first)
+    assert jobs.status(first)["retries"]["total"] == 0
+
+
+def test_an_urgent_job_takes_the_place_of_another_which_comes_back(kubectl: Any, jobs: Any) -> None:
+    usual = queued_job(jobs)
+    wait_until_it_has_its_pods(jobs, usual)
+    before = jobs.status(usual)["rayCluster"]["name"]
+
+    urgent = queued_job(jobs, queuePriorityClass="urgent")
+    wait_until_it_has_its_pods(jobs, urgent)
+    message = jobs.wait_for(usual, Condition.ADMITTED, "False", Reason.QUEUED)
+    jobs.wait(usual, lambda status: "Preempted to accommodate" in str(status["conditions"]), limit=90)
+    assert jobs.status(usual)["phase"] == Phase.QUEUED, message
+
+    kubectl("delete", "ppojob", urgent)
+    wait_until_it_has_its_pods(jobs, usual)
+    status = jobs.status(usual)
+    assert (status["rayCluster"]["name"], status["retries"]["total"]) == (before, 0)
+
+
+def test_a_queue_that_is_not_there_is_named(jobs: Any) -> None:
+    name = jobs.create(runPolicy={"queueName": "nobodys"})
+
+    jobs.wait(name, lambda status: "nobodys doesn't exist" in str(status.get("conditions")), limit=90)
+    jobs.wait_for(name, Condition.ADMITTED, "False", Reason.QUEUED)

@@ -1,0 +1,241 @@
+"""A job with a queue: it waits without a deadline, begins when it is let in, and comes back after an eviction."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_operator.plan import Plan, Ray, RayState, Workload
+from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
+
+NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
+NO_ROOM = "couldn't assign flavors to pod set actor: insufficient unused quota for nvidia.com/gpu, 2 more needed"
+PREEMPTED = "Preempted to accommodate a workload (UID: 1, JobUID: 2) due to prioritization in the ClusterQueue"
+
+
+class Queue:
+    """A job in the queue `gpus`, and what Kueue does with it."""
+
+    def __init__(self, **policy: Any) -> None:
+        self.world = World(runPolicy={"queueName": "gpus", **policy}).settle()
+
+    def says(self, waits_for: str = "", eviction: str = "") -> "Queue":
+        """Let Kueue say something of the RayCluster."""
+        cluster = self.world.observed.clusters[0]
+        self.world.see(workloads=(Workload(cluster.uid, waits_for, eviction),))
+        return self
+
+    def lets_in(self) -> "Queue":
+        """Let Kueue give the RayCluster its quota."""
+        self._suspend(False)
+        return self.says()
+
+    def runs(self) -> "Queue":
+        """Bring the job to a trainer that reports."""
+        self.lets_in().world.run()
+        return self
+
+    def evicts(self) -> "Queue":
+        """Let Kueue take the quota away: KubeRay deletes the pods, and their hooks hold them."""
+        self._suspend(True)
+        pods = tuple(replace(pod, is_going=True) for pod in self.world.observed.pods)
+        self.world.see(pods=pods)
+        return self.says(eviction=PREEMPTED)
+
+    def pods_are_gone(self) -> "Queue":
+        """Let the hooks end."""
+        self.world.see(pods=())
+        return self
+
+    def _suspend(self, wish: bool) -> None:
+        clusters = tuple(replace(cluster, is_suspended=wish) for cluster in self.world.observed.clusters)
+        self.world.see(clusters=clusters)
+
+    def settle(self) -> World:
+        """Look until nothing changes."""
+        return self.world.settle()
+
+
+def test_a_job_waits_in_its_queue_and_says_what_for() -> None:
+    world = Queue().says(waits_for=NO_ROOM).settle()
+
+    assert world.status["phase"] == Phase.QUEUED
+    assert world.verdict(Condition.ADMITTED) == ("False", Reason.QUEUED)
+    assert world.condition(Condition.ADMITTED).message == f"the job waits in the queue gpus: {NO_ROOM}"
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    assert world.plan().look_again_after == 30
+    assert "startTime" not in world.status
+
+
+def test_kueue_is_asked_again_soon_until_it_has_said_what_for() -> None:
+    assert Queue().world.plan().look_again_after == 3
+
+
+def test_the_cluster_is_made_once_and_nothing_that_kueue_owns_is_written() -> None:
+    queue = Queue(queuePriorityClass="high")
+
+    [cluster] = queue.world.made
+
+    assert "suspend" not in cluster["spec"]
+    labels = cluster["metadata"]["labels"]
+    assert (labels[constants.LABEL_QUEUE], labels[constants.LABEL_QUEUE_PRIORITY]) == ("gpus", "high")
+    queue.runs().evicts().settle()
+    queue.pods_are_gone().settle()
+    queue.lets_in().settle()
+    assert len(queue.world.made) == 1
+
+
+def test_no_deadline_runs_in_the_queue() -> None:
+    queue = Queue(startupDeadlineSeconds=60, activeDeadlineSeconds=300)
+
+    queue.world.wait(10_000)
+    assert queue.settle().status["phase"] == Phase.QUEUED
+    queue.lets_in().settle()
+    queue.world.wait(59)
+
+    assert queue.settle().status["phase"] == Phase.STARTING
+    assert queue.world.wait(1).settle().verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
+
+
+def test_it_begins_when_it_is_let_in() -> None:
+    world = Queue().says(waits_for=NO_ROOM).runs().world
+
+    assert world.status["phase"] == Phase.RUNNING
+    assert world.verdict(Condition.ADMITTED) == ("True", Reason.ADMITTED)
+    assert world.status["submissionId"] == f"ppojob-{UID}-0"
+    assert world.said[:4] == [Reason.VALID, Reason.QUEUED, Reason.ADMITTED, Reason.PODS_READY]
+
+
+def test_an_evicted_trainer_is_asked_to_stop_and_waited_for() -> None:
+    queue = Queue().runs().evicts()
+
+    world = queue.settle()
+
+    assert world.status["phase"] == Phase.SUSPENDING
+    assert world.verdict(Condition.ADMITTED) == ("False", Reason.PREEMPTED)
+    assert world.condition(Condition.ADMITTED).message.endswith(PREEMPTED)
+    assert world.status["stop"]["reason"] == Reason.PREEMPTED
+    assert world.status["attempt"] == 0, "a later one would fence the trainer out before its checkpoint"
+    world.wait(500).trainer_reports().settle()
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.SUSPENDING, 0)
+
+
+def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -> None:
+    queue = Queue().runs()
+    queue.world.status["checkpoint"] = {"step": 7, "path": "/data/c", "time": "2026-03-01T12:00:00Z"}
+    queue.evicts().settle()
+
+    world = queue.pods_are_gone().says(waits_for=NO_ROOM, eviction=PREEMPTED).settle()
+
+    assert world.status["phase"] == Phase.QUEUED
+    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was let in before: {PREEMPTED}")
+    assert world.status["attempt"] == 1
+    assert world.status["retries"] == NO_RETRIES
+    assert "lastFailure" not in world.status
+    assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()], "it keeps its place"
+    [told] = [words for words in world.words if "was pre-empted and its pods are gone" in words]
+    assert told.endswith("it goes on from its checkpoint of step 7")
+
+
+def test_it_goes_on_when_it_is_let_in_again() -> None:
+    queue = Queue(activeDeadlineSeconds=100).runs().evicts()
+    queue.settle()
+    queue.pods_are_gone().settle()
+    queue.world.wait(10_000)
+
+    world = queue.runs().world
+
+    assert world.status["phase"] == Phase.RUNNING
+    assert world.status["submissionId"] == f"ppojob-{UID}-1"
+    assert world.status["retries"] == NO_RETRIES
+    assert world.verdict(Condition.ADMITTED) == ("True", Reason.ADMITTED)
+
+
+def test_a_job_that_is_let_in_before_its_loss_was_seen_goes_on_too() -> None:
+    queue = Queue().runs().evicts()
+    queue.settle()
+
+    queue.pods_are_gone().lets_in()
+    world = queue.world.pods_become(ready=True, suffix="-again").see(ray=Ray()).settle()
+
+    assert (world.status["attempt"], world.status["retries"]) == (1, NO_RETRIES)
+    assert world.status["submissionId"] == f"ppojob-{UID}-1"
+
+
+def test_a_job_that_is_evicted_before_its_trainer_began_waits_again_in_the_same_attempt() -> None:
+    queue = Queue().lets_in()
+    queue.settle().pods_become(ready=False).settle()
+
+    world = queue.evicts().pods_are_gone().settle()
+
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.QUEUED, 0)
+
+
+def test_pods_that_outlive_the_grace_period_are_not_waited_for() -> None:
+    queue = Queue(stopGracePeriodSeconds=100).runs().evicts()
+    queue.settle()
+
+    world = queue.world.wait(100).settle()
+
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.QUEUED, 1)
+    assert Reason.GRACE_PERIOD_EXCEEDED in world.said
+    assert world.status["retries"] == NO_RETRIES
+
+
+def test_a_suspended_job_gives_its_quota_back_and_queues_anew() -> None:
+    queue = Queue().runs()
+
+    world = queue.world.suspend().settle().trainer_stops_in_order().settle()
+
+    assert world.status["phase"] == Phase.SUSPENDED
+    assert world.observed.clusters == ()
+    assert world.verdict(Condition.ADMITTED) == ("False", Reason.SUSPENDED)
+    world.suspend(False).settle()
+    assert world.status["phase"] == Phase.QUEUED
+    assert world.cluster_name != first_cluster()
+
+
+def test_a_job_that_is_suspended_while_it_is_evicted_is_suspended() -> None:
+    queue = Queue().runs().evicts()
+    queue.settle().suspend().settle()
+
+    world = queue.pods_are_gone().settle()
+
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.SUSPENDED, 1)
+    assert world.observed.clusters == ()
+
+
+def test_a_finished_job_is_in_no_queue() -> None:
+    world = Queue().runs().world.ray_says(RayState.SUCCEEDED).settle()
+
+    assert world.verdict(Condition.ADMITTED) == ("False", Reason.TRAINER_SUCCEEDED)
+    assert world.observed.clusters == ()
+
+
+def test_without_kueue_a_job_with_a_queue_makes_nothing_and_goes_on_when_it_comes() -> None:
+    world = World(runPolicy={"queueName": "gpus"}).see(workloads=None)
+
+    plan: Plan = world.look()
+
+    assert plan.apply == ()
+    assert world.verdict(Condition.ACCEPTED) == ("Unknown", Reason.KUEUE_MISSING)
+    assert "spec.runPolicy.queueName: 'gpus'" in world.condition(Condition.ACCEPTED).message
+    assert world.see(workloads=()).settle().status["phase"] == Phase.QUEUED
+
+
+def test_a_cluster_that_kueue_leaves_alone_runs_and_says_so() -> None:
+    queue = Queue().lets_in()
+
+    world = queue.world.see(workloads=()).settle()
+
+    assert world.verdict(Condition.ADMITTED) == ("Unknown", Reason.NOT_QUEUED)
+    assert world.status["phase"] == Phase.STARTING
+
+
+@pytest.mark.parametrize("policy", [{}, {"suspend": True}])
+def test_a_job_without_a_queue_says_nothing_of_queues(policy: dict[str, Any]) -> None:
+    world = World(runPolicy=policy).settle()
+
+    assert Condition.ADMITTED not in [condition["type"] for condition in world.status["conditions"]]
