@@ -15,6 +15,9 @@ _COLLECTIONS = {
     Kind.CONFIG_MAP: "/api/v1/namespaces/{namespace}/configmaps",
     Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses",
     Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses",
+    Kind.SERVICE_ACCOUNT: "/api/v1/namespaces/{namespace}/serviceaccounts",
+    Kind.LOCAL_QUEUE: "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/localqueues",
+    Kind.WORKLOAD_PRIORITY_CLASS: "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses",
 }
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _API_VERSION = "admissionregistration.k8s.io/v1"

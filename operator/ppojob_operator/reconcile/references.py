@@ -3,8 +3,7 @@
 `acceptance` asks it about the claim, for which a job waits, and `admission` about everything. What is missing is a
 doubt only: `kubectl apply` of a folder makes it a moment later. What can never work is a refusal.
 
-Not here: Secrets, because the operator has no right to read those of users; ServiceAccounts, because the pods have one
-that the operator makes; the image, which only the kubelet can judge.
+Not here: Secrets, because the operator has no right to read those of users; the image, which the kubelet can judge.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,13 @@ class Kind(StrEnum):
     CONFIG_MAP = "ConfigMap"
     PRIORITY_CLASS = "PriorityClass"
     RUNTIME_CLASS = "RuntimeClass"
+    SERVICE_ACCOUNT = "ServiceAccount"
+    LOCAL_QUEUE = "LocalQueue"
+    WORKLOAD_PRIORITY_CLASS = "WorkloadPriorityClass"
 
 
 _CLAIM_PATH = "spec.storage.persistentVolumeClaim"
-_IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP}
+_IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE}
 _CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
 _WRITING = {"ReadWriteMany", "ReadWriteOnce"}
 """Access modes with which several pods can write."""
@@ -57,7 +59,7 @@ def named(spec: PPOJobSpec) -> list[Reference]:
     """Return what a spec names, each object once."""
     classes = _classes(spec.head.pod_template, "spec.head")
     pools = [each for i, pool in enumerate(spec.pools) for each in _classes(pool.pod_template, f"spec.pools[{i}]")]
-    return list(dict.fromkeys([claim_of(spec), *_config_maps(spec), *classes, *pools]))
+    return list(dict.fromkeys([claim_of(spec), *_of_the_job(spec), *_config_maps(spec), *classes, *pools]))
 
 
 def claim_of(spec: PPOJobSpec) -> Reference:
@@ -108,6 +110,17 @@ def _unfit(claim: Claim, words: str) -> Verdict:
 
 def _about(claim: Claim, words: str) -> FieldError:
     return FieldError(_CLAIM_PATH, claim.name, words)
+
+
+def _of_the_job(spec: PPOJobSpec) -> Iterator[Reference]:
+    policy = spec.run_policy
+    for kind, name, path in (
+        (Kind.SERVICE_ACCOUNT, spec.service_account_name, "spec.serviceAccountName"),
+        (Kind.LOCAL_QUEUE, policy.queue_name, "spec.runPolicy.queueName"),
+        (Kind.WORKLOAD_PRIORITY_CLASS, policy.queue_priority_class, "spec.runPolicy.queuePriorityClass"),
+    ):
+        if name is not None:
+            yield Reference(kind, name, path)
 
 
 def _classes(template: Mapping[str, Any], path: str) -> Iterator[Reference]:

@@ -146,6 +146,8 @@ def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: A
         checkpoint={"everySteps": 0},
         head={"podTemplate": template},
         envFrom=[{"configMapRef": {"name": "gone"}}],
+        serviceAccountName="nobody",
+        runPolicy={"queueName": "gpus", "queuePriorityClass": "soon"},
     )
 
     done = kubectl.apply(manifest)
@@ -155,6 +157,10 @@ def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: A
     assert {line.partition("Warning: ")[2].rpartition(": ")[0] for line in done.stderr.splitlines()} == {
         "spec.checkpoint.everySteps: 0: no checkpoint before the end",
         "spec.storage.persistentVolumeClaim: 'ppojob-data': there is no such claim in namespace " + kubectl.namespace,
+        "spec.serviceAccountName: 'nobody': there is no such ServiceAccount in namespace " + kubectl.namespace,
+        # Nor is Kueue there itself; the condition Accepted says so.
+        "spec.runPolicy.queueName: 'gpus': there is no such LocalQueue in namespace " + kubectl.namespace,
+        "spec.runPolicy.queuePriorityClass: 'soon': there is no such WorkloadPriorityClass",
         "spec.envFrom[0].configMapRef.name: 'gone': there is no such ConfigMap in namespace " + kubectl.namespace,
         "spec.head.podTemplate.spec.priorityClassName: 'no-such': there is no such PriorityClass",
         "spec.head.podTemplate.spec.runtimeClassName: 'none': there is no such RuntimeClass",

@@ -94,6 +94,7 @@ def test_it_brings_the_right_to_change_this_one_configuration_and_to_read_classe
     assert [(rule["resources"], rule["verbs"]) for rule in others] == [
         (["priorityclasses"], ["get"]),
         (["runtimeclasses"], ["get"]),
+        (["localqueues", "workloadpriorityclasses"], ["get"]),
     ]
 
 

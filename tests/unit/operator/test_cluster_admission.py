@@ -20,6 +20,9 @@ PATHS = {
     Kind.CONFIG_MAP: "/api/v1/namespaces/rl-team/configmaps/x",
     Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses/x",
     Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses/x",
+    Kind.SERVICE_ACCOUNT: "/api/v1/namespaces/rl-team/serviceaccounts/x",
+    Kind.LOCAL_QUEUE: "/apis/kueue.x-k8s.io/v1beta1/namespaces/rl-team/localqueues/x",
+    Kind.WORKLOAD_PRIORITY_CLASS: "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/x",
 }
 
 

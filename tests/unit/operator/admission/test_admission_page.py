@@ -28,7 +28,12 @@ def actors(**fields: Any) -> list[dict[str, Any]]:
 def test_the_page_quotes_what_is_said() -> None:
     host_network = parsed(head={"podTemplate": {"spec": {"hostNetwork": True}}})
     classes = {"podTemplate": {"spec": {"priorityClassName": "urgent", "runtimeClassName": "nvidia"}}}
-    naming = parsed(head=classes, envFrom=[{"configMapRef": {"name": "settings"}}])
+    naming = parsed(
+        head=classes,
+        envFrom=[{"configMapRef": {"name": "settings"}}],
+        serviceAccountName="reader",
+        runPolicy={"queueName": "team-a", "queuePriorityClass": "soon"},
+    )
     apart = parsed(pools=actors(spread="Required", nodeSelector={"a": "b"}))
     doubtful = parsed(checkpoint={"everySteps": 0}, image="trainer:latest", autoBalance={"enabled": True})
 

@@ -32,10 +32,15 @@ def test_every_object_is_looked_for_once_at_the_first_field_that_names_it() -> N
         pools=pools,
         env=[{"name": "A", "valueFrom": source}, {"name": "B", "value": "1"}],
         envFrom=[{"configMapRef": {"name": "more"}}, {"configMapRef": {"name": "settings"}}],
+        serviceAccountName="reader",
+        runPolicy={"queueName": "team-a", "queuePriorityClass": "soon"},
     )
 
     assert places(named(job)) == [
         ("PersistentVolumeClaim", "data", "spec.storage.persistentVolumeClaim"),
+        ("ServiceAccount", "reader", "spec.serviceAccountName"),
+        ("LocalQueue", "team-a", "spec.runPolicy.queueName"),
+        ("WorkloadPriorityClass", "soon", "spec.runPolicy.queuePriorityClass"),
         ("ConfigMap", "settings", "spec.env[0].valueFrom.configMapKeyRef.name"),
         ("ConfigMap", "more", "spec.envFrom[0].configMapRef.name"),
         ("PriorityClass", "calm", "spec.head.podTemplate.spec.priorityClassName"),
