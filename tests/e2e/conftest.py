@@ -4,6 +4,8 @@ The operator is installed by its chart, limited to this namespace, with the imag
 """
 
 import json
+import os
+import sys
 import uuid
 from collections.abc import Iterator
 from copy import deepcopy
@@ -46,6 +48,12 @@ class Site:
     def get(self, *arguments: str) -> Any:
         """`kubectl get` in the namespace, as parsed JSON."""
         return json.loads(self.kubectl("get", *arguments, "--output=json"))
+
+    def ppo(self, *arguments: str) -> str:
+        """Run the kubectl plugin in the namespace, as a user's kubectl does."""
+        path = f"{self.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}"
+        command = [Path(sys.executable).with_name("kubectl-ppo"), *arguments, f"--namespace={self.namespace}"]
+        return run(command, limit=300, environment={"KUBECONFIG": str(self.cluster.kubeconfig), "PATH": path})
 
     def apply(self, name: str, changes: dict[str, Any]) -> None:
         """Apply the first example under another name, with the trainer's image and the changes merged in."""

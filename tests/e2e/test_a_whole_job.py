@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.cluster.command import run
 from tests.e2e.conftest import Site
 
 pytestmark = pytest.mark.timeout(1500)
@@ -140,22 +137,13 @@ def test_logs_checkpoint_and_plot_are_in_the_storage(site: Site, done: Any) -> N
     assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
-    site: Site, done: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(site.cluster.kubeconfig))
-    monkeypatch.setenv("PATH", f"{site.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}")
-
-    def ppo(*arguments: str) -> str:
-        command = [Path(sys.executable).with_name("kubectl-ppo"), *arguments, f"--namespace={site.namespace}"]
-        return run(command, limit=240)
-
-    assert f"{STEPS}/{STEPS}" in ppo("status", NAME)
-    assert len(ppo("logs", NAME, "--tail=3").splitlines()) == 3
-    assert ppo("logs", NAME, "--role=critic", "--rank=0")
-    rows = [line.split() for line in ppo("metrics", NAME, "--steps=2", "--metric=critic/score/mean").splitlines()]
+def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(site: Site, done: Any, tmp_path: Path) -> None:
+    assert f"{STEPS}/{STEPS}" in site.ppo("status", NAME)
+    assert len(site.ppo("logs", NAME, "--tail=3").splitlines()) == 3
+    assert site.ppo("logs", NAME, "--role=critic", "--rank=0")
+    rows = [line.split() for line in site.ppo("metrics", NAME, "--steps=2", "--metric=critic/score/mean").splitlines()]
     assert [row[0] for row in rows] == ["step", "1", "2"]
-    ppo("plot", NAME, f"--output={tmp_path}/plot.png")
+    site.ppo("plot", NAME, f"--output={tmp_path}/plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"
     site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=50s")

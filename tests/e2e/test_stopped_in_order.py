@@ -1,4 +1,4 @@
-"""A real trainer is suspended, set free, and given another layout; no step is lost and none is done twice."""
+"""A real trainer saves when asked, is suspended, set free, and given another layout; no step is lost or done twice."""
 
 import json
 from collections.abc import Iterator
@@ -41,13 +41,15 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def story(site: Site) -> Iterator[list[Any]]:
-    """The status at each turn: suspended, with another layout, at the end."""
+    """The status at each turn: asked for a checkpoint, suspended, with another layout, at the end."""
     site.apply(NAME, CHANGES)
     await_step(site, 1)
+    site.ppo("checkpoint", NAME, "--timeout=280")
+    turns = [site.job(NAME)["status"]]
     patch(site, runPolicy={"suspend": True})
     site.await_condition(NAME, "Suspended", "True", limit=STOP_LIMIT_SECONDS)
     await_no_pods(site)
-    turns = [site.job(NAME)["status"]]
+    turns.append(site.job(NAME)["status"])
     patch(site, runPolicy={"suspend": False})
     site.await_condition(NAME, "Progressing", "True", limit=STEP_LIMIT_SECONDS, reason="Training")
     patch(site, **TWO_RANKS)
@@ -80,20 +82,29 @@ def await_no_pods(site: Site) -> None:
     wait_until(f"the pods of {NAME} to be gone", missing, limit=180, interval=1)
 
 
+def test_a_checkpoint_that_was_asked_for_is_there_and_the_run_goes_on(story: list[Any]) -> None:
+    asked, suspended, _, _ = story
+
+    assert 1 <= asked["checkpoint"]["step"] <= suspended["checkpoint"]["step"]
+    assert asked["checkpoint"]["request"]
+    assert asked["attempt"] == 0
+    assert "stop" not in asked
+
+
 def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(site: Site, story: list[Any]) -> None:
-    suspended, _, _ = story
+    _, suspended, _, _ = story
 
     assert suspended["phase"] == "Suspended"
     assert suspended["attempt"] == 1
     assert "rayCluster" not in suspended
-    # Of the checkpoints in between there is none but those of the stops.
+    # No checkpoint is written in between but those of the stops, and the one that was asked for.
     assert suspended["stop"]["reason"] == "Suspending"
     log = (site.root(NAME) / "logs" / "attempt-1" / "driver.log").read_text()
     assert "going on after step" in log
 
 
 def test_the_layout_in_force_is_the_new_one(story: list[Any]) -> None:
-    _, relaid, done = story
+    *_, relaid, done = story
 
     assert [pool["gpusPerNode"] for pool in relaid["effectiveLayout"]["pools"]] == [2, 1]
     assert done["stop"]["reason"] == "Reallocating"
