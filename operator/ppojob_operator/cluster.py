@@ -10,13 +10,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import JOBS, Answer, ApiRefused, ApiServer
+from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
 _ALL_JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/{constants.PLURAL}"
 _CLUSTERS = "/apis/ray.io/v1/namespaces/{namespace}/rayclusters"
-_WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/workloads"
+_WORKLOADS = tuple(
+    f"/apis/kueue.x-k8s.io/{version}/namespaces/{{namespace}}/workloads" for version in constants.KUEUE_VERSIONS
+)
 _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
@@ -67,8 +69,11 @@ class Cluster:
     async def list_workloads(self, key: JobKey, owners: Collection[str]) -> list[Manifest] | None:
         """Return Kueue's Workloads of RayClusters, by their UIDs, or None if the API server does not know Workloads."""
         query = {"labelSelector": f"{constants.LABEL_QUEUED_UID} in ({','.join(sorted(owners)) or 'none'})"}
-        answer = await self._api.call("GET", _WORKLOADS, key.namespace, query=query)
-        return None if answer.status == 404 else _items(answer.expect(200))
+        for collection in _WORKLOADS:
+            answer = await self._api.call("GET", collection, key.namespace, query=query)
+            if answer.status != 404:
+                return _items(answer.expect(200))
+        return None
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:
         """Return the job's Ray pods."""
@@ -88,6 +93,7 @@ class Cluster:
 
         Raises:
             ApiRefused: the API server refuses it, or another's object has the name.
+            ApiUnavailable: the object of an earlier job of the name is not gone yet.
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
         path, namespace = _COLLECTIONS[kind], metadata["namespace"]
@@ -99,7 +105,7 @@ class Cluster:
         # The name of a RayCluster is of the job's uid: nobody else can have it.
         found = None if kind == "RayCluster" else await self._api.read(path, namespace, metadata["name"])
         if found is not None and not (_owners(found) & _owners(manifest)):
-            raise ApiRefused(_taken(kind, found))
+            raise _taken(kind, found, manifest)
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
@@ -180,15 +186,21 @@ class Cluster:
 
 
 def _owners(manifest: Manifest) -> set[str]:
-    references = manifest["metadata"].get("ownerReferences", [])
-    return {reference["uid"] for reference in references if reference.get("controller")}
+    return {owner["uid"] for owner in _controllers(manifest)}
 
 
-def _taken(kind: str, found: Manifest) -> str:
+def _controllers(manifest: Manifest) -> list[Manifest]:
+    return [owner for owner in manifest["metadata"].get("ownerReferences", []) if owner.get("controller")]
+
+
+def _taken(kind: str, found: Manifest, wanted: Manifest) -> ApiError:
     metadata = found["metadata"]
+    names = {(owner["kind"], owner["name"]) for owner in _controllers(wanted)}
+    if any((owner["kind"], owner["name"]) in names for owner in _controllers(found)):
+        return ApiUnavailable(f"{kind} {metadata['name']} of an earlier PPOJob of this name is still being removed")
     owners = [f"{owner['kind']} {owner['name']} (uid {owner['uid']})" for owner in metadata.get("ownerReferences", [])]
     whose = f"belongs to {', '.join(owners)}" if owners else "belongs to nobody"
-    return (
+    return ApiRefused(
         f"{kind} {metadata['name']} is there already and {whose}: the operator takes over no object that it has not "
         "made; delete that one, or give the PPOJob another name"
     )

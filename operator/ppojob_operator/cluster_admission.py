@@ -16,8 +16,10 @@ _COLLECTIONS = {
     Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses",
     Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses",
     Kind.SERVICE_ACCOUNT: "/api/v1/namespaces/{namespace}/serviceaccounts",
-    Kind.LOCAL_QUEUE: "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/localqueues",
-    Kind.WORKLOAD_PRIORITY_CLASS: "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses",
+}
+_KUEUES_COLLECTIONS = {
+    Kind.LOCAL_QUEUE: "namespaces/{namespace}/localqueues",
+    Kind.WORKLOAD_PRIORITY_CLASS: "workloadpriorityclasses",
 }
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _API_VERSION = "admissionregistration.k8s.io/v1"
@@ -35,7 +37,11 @@ class AdmissionCluster:
         if not all(map(_NAME.fullmatch, (reference.name, namespace))):
             # No object can have it, and in a path it might lead elsewhere, as ".." does.
             return None
-        return await self._api.read(_COLLECTIONS[reference.kind], namespace, reference.name)
+        for collection in _collections(reference.kind):
+            found = await self._api.read(collection, namespace, reference.name)
+            if found is not None:
+                return found
+        return None
 
     async def read_webhooks(self, configuration: str) -> dict[str, str] | None:
         """Return the names of the webhooks of a configuration, and whom each trusts; None: there is none."""
@@ -58,3 +64,10 @@ class AdmissionCluster:
         path = f"{_CONFIGURATIONS}/{{name}}"
         answer = await self._api.call("PATCH", path, name=configuration, body=body, query=query)
         answer.expect(200)
+
+
+def _collections(kind: Kind) -> list[str]:
+    """Return the paths under which objects of a kind may be served."""
+    if kind in _KUEUES_COLLECTIONS:
+        return [f"/apis/kueue.x-k8s.io/{version}/{_KUEUES_COLLECTIONS[kind]}" for version in constants.KUEUE_VERSIONS]
+    return [_COLLECTIONS[kind]]

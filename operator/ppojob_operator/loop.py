@@ -40,6 +40,7 @@ from ppojob_operator.reconcile import (
     read_job,
     read_pod,
     read_workload,
+    was_accepted,
 )
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.work_queue import WorkQueue, wait
@@ -251,7 +252,7 @@ class Loop:
 
     async def _read_claim(self, job: Job) -> Manifest | None:
         """Return the job's claim, which matters until the job is admitted."""
-        if not isinstance(job.spec, PPOJobSpec) or job.status.start_time is not None:
+        if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
             return None
         return await self._cluster.read_claim(job.key.namespace, job.spec.storage.persistent_volume_claim)
 

@@ -36,6 +36,9 @@ POOL_RESOURCE_PREFIX = "pool_"
 RAY_HEAD_PORTS = {"gcs-server": 6379, "client": 10001, "dashboard": 8265, "metrics": 8080, "serve": 8000}
 """Ports of Ray's head, under KubeRay's names for them; `metrics` are those of Ray itself."""
 
+KUEUE_VERSIONS = ("v1beta1", "v1beta2")
+"""Versions of Kueue's API that have what is read here: 0.15 stores the first, 0.20 serves the second only."""
+
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 LABEL_QUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUED_UID = "kueue.x-k8s.io/job-uid"

@@ -42,6 +42,10 @@ def _nothing_is_saved(spec: PPOJobSpec) -> Iterator[FieldError]:
 
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:
+    if spec.auto_balance.enabled and spec.run_policy.queue_name is not None:
+        remedy = "in a queue no pool is moved, because the job would have to queue anew: take one of the two out"
+        yield FieldError("spec.autoBalance.enabled", True, remedy)
+        return
     is_bound = all((pool.min_nodes or pool.nodes) == (pool.max_nodes or pool.nodes) for pool in spec.pools)
     if spec.auto_balance.enabled and is_bound:
         remedy = "no pool may have more or fewer nodes than now: give pools minNodes and maxNodes"

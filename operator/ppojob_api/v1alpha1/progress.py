@@ -8,7 +8,7 @@ import json
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
@@ -107,7 +107,9 @@ class LiveSettings(ApiModel):
 
 
 class ProgressReply(ApiModel):
-    """Answer to a report."""
+    """Answer to a report. A newer operator may say more than the trainer knows."""
+
+    model_config = ConfigDict(extra="ignore")
 
     command: Command = Command.NONE
     """What the trainer is asked to do."""

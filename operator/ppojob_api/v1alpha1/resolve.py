@@ -18,6 +18,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode, ScheduleSpec
 
+_OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
+_OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
 
 
@@ -53,8 +55,17 @@ class JobFile(ApiModel):
     """Where progress is reported. Absent: nowhere (`ppojob run`)."""
 
     def encode(self) -> str:
-        """Return the text of job.json; equal jobs give equal texts."""
-        return json.dumps(self.to_wire(), indent=1, sort_keys=True)
+        """Return the text of job.json; equal jobs give equal texts.
+
+        What only the operator reads is left out: a trainer of an earlier version refuses fields that it does not know.
+        """
+        wire = self.to_wire()
+        for name in _OF_THE_OPERATOR:
+            wire["spec"].pop(name, None)
+        for pool in wire["spec"]["pools"]:
+            for name in _OF_THE_OPERATOR_IN_POOLS:
+                pool.pop(name, None)
+        return json.dumps(wire, indent=1, sort_keys=True)
 
     @staticmethod
     def digest(text: str) -> str:

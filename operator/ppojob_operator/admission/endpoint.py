@@ -52,30 +52,32 @@ class AdmissionEndpoint:
         return application
 
     async def _handle(self, request: web.Request) -> web.Response:
+        # Read before a turn is taken: who sends slowly keeps nobody else from theirs.
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                asked = review.read(await request.read())
+        except TimeoutError:
+            return self._malformed(408, f"the body did not come within {_BODY_SECONDS:g} s")
+        except web.HTTPRequestEntityTooLarge:
+            return self._malformed(413, f"the body has more than {_MAX_BYTES} bytes")
+        except ReviewError as error:
+            return self._malformed(400, str(error))
         async with self._turns:
-            try:
-                async with asyncio.timeout(_BODY_SECONDS):
-                    asked = review.read(await request.read())
-            except TimeoutError:
-                return self._malformed(408, f"the body did not come within {_BODY_SECONDS:g} s")
-            except web.HTTPRequestEntityTooLarge:
-                return self._malformed(413, f"the body has more than {_MAX_BYTES} bytes")
-            except ReviewError as error:
-                return self._malformed(400, str(error))
             return web.json_response(await self._answer(asked))
 
     def _malformed(self, status: int, message: str) -> web.Response:
         self._count("Malformed")
-        _LOG.warning("an admission review that cannot be read: %s", message)
+        _LOG.debug("an admission review that cannot be read: %s", message)
         return web.json_response({"message": message}, status=status)
 
     async def _answer(self, asked: Request) -> object:
         raw = asked.job
         if raw is None:
             return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
-        job = _read(raw)
+        job, before = _read(raw), asked.job_before
         with logs.about(str(job.key)):
-            return self._said(asked, verdict.judge(job, await self._look(job)))
+            seen = await self._look(job)
+            return self._said(asked, verdict.judge(job, seen, None if before is None else _read(before)))
 
     def _said(self, asked: Request, said: Verdict) -> object:
         self._count("Refused" if said.refusal else "Warned" if said.warnings else "Allowed")

@@ -63,12 +63,19 @@ class Request(_Model):
         """
         if self.new is None or not self.is_ours:
             return None
-        given = self.new.get("metadata")
-        metadata = {"uid": "", "generation": 1, "name": self.name, **(given if isinstance(given, dict) else {})}
+        job = self._complete(self.new)
         is_as_before = self.old is not None and self.old.get("spec") == self.new.get("spec")
-        if is_as_before or "deletionTimestamp" in metadata:
-            return None
-        return {**self.new, "metadata": {**metadata, "namespace": self.namespace}}
+        return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
+
+    @property
+    def job_before(self) -> Manifest | None:
+        """The PPOJob as it is stored; None: there is none yet."""
+        return None if self.old is None or not self.is_ours else self._complete(self.old)
+
+    def _complete(self, raw: Mapping[str, Any]) -> Manifest:
+        given = raw.get("metadata")
+        metadata = {"uid": "", "generation": 1, "name": self.name, **(given if isinstance(given, dict) else {})}
+        return {**raw, "metadata": {**metadata, "namespace": self.namespace}}
 
 
 class _Review(_Model):
@@ -90,7 +97,7 @@ def read(body: bytes) -> Request:
         where = ".".join(map(str, first["loc"])) or "body"
         raise ReviewError(f"{where}: {first['msg']}") from error
     if (review.api_version, review.kind) != (_API_VERSION, _KIND):
-        raise ReviewError(f"{review.api_version} {review.kind}: only {_API_VERSION} {_KIND} is answered")
+        raise ReviewError(f"{review.api_version[:50]!r} {review.kind[:50]!r}: only {_API_VERSION} {_KIND} is answered")
     return review.request
 
 

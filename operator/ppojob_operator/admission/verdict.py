@@ -3,14 +3,14 @@
 `endpoint.py` calls `wanted`, looks for what comes, and calls `judge`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_api.v1alpha1.validation import FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
-from ppojob_operator.reconcile import is_finished, references, spec_problem
+from ppojob_operator.reconcile import is_finished, references, spec_problem, was_accepted
 from ppojob_operator.reconcile.references import Reference
 
 _TOO_LATE = "the job has ended, and nothing comes of another spec: create another PPOJob"
@@ -40,16 +40,29 @@ def wanted(job: Job) -> list[Reference]:
     return references.named(job.spec) if isinstance(job.spec, PPOJobSpec) and spec_problem(job) is None else []
 
 
-def judge(job: Job, seen: Seen) -> Verdict:
-    """Return whether a job may be stored, and what kubectl is to print."""
-    problem = spec_problem(job)
-    if problem is not None:
-        return Verdict(str(problem))
-    assert isinstance(job.spec, PPOJobSpec)
+def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
+    """Return whether a job may be stored, and what kubectl is to print; `before` is the one that is stored.
+
+    An edit is refused for what it brings: a job that was taken by an older operator can still be suspended.
+    """
+    known = _problems(before) if before is not None else []
+    problems = _problems(job)
+    if new := [problem for problem in problems if str(problem) not in map(str, known)]:
+        return Verdict(str(SpecError(new)))
+    if not isinstance(job.spec, PPOJobSpec):
+        return Verdict("", (*map(str, problems), *_remarks(job, seen)))
     named = references.judge(job.spec, job.key.namespace, seen.found)
-    if named.refusals:
-        return Verdict(str(SpecError(named.refusals)))
-    return Verdict("", (*map(str, doubts(job.spec)), *map(str, named.doubts), *_remarks(job, seen)))
+    # The claim of a job that has begun is what it is, and cannot be changed.
+    refusals = () if was_accepted(job) else named.refusals
+    if refusals:
+        return Verdict(str(SpecError(refusals)))
+    said = (*problems, *doubts(job.spec), *named.refusals, *named.doubts)
+    return Verdict("", (*map(str, said), *_remarks(job, seen)))
+
+
+def _problems(job: Job) -> Sequence[FieldError]:
+    problem = spec_problem(job)
+    return () if problem is None else problem.errors
 
 
 def _remarks(job: Job, seen: Seen) -> Iterator[str]:

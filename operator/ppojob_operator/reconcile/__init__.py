@@ -3,7 +3,7 @@
 `loop.py` and `admission` call them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
 """
 
-from ppojob_operator.reconcile.acceptance import spec_problem
+from ppojob_operator.reconcile.acceptance import spec_problem, was_accepted
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
@@ -20,4 +20,5 @@ __all__ = [
     "read_pod",
     "read_workload",
     "spec_problem",
+    "was_accepted",
 ]

@@ -27,15 +27,20 @@ def judge(job: Job, observed: Observed) -> Finding:
             "this job goes on as soon as it is there"
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
-    if job.status.start_time is None and job.spec.run_policy.queue_name is not None and observed.workloads is None:
+    if was_accepted(job):
+        return _still_accepted(job) or _accepted(doubts(job.spec))
+    if job.spec.run_policy.queue_name is not None and observed.workloads is None:
         message = (
             f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the cluster does not know kueue.x-k8s.io "
             "Workload: install Kueue, or create the job without a queue; this one goes on as soon as Kueue is there"
         )
         return Finding("Unknown", Reason.KUEUE_MISSING, message)
-    if job.status.start_time is None:
-        return _storage(job.spec, job, observed)
-    return _still_accepted(job) or _accepted(doubts(job.spec))
+    return _storage(job.spec, job, observed)
+
+
+def was_accepted(job: Job) -> bool:
+    """Return whether the job has begun: what it needs was there, and in a queue its RayCluster waits already."""
+    return job.status.start_time is not None or job.status.ray_cluster is not None
 
 
 def spec_problem(job: Job) -> SpecError | None:

@@ -32,6 +32,9 @@ def judge(situation: Situation) -> Move | None:
     spec, since = situation.wanted, situation.submitted_at
     if spec is None or not spec.auto_balance.enabled or since is None or situation.reported_at is None:
         return None
+    if spec.run_policy.queue_name is not None:
+        # Other pods are another RayCluster, which would wait at the end of the queue.
+        return None
     if situation.now - since < timedelta(minutes=spec.auto_balance.interval_minutes):
         return None
     own = {pool.name: pool.spec_nodes for pool in situation.job.moved}

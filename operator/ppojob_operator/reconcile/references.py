@@ -33,8 +33,7 @@ class Kind(StrEnum):
 _CLAIM_PATH = "spec.storage.persistentVolumeClaim"
 _IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE}
 _CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
-_WRITING = {"ReadWriteMany", "ReadWriteOnce"}
-"""Access modes with which several pods can write."""
+_ONE_POD = "ReadWriteOncePod"
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,23 @@ def judge_claim(spec: PPOJobSpec, claim: Claim) -> Verdict:
     if not modes or "ReadWriteMany" in modes:
         return Verdict()
     shown = ", ".join(modes)
-    if not _WRITING & set(modes):
-        return _unfit(claim, f"the claim is {shown}, and all pods write to it")
+    if set(modes) == {_ONE_POD}:
+        # The scheduler itself enforces this mode; the others bind only where a volume is attached to a node.
+        words = f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"
+        return Verdict((_about(claim, words),))
+    return Verdict(doubts=(_about(claim, _doubtful_modes(spec, shown)),))
+
+
+def _doubtful_modes(spec: PPOJobSpec, shown: str) -> str:
     apart = [pool.name for pool in spec.pools if pool.nodes > 1 and pool.spread is Spread.REQUIRED]
+    if "ReadWrite" not in shown:
+        return f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"
     if apart:
-        return _unfit(
-            claim, f"the claim is {shown}, and spread: Required puts the pods of pool {apart[0]} on many hosts"
-        )
+        words = f"the claim is {shown}, and spread: Required puts the pods of pool {apart[0]} on many hosts"
+        return f"{words}: use one that is ReadWriteMany"
     # Right where the cluster has one node that is large enough, and where the volume itself keeps the pods together.
     num_pods = 1 + sum(pool.nodes for pool in spec.pools)
-    words = f"the claim is {shown}: unless all {num_pods} pods are on one host, some wait for ever; use ReadWriteMany"
-    return Verdict(doubts=(_about(claim, words),))
-
-
-def _unfit(claim: Claim, words: str) -> Verdict:
-    return Verdict((_about(claim, f"{words}: use one that is ReadWriteMany"),))
+    return f"the claim is {shown}: unless all {num_pods} pods are on one host, some wait for ever; use ReadWriteMany"
 
 
 def _about(claim: Claim, words: str) -> FieldError:

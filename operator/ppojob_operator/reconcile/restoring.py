@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.quantities import parse_quantity
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.plan import EventRecord, Manifest
 from ppojob_operator.reconcile.situation import Situation
@@ -16,8 +17,7 @@ from ppojob_operator.reconcile.situation import Situation
 _FIRST_GENERATION = 1
 _MAX_NAMED = 5
 _SIZES = ("replicas", "minReplicas", "maxReplicas")
-_OF_CONTAINER = ("image", "resources")
-_ABSENT = "nothing"
+_AUTOSCALING = "enableInTreeAutoscaling"
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,40 @@ def judge(situation: Situation) -> Restoration | None:
 
 
 def edited(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a phrase for each difference that matters between two specs of a RayCluster."""
-    expected, actual = dict(_essence(wanted)), dict(_essence(found))
-    for path in sorted(expected.keys() | actual.keys()):
-        before, after = expected.get(path, _ABSENT), actual.get(path, _ABSENT)
-        if before != after:
-            yield f"spec.{path} was {after} in place of {before}"
+    """Yield a phrase for each difference that applying the wanted spec again undoes.
+
+    What somebody added to a container is not among them: server-side apply leaves fields that it does not set.
+    """
+    groups = {group["groupName"]: group for group in found.get("workerGroupSpecs", [])}
+    names = [group["groupName"] for group in wanted["workerGroupSpecs"]]
+    yield from (f"spec.workerGroupSpecs[{name}] was added" for name in groups if name not in names)
+    pairs = [("headGroupSpec", wanted["headGroupSpec"], found.get("headGroupSpec", {}))]
+    for group in wanted["workerGroupSpecs"]:
+        pairs.append((f"workerGroupSpecs[{group['groupName']}]", group, groups.get(group["groupName"], {})))
+    expected, actual = {_AUTOSCALING: wanted[_AUTOSCALING]}, {_AUTOSCALING: found.get(_AUTOSCALING, False)}
+    for path, ours, theirs in pairs:
+        expected |= dict(_essence(path, ours))
+        actual |= dict(_essence(path, theirs))
+    for path, value in expected.items():
+        if actual.get(path) != value:
+            yield f"spec.{path} was {actual.get(path, 'nothing')} in place of {value}"
 
 
-def _essence(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "enableInTreeAutoscaling", spec.get("enableInTreeAutoscaling", False)
-    yield from _of_template("headGroupSpec", spec.get("headGroupSpec", {}))
-    for group in spec.get("workerGroupSpecs", []):
-        path = f"workerGroupSpecs[{group.get('groupName')}]"
-        for name in _SIZES:
-            yield f"{path}.{name}", group.get(name, _ABSENT)
-        yield from _of_template(path, group)
-
-
-def _of_template(path: str, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _essence(path: str, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in _SIZES:
+        if name in group:
+            yield f"{path}.{name}", group[name]
     for container in group.get("template", {}).get("spec", {}).get("containers", []):
-        for name in _OF_CONTAINER:
-            yield f"{path}.template.spec.containers[{container.get('name')}].{name}", container.get(name, _ABSENT)
+        where = f"{path}.template.spec.containers[{container.get('name')}]"
+        yield f"{where}.image", container.get("image")
+        for kind in ("requests", "limits"):
+            for name, amount in container.get("resources", {}).get(kind, {}).items():
+                yield f"{where}.resources.{kind}.{name}", _amount(amount)
+
+
+def _amount(text: Any) -> str:
+    """Return a quantity in one way of writing: a client may have put 500m for 0.5."""
+    try:
+        return f"{parse_quantity(str(text)).normalize():f}"
+    except ValueError:
+        return str(text)

@@ -67,7 +67,16 @@ async def test_every_kind_is_looked_for_where_it_is(cluster: AdmissionCluster, p
     assert await cluster.look_for(reference, "rl-team") is None
     player.objects[PATHS[kind]] = {"metadata": {"name": "x"}}
     assert await cluster.look_for(reference, "rl-team") == {"metadata": {"name": "x"}}
-    assert player.seen == [f"GET {PATHS[kind]}"] * 2
+    assert player.seen[0] == player.seen[-1] == f"GET {PATHS[kind]}"
+
+
+@pytest.mark.parametrize("kind", [Kind.LOCAL_QUEUE, Kind.WORKLOAD_PRIORITY_CLASS])
+async def test_a_newer_kueue_has_its_objects_under_another_version(
+    cluster: AdmissionCluster, player: Player, kind: Kind
+) -> None:
+    player.objects[PATHS[kind].replace("v1beta1", "v1beta2")] = {"metadata": {"name": "x"}}
+
+    assert await cluster.look_for(Reference(kind, "x", "spec.somewhere"), "rl-team") is not None
 
 
 @pytest.mark.parametrize(("name", "namespace"), [("..", "rl-team"), ("x", ".."), ("", "rl-team"), ("a/b", "rl-team")])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_operator.api_server import Answer, ApiRefused
+from ppojob_operator.api_server import Answer, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests.config_map import config_map
 from ppojob_operator.plan import JobKey
@@ -42,7 +42,7 @@ CHART = {"kind": "Deployment", "name": "web", "uid": "uid-9", "controller": True
     [
         (owned_by(), "belongs to nobody"),
         (owned_by(CHART), "belongs to Deployment web (uid uid-9)"),
-        (owned_by(OTHER), "belongs to PPOJob arithmetic (uid uid-0)"),
+        (owned_by({**OTHER, "name": "geometry"}), "belongs to PPOJob geometry (uid uid-0)"),
         (owned_by({**OTHER, "uid": "uid-1", "controller": False}), "belongs to PPOJob arithmetic (uid uid-1)"),
     ],
 )
@@ -54,6 +54,15 @@ async def test_an_object_of_somebody_else_is_named_and_left_alone(found: dict[st
 
     assert whose in str(raised.value)
     assert "give the PPOJob another name" in str(raised.value)
+    assert server.patched == []
+
+
+async def test_what_an_earlier_job_of_the_name_has_left_is_waited_for() -> None:
+    server = Server(owned_by(OTHER))
+
+    with pytest.raises(ApiUnavailable, match="of an earlier PPOJob of this name is still being removed"):
+        await Cluster(server, reporter="pod-1").apply(WANTED)  # type: ignore[arg-type]
+
     assert server.patched == []
 
 

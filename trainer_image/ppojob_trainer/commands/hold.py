@@ -2,7 +2,9 @@
 
     a process of a run is on this pod? -- no --> end at once: the pod goes as any other
       | yes: leave a file in the job's storage, which the driver watches (`main.monitor`), wherever it runs
-      `-- the driver finishes its step, puts a checkpoint down and ends, and with it all its workers --> end
+      |-- the driver says that it has heard, finishes its step, puts a checkpoint down and ends, and with it all its
+      |   workers --> end
+      `-- it does not say so in a minute: it hangs, and nothing is gained by waiting --> end
 
 It looks at this pod's processes only, so it needs no connection to anybody: where the head is gone, Ray itself ends
 the workers. It never kills, and what it cannot read or write it says on stderr.
@@ -12,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ppojob_api.v1alpha1.constants import EnvName
@@ -26,39 +29,74 @@ _DRIVER = "ppojob_trainer.main"
 _WORKER = "ray::WorkerProcess"
 """How Ray calls the processes of `worker_groups`."""
 _POLL_S = 0.5
+_UNHEARD_S = 60.0
+"""Longest wait for a driver that does not say that it has heard: one that is just starting takes some of it."""
 
 
-def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES) -> bool:
-    """Wait until no process of a run is on this pod; return False if there still is one after `limit_s` seconds.
+@dataclass(frozen=True)
+class _Signs:
+    """Two files in the job's folder."""
+
+    leaving: Path
+    """It asks the driver to stop."""
+    heard: Path
+    """The driver's answer."""
+
+    def ask(self) -> bool:
+        """Ask the driver, and return whether it has answered, or the storage does not let it be asked."""
+        try:
+            # Again and again: a driver that begins only now takes away what it finds.
+            self.leaving.touch()
+            return self.heard.exists()
+        except OSError as error:
+            _say(error)
+            return True
+
+    def remove(self) -> None:
+        """Leave nothing for a later attempt to find."""
+        try:
+            self.leaving.unlink(missing_ok=True)
+            self.heard.unlink(missing_ok=True)
+        except OSError as error:
+            _say(error)
+
+
+def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard_s: float = _UNHEARD_S) -> bool:
+    """Wait until no process of a run is on this pod; return False if there still is one at the end.
 
     Args:
         job_file: job.json, which names the job's folder.
-        limit_s: the longest wait.
+        limit_s: the longest wait, in seconds.
         processes: the kernel's folder of processes.
+        unheard_s: the longest wait for a driver that was asked and has not answered, in seconds.
     """
     if not any(_of_a_run(processes)):
         return True
-    end, sign = time.monotonic() + limit_s, _sign(job_file)
+    begin, signs, is_heard = time.monotonic(), _signs(job_file), False
     while any(_of_a_run(processes)):
-        if time.monotonic() >= end:
+        # Where the driver cannot be asked, the operator may do so too.
+        is_heard = signs is None or signs.ask() or is_heard
+        if time.monotonic() - begin >= (limit_s if is_heard else min(limit_s, unheard_s)):
             return False
-        if sign is not None:
-            # Again and again: a driver that begins only now takes away what it finds.
-            sign.touch()
         time.sleep(_POLL_S)
-    if sign is not None:
-        sign.unlink(missing_ok=True)
+    if signs is not None:
+        signs.remove()
     return True
 
 
-def _sign(job_file: Path) -> Path | None:
-    """Return the file that asks the driver to stop; None where it cannot be asked: the operator may do so too."""
+def _signs(job_file: Path) -> _Signs | None:
+    """Return the files; None where it is not known where they belong."""
     try:
         job = JobFile.model_validate_json(job_file.read_text(encoding="utf-8"))
-        return RunFiles(Path(job.root)).leaving(os.environ[EnvName.RAY_CLUSTER])
+        files, cluster = RunFiles(Path(job.root)), os.environ[EnvName.RAY_CLUSTER]
     except (OSError, ValueError, KeyError) as error:
-        print(f"the trainer cannot be told that this pod is leaving: {error!r}", file=sys.stderr)  # noqa: T201
+        _say(error)
         return None
+    return _Signs(files.leaving(cluster), files.heard(cluster))
+
+
+def _say(error: Exception) -> None:
+    print(f"the trainer cannot be told that this pod is leaving: {error!r}", file=sys.stderr)  # noqa: T201
 
 
 def _of_a_run(processes: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
+from ppojob_trainer.main.leaving import LeavingPods
 from ppojob_trainer.telemetry import (
     MetricLogger,
     ProgressReporter,
@@ -72,14 +73,11 @@ class Monitor:
         self._metrics: MetricLogger | None = None
         self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
-        cluster = os.environ.get(EnvName.RAY_CLUSTER)
-        self._leaving = files.leaving(cluster) if cluster else None
+        self._leaving = LeavingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
 
     def start(self) -> None:
         """Begin to report."""
-        if self._leaving is not None:
-            # Of an earlier attempt in the same RayCluster: its pods are gone.
-            self._leaving.unlink(missing_ok=True)
+        self._leaving.forget()
         if self._reporter is not None:
             self._reporter.start()
         self._report()
@@ -101,14 +99,18 @@ class Monitor:
         Raises:
             FencedOutError: the operator says that this attempt no longer counts.
         """
-        while True:
-            self._look()
-            await asyncio.sleep(_POLL_S)
+        leaving = asyncio.create_task(self._leaving.seen())
+        try:
+            while True:
+                self._look(is_pod_leaving=leaving.done())
+                await asyncio.sleep(_POLL_S)
+        finally:
+            leaving.cancel()
 
-    def _look(self) -> None:
+    def _look(self, *, is_pod_leaving: bool) -> None:
         reporter = self._reporter
         asked = reporter is not None and reporter.reply.command is Command.STOP
-        if not self._stopping.is_set() and (self._stop.is_set() or asked or self._is_pod_leaving()):
+        if not self._stopping.is_set() and (self._stop.is_set() or asked or is_pod_leaving):
             logger.info("asked to stop: what cannot be dropped is finished first")
             self._stopping.set()
         if reporter is None:
@@ -116,9 +118,6 @@ class Monitor:
         if reporter.fenced_out.is_set():
             raise FencedOutError(self._files.root, attempt=self._attempt, newer=self._attempt + 1)
         self._take(reporter.reply.settings)
-
-    def _is_pod_leaving(self) -> bool:
-        return self._leaving is not None and self._leaving.exists()
 
     def _take(self, settings: LiveSettings | None) -> None:
         if settings is None or settings == self._settings:

@@ -64,6 +64,10 @@ class RunFiles:
         """Return the file by which the pods of a RayCluster say that they are being deleted."""
         return self.root / f"leaving-{cluster}"
 
+    def heard(self, cluster: str) -> Path:
+        """Return the file by which the driver says that it has seen the other one, and is stopping."""
+        return self.root / f"leaving-{cluster}.heard"
+
     def log_of(self, who: str, *, attempt: int) -> Path:
         """Return the log of one process of an attempt, such as `driver` or `actor-0`."""
         return self.logs / f"attempt-{attempt}" / f"{who}.log"

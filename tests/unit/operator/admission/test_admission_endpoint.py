@@ -131,6 +131,23 @@ async def test_an_edit_that_cannot_be_run_is_refused(ask: Asking) -> None:
     assert message.startswith("spec.pools[0].podTemplate.spec.hostNetwork: True: use network.hostNetwork of the pool")
 
 
+async def test_an_edit_is_not_refused_for_what_was_there_before(ask: Asking, cluster: FakeCluster) -> None:
+    refused_since = {"podTemplate": {"spec": {"hostNetwork": True}}}
+    begun = {"startTime": "2026-01-01T00:00:00Z", "conditions": []}
+    place = ("PersistentVolumeClaim", "rl-team", "data")
+    cluster.objects[place] = {"metadata": {"name": "data"}, "spec": {}, "status": {"phase": "Lost"}}
+    suspended = job(spec(head=refused_since, runPolicy={"suspend": True}), begun)
+
+    allowed, _, warnings = await ask(review(suspended, job(spec(head=refused_since), begun)))
+
+    assert allowed
+    assert warnings[0].startswith("spec.head.podTemplate.spec.hostNetwork: True")
+    worse = job(spec(head=refused_since, image=""), begun)
+    allowed, message, _ = await ask(review(worse, job(spec(head=refused_since), begun)))
+    assert not allowed
+    assert message.startswith("spec.image: ''")
+
+
 @pytest.mark.parametrize(
     ("new", "old"),
     [

@@ -98,9 +98,14 @@ def test_what_is_there_is_fine() -> None:
         (("ReadWriteOnce", "ReadWriteMany"), {"pools": APART}, False, ""),
         ((), {}, False, ""),
         (("ReadWriteOnce",), {}, False, "the claim is ReadWriteOnce: unless all 3 pods are on one host, some wait"),
-        (("ReadWriteOnce",), {"pools": APART}, True, "spread: Required puts the pods of pool actor on many hosts: use"),
+        (
+            ("ReadWriteOnce",),
+            {"pools": APART},
+            False,
+            "spread: Required puts the pods of pool actor on many hosts: use",
+        ),
         (("ReadWriteOncePod",), {}, True, "the claim is ReadWriteOncePod, and all pods write to it: use one that is"),
-        (("ReadOnlyMany",), {}, True, "the claim is ReadOnlyMany, and all pods write to it: use one that is"),
+        (("ReadOnlyMany",), {}, False, "the claim is ReadOnlyMany, and all pods write to it: use one that is"),
     ],
 )
 def test_a_claim_is_refused_only_where_the_job_could_never_run_with_it(

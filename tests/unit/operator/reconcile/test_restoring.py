@@ -19,6 +19,11 @@ def actor(spec: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
+def head(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return found
+
+
 def container(spec: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = actor(spec)["template"]["spec"]["containers"][0]
     return found
@@ -38,6 +43,10 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
         (lambda spec: actor(spec).update(replicas=3), f"{ACTOR}.replicas was 3 in place of 1"),
         (lambda spec: actor(spec).update(maxReplicas=9), f"{ACTOR}.maxReplicas was 9 in place of 1"),
         (
+            lambda spec: head(spec)["resources"]["limits"].update(memory="1Gi"),
+            "spec.headGroupSpec.template.spec.containers[ray-head].resources.limits.memory was 1073741824 in place of",
+        ),
+        (
             lambda spec: container(spec).update(image="other:2"),
             f"{ACTOR}.template.spec.containers[ray-worker].image was other:2 in place of trainer:1",
         ),
@@ -47,14 +56,14 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
         ),
         (
             lambda spec: spec["workerGroupSpecs"].append({"groupName": "more", "replicas": 5}),
-            "spec.workerGroupSpecs[more].replicas was 5 in place of nothing",
+            "spec.workerGroupSpecs[more] was added",
         ),
         (
             lambda spec: spec.update(enableInTreeAutoscaling=True),
             "spec.enableInTreeAutoscaling was True in place of False",
         ),
     ],
-    ids=["replicas", "maximum", "image", "group lost", "group added", "autoscaler"],
+    ids=["replicas", "maximum", "head's memory", "image", "group lost", "group added", "autoscaler"],
 )
 def test_an_edit_is_undone_and_told(edit: Edit, words: str) -> None:
     world = edited(World().run(), edit)
@@ -75,10 +84,13 @@ def test_an_edit_is_undone_and_told(edit: Edit, words: str) -> None:
         lambda spec: spec.update(suspend=False),
         lambda spec: actor(spec)["template"]["spec"].update(nodeSelector={"flavor": "h200"}),
         lambda spec: actor(spec)["template"]["spec"].update(tolerations=[{"key": "gpu"}]),
+        lambda spec: head(spec)["resources"]["limits"].update({"ephemeral-storage": "1Gi"}),
+        lambda spec: head(spec)["resources"]["requests"].update(cpu="2000m"),
+        lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"].append({"name": "proxy", "image": "p"}),
     ],
-    ids=["nothing", "set free", "node selector", "tolerations"],
+    ids=["nothing", "set free", "node selector", "tolerations", "another limit", "2000m for 2", "sidecar"],
 )
-def test_what_a_queue_adds_is_left_alone(edit: Edit) -> None:
+def test_what_is_added_or_only_written_otherwise_is_left_alone(edit: Edit) -> None:
     plan = edited(World().run(), edit).plan()
 
     assert plan.apply == ()

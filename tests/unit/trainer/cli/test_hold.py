@@ -96,6 +96,31 @@ def test_a_run_that_does_not_end_is_waited_for_no_longer_than_the_limit(job_file
     assert not hold(job_file, 0, processes)
 
 
+def test_a_driver_that_does_not_answer_is_not_waited_for_to_the_limit(
+    job_file: Path, processes: Path, tmp_path: Path
+) -> None:
+    add(processes, 77, DRIVER)
+
+    assert not hold(job_file, 600, processes, unheard_s=0)
+
+    heard = RunFiles(tmp_path).heard("good-1a2b3")
+    heard.touch()
+    begin = time.monotonic()
+    assert not hold(job_file, 1.0, processes, unheard_s=0)
+    assert time.monotonic() - begin >= 1.0, "one that has answered is given its time"
+
+
+def test_a_storage_that_fails_ends_no_hook(
+    job_file: Path, processes: Path, sign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(processes, 77, DRIVER)
+    # Neither root nor anybody else can write below a file.
+    sign.parent.joinpath("job.json").write_text(job_file.read_text().replace(str(sign.parent), f"{job_file}/x"))
+
+    assert not hold(job_file, 0, processes)
+    assert "NotADirectoryError" in capsys.readouterr().err
+
+
 def test_a_pod_is_held_too_where_the_run_cannot_be_asked(
     tmp_path: Path, processes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,21 @@ async def test_a_pod_that_is_being_deleted_stops_the_run(
     await watched(monitor, lambda: monitor.is_stopping)
 
     assert monitor.is_stopping
+    assert RunFiles(tmp_path).heard("x-1a2b3").exists(), "the hook knows that it was heard"
+
+
+async def test_a_storage_that_fails_stops_nothing(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    monitor = monitor_of(tmp_path, threading.Event())
+
+    def refuse(path: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(TimeoutError):
+        await watched(monitor, lambda: monitor.is_stopping, timeout_s=1.5)
 
 
 async def test_pods_of_another_ray_cluster_stop_nothing(
