@@ -36,6 +36,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         ({"image": "trainer"}, "spec.image: 'trainer': this tag moves"),
         ({"image": "registry:5000/trainer:latest"}, "spec.image: 'registry:5000/trainer:latest': this tag moves"),
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
+        (
+            {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
+            "spec.autoBalance.enabled: True: in a queue no pool is moved",
+        ),
         ({"pools": [POOL, CRITIC]}, "spec.pools[0].nodeSelector: nothing says which GPU the 2 pods get"),
         (
             {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},

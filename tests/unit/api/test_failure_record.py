@@ -57,3 +57,4 @@ def test_a_report_speaks_camel_case() -> None:
 
 def test_an_empty_reply_asks_for_nothing() -> None:
     assert ProgressReply.model_validate_json("{}") == ProgressReply()
+    assert ProgressReply.model_validate_json('{"command": "Stop", "ofTomorrow": 1}').command == "Stop"

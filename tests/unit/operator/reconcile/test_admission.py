@@ -87,6 +87,15 @@ def test_the_cluster_is_made_once_and_nothing_that_kueue_owns_is_written() -> No
     assert len(queue.world.made) == 1
 
 
+def test_what_goes_missing_while_it_waits_takes_it_out_of_no_queue() -> None:
+    world = Queue().says(waits_for=NO_ROOM).settle()
+
+    world.see(claim=None, workloads=None).settle()
+
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+    assert world.verdict(Condition.ADMITTED) == ("False", Reason.QUEUED)
+
+
 def test_no_deadline_runs_in_the_queue() -> None:
     queue = Queue(startupDeadlineSeconds=60, activeDeadlineSeconds=300)
 

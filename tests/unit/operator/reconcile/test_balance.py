@@ -180,6 +180,15 @@ def test_other_bounds_restart_nothing() -> None:
     assert "stop" not in world.status
 
 
+def test_in_a_queue_nothing_is_moved() -> None:
+    world = balanced(advice(-5, critic=3)).wait(2 * MINUTE)
+    assert world.plan().events
+    world.spec["runPolicy"] = {"queueName": "gpus"}
+    report(world)
+
+    assert Reason.REBALANCED not in [event.reason for event in world.plan().events]
+
+
 def test_a_job_that_ends_is_not_moved() -> None:
     world = report(balanced(advice(2, critic=1)).wait(MINUTE)).ray_says(RayState.SUCCEEDED).settle()
 
