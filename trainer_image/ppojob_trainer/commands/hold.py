@@ -1,6 +1,6 @@
 """`ppojob hold`: the preStop hook of Ray's pods. It holds a pod until the run on it has stopped in order.
 
-    a process of a run is on this pod? -- no --> end at once: the pod goes as any other
+    a process of a run is on this pod? -- no --> end, as soon as Ray is up enough to be ended
       | yes: leave a file in the job's storage, which the driver watches (`main.monitor`), wherever it runs
       |-- the driver says that it has heard, finishes its step, puts a checkpoint down and ends, and with it all its
       |   workers --> end
@@ -11,6 +11,7 @@ the workers. It never kills, and what it cannot read or write it says on stderr.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ _DRIVER = "ppojob_trainer.main"
 _WORKER = "ray::WorkerProcess"
 """How Ray calls the processes of `worker_groups`."""
 _POLL_S = 0.5
+_STARTING_S = 60.0
+"""Longest wait for Ray, where the pod is deleted while it starts."""
 _UNHEARD_S = 60.0
 """Longest wait for a driver that does not say that it has heard: one that is just starting takes some of it."""
 
@@ -70,8 +73,14 @@ def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard
         processes: the kernel's folder of processes.
         unheard_s: the longest wait for a driver that was asked and has not answered, in seconds.
     """
-    if not any(_of_a_run(processes)):
-        return True
+    is_over = not any(_of_a_run(processes)) or _stopped_in_order(job_file, limit_s, processes, unheard_s)
+    end = time.monotonic() + min(limit_s, _STARTING_S)
+    while not _takes_sigterm(processes) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return is_over
+
+
+def _stopped_in_order(job_file: Path, limit_s: float, processes: Path, unheard_s: float) -> bool:
     begin, signs, is_heard = time.monotonic(), _signs(job_file), False
     while any(_of_a_run(processes)):
         # Where the driver cannot be asked, the operator may do so too.
@@ -82,6 +91,20 @@ def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard
     if signs is not None:
         signs.remove()
     return True
+
+
+def _takes_sigterm(processes: Path) -> bool:
+    """Return whether the container's first process has a handler for SIGTERM.
+
+    The kubelet sends it once, and the kernel gives it to a first process only if that has asked for it, which `ray
+    start` does when Ray is up: a pod that is deleted before would stay for its whole grace period.
+    """
+    try:
+        lines = (processes / "1" / "status").read_text().splitlines()
+    except OSError:
+        return True
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), -1)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def _signs(job_file: Path) -> _Signs | None:

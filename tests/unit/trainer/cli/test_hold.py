@@ -110,6 +110,21 @@ def test_a_driver_that_does_not_answer_is_not_waited_for_to_the_limit(
     assert time.monotonic() - begin >= 1.0, "one that has answered is given its time"
 
 
+def test_a_pod_whose_ray_is_just_starting_is_held_until_it_can_be_ended(job_file: Path, processes: Path) -> None:
+    status = processes / "1" / "status"
+    status.write_text("Name:\tpython\nSigCgt:\t0000000000000002\n")
+
+    def come_up() -> None:
+        time.sleep(1.0)
+        status.write_text("Name:\tray\nSigCgt:\t0000000100004002\n")
+
+    start = threading.Thread(target=come_up)
+    start.start()
+    assert hold(job_file, 60, processes)
+    assert "4002" in status.read_text(), "SIGTERM would have been lost"
+    start.join()
+
+
 def test_a_storage_that_fails_ends_no_hook(
     job_file: Path, processes: Path, sign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
