@@ -148,6 +148,8 @@ def test_a_pod_is_held_too_where_the_run_cannot_be_asked(
 def test_a_driver_is_found_among_the_processes_of_a_real_kernel(job_file: Path, sign: Path) -> None:
     program = "import sys; sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", program, "ppojob_trainer.main"], stdin=subprocess.PIPE) as process:
+        while not (PROCESSES / str(process.pid) / "cmdline").read_bytes():
+            time.sleep(0.01)  # The kernel starts a program before it can be seen which.
         assert not hold(job_file, 0.1, PROCESSES)
         process.kill()
     assert sign.exists()
