@@ -81,7 +81,7 @@ def start_kubelet(layout: Layout, processes: Processes) -> None:
     """
     (layout.config / "resolv.conf").write_text("")
     config = render(layout, "kubelet.yaml", node_ip=NODE_IP, cluster_domain=CLUSTER_DOMAIN)
-    command = [
+    command: list[str | Path] = [
         layout.bin / "kubelet",
         f"--config={config}",
         f"--kubeconfig={layout.config}/kubelet.kubeconfig",
