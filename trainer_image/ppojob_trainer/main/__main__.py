@@ -85,7 +85,8 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
             if JobFile.digest(text) == digest:
                 return JobFile.model_validate_json(text)
             seen = f"the file there has the hash {JobFile.digest(text)}"
-        stop.wait(1.0)
+        # Not stop.wait(): the handler of a signal sets it in this very thread, and would wait for the lock held there.
+        time.sleep(1.0)
     raise JobFileMissingError(
         f"{path} with the hash {digest} did not come within {timeout_s:g} s: {seen}. "
         "The ConfigMap may not be mounted, or a newer submission has replaced it"
