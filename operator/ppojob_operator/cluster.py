@@ -104,8 +104,9 @@ class Cluster:
             return
         # The name of a RayCluster is of the job's uid: nobody else can have it.
         found = None if kind == "RayCluster" else await self._api.read(path, namespace, metadata["name"])
-        if found is not None and not (_owners(found) & _owners(manifest)):
-            raise _taken(kind, found, manifest)
+        [owner] = metadata["ownerReferences"]
+        if found is not None and not naming.is_owned(found, owner["uid"]):
+            raise _taken(kind, found, owner)
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
@@ -185,25 +186,20 @@ class Cluster:
             answer.expect(200, 202)
 
 
-def _owners(manifest: Manifest) -> set[str]:
-    return {owner["uid"] for owner in _controllers(manifest)}
-
-
-def _controllers(manifest: Manifest) -> list[Manifest]:
-    return [owner for owner in manifest["metadata"].get("ownerReferences", []) if owner.get("controller")]
-
-
-def _taken(kind: str, found: Manifest, wanted: Manifest) -> ApiError:
+def _taken(kind: str, found: Manifest, ours: Mapping[str, Any]) -> ApiError:
     metadata = found["metadata"]
-    names = {(owner["kind"], owner["name"]) for owner in _controllers(wanted)}
-    if any((owner["kind"], owner["name"]) in names for owner in _controllers(found)):
+    others = metadata.get("ownerReferences", [])
+    if any(other.get("controller") and _named(other) == _named(ours) for other in others):
         return ApiUnavailable(f"{kind} {metadata['name']} of an earlier PPOJob of this name is still being removed")
-    owners = [f"{owner['kind']} {owner['name']} (uid {owner['uid']})" for owner in metadata.get("ownerReferences", [])]
-    whose = f"belongs to {', '.join(owners)}" if owners else "belongs to nobody"
+    whose = ", ".join(f"{_named(other)} (uid {other['uid']})" for other in others) or "nobody"
     return ApiRefused(
-        f"{kind} {metadata['name']} is there already and {whose}: the operator takes over no object that it has not "
-        "made; delete that one, or give the PPOJob another name"
+        f"{kind} {metadata['name']} is there already and belongs to {whose}: the operator takes over no object that it "
+        "has not made; delete that one, or give the PPOJob another name"
     )
+
+
+def _named(owner: Mapping[str, Any]) -> str:
+    return f"{owner['kind']} {owner['name']}"
 
 
 def _items(body: Mapping[str, Any]) -> list[Manifest]:

@@ -28,13 +28,13 @@ from ppojob_operator import logs
 from ppojob_operator.api_server import ApiError, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
+from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
 from ppojob_operator.reconcile import (
     dashboard_target,
     decide,
     is_finished,
-    is_owned,
     read_claim,
     read_cluster,
     read_job,
@@ -220,7 +220,7 @@ class Loop:
         observed = Observed(
             surroundings=self._surroundings(job.key),
             is_kuberay_served=clusters is not None,
-            clusters=tuple(read_cluster(raw) for raw in clusters or () if is_owned(raw, job.uid)),
+            clusters=tuple(read_cluster(raw) for raw in clusters or () if naming.is_owned(raw, job.uid)),
         )
         if job.is_going or is_finished(job.status):
             return observed

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.plan import JobKey
+from ppojob_operator.plan import JobKey, Manifest
 
 HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
@@ -72,3 +72,9 @@ def metadata(name: str, key: JobKey, uid: str, more_labels: Mapping[str, str] | 
     }
     own = {**labels(key.name), **(more_labels or {})}
     return {"name": name, "namespace": key.namespace, "labels": own, "ownerReferences": [owner]}
+
+
+def is_owned(raw: Manifest, uid: str) -> bool:
+    """Return whether the object belongs to the one with that uid; others may carry its label."""
+    owners = raw["metadata"].get("ownerReferences", [])
+    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)

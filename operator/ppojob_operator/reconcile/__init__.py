@@ -7,13 +7,12 @@ from ppojob_operator.reconcile.acceptance import spec_problem, was_accepted
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
-from ppojob_operator.reconcile.reading import is_owned, read_claim, read_cluster, read_job, read_pod, read_workload
+from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod, read_workload
 
 __all__ = [
     "dashboard_target",
     "decide",
     "is_finished",
-    "is_owned",
     "read_claim",
     "read_cluster",
     "read_job",

@@ -93,12 +93,6 @@ def read_workload(raw: Manifest) -> Workload:
     )
 
 
-def is_owned(raw: Manifest, uid: str) -> bool:
-    """Return whether the object belongs to the one with that uid; others may carry its label."""
-    owners = raw["metadata"].get("ownerReferences", [])
-    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)
-
-
 def read_pod(raw: Manifest) -> Pod:
     """Return the view of a Ray pod."""
     metadata, status = raw["metadata"], raw.get("status", {})

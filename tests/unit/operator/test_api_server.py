@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator.api_server import JOBS, ApiError, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_progress import ProgressCluster
+from tests.unit.operator.played_api_server import connected
 
 STATUS = {"phase": "Running"}
 PATH = "/apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/x"
@@ -56,13 +56,8 @@ def player() -> Player:
 
 @pytest.fixture
 async def api(player: Player) -> AsyncIterator[ApiServer]:
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", player.handle)
-    async with TestServer(application) as server:
-        configuration = Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with ApiClient(configuration) as client:
-            yield ApiServer(client, timeout=20.0)
+    async with connected(player.handle) as api:
+        yield api
 
 
 async def write(api: ApiServer) -> bool:

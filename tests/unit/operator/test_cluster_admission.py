@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-from kubernetes.aio.client import ApiClient, Configuration
 
-from ppojob_operator.api_server import ApiRefused, ApiServer
+from ppojob_operator.api_server import ApiRefused
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.reconcile.references import Kind, Reference
+from tests.unit.operator.played_api_server import connected
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/ours"
 PATHS = {
@@ -51,13 +50,8 @@ def player() -> Player:
 
 @pytest.fixture
 async def cluster(player: Player) -> AsyncIterator[AdmissionCluster]:
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", player.handle)
-    async with TestServer(application) as server:
-        configuration = Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with ApiClient(configuration) as client:
-            yield AdmissionCluster(ApiServer(client, timeout=20.0))
+    async with connected(player.handle) as api:
+        yield AdmissionCluster(api)
 
 
 @pytest.mark.parametrize("kind", Kind)
