@@ -241,6 +241,16 @@ class Jobs:
             time.sleep(0.3)
         return status
 
+    def event(self, name: str, reason: str, limit: float = 60) -> dict[str, Any]:
+        """Return a job's only Event of a reason, which comes after the deed that it tells of."""
+        selector = f"involvedObject.name={name},reason={reason}"
+        end = time.monotonic() + limit
+        while not (found := self.kubectl.json("get", "events", "--field-selector", selector)["items"]):
+            assert time.monotonic() < end, self.log.read_text()[-4000:]
+            time.sleep(0.3)
+        [event] = found
+        return dict(event)
+
     def wait_until(self, is_so: Callable[[], bool], limit: float = 60) -> None:
         """Wait until something is so; fail with the operator's log after `limit` seconds."""
         end = time.monotonic() + limit

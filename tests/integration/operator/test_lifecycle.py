@@ -100,8 +100,7 @@ def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubect
 
     jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
     kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
-    selector = f"involvedObject.name={name},reason={Reason.CLUSTER_RESTORED}"
-    [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
+    event = jobs.event(name, Reason.CLUSTER_RESTORED)
     assert f".replicas was {before + 1} in place of {before}" in event["message"]
 
 
@@ -167,8 +166,7 @@ def test_what_comes_again_is_one_event_that_is_counted(kubectl: Any, jobs: Any) 
         kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
         jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
 
-    selector = f"involvedObject.name={name},reason={Reason.CLUSTER_SUSPENDED}"
-    [event] = kubectl.json("get", "events", "--field-selector", selector)["items"]
+    event = jobs.event(name, Reason.CLUSTER_SUSPENDED)
     # KubeRay may say so again while the pods come and go.
     assert event["count"] >= 2
     assert event["lastTimestamp"] > event["firstTimestamp"]
