@@ -52,10 +52,6 @@ def connected(spec: PPOJobSpec) -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # Ray's own zero would hide the GPUs from processes that ask for none, and warns that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if spec.device is Device.CPU:
-        # The roles share the cores; OpenMP's threads that spin at a barrier keep the others off.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
     handlers = _signal_handlers()
     _connect(spec)
     # Ray takes SIGTERM for itself; a stop in order is this program's.

@@ -57,7 +57,7 @@ class PolicyEngine:
             ModelNotFoundError, ModelUnsupportedError: see `model.load_policy`.
         """
         self.parallel, self.training, self.kl = parallel, training, kl
-        self.path, self.lora = model.path, model.lora
+        self.path, self.lora, self._dtype = model.path, model.lora, dtype
         self.module: PolicyModule = load_policy(model.path, LoadOptions.of(model, dtype), parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
         self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
@@ -123,7 +123,7 @@ class PolicyEngine:
 
     def weights(self) -> ShardedWeights:
         """Return the parameters as the rollout engine wants them, for a `WeightSender`."""
-        return ShardedWeights(self.module.language_model, on_device=self._residence.on_device)
+        return ShardedWeights(self.module.language_model, on_device=self._residence.on_device, dtype=self._dtype)
 
     def destroy(self) -> None:
         """Leave the process group."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.environment import base_environment
+from ppojob_trainer.engines.precision import precision_of
 
 WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
 
@@ -137,7 +138,7 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(Path(options.path)),
         "trust_remote_code": options.trust_remote_code,
-        "dtype": "bfloat16",
+        "dtype": precision_of(options.device),
         "seed": options.seed,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,

@@ -56,6 +56,7 @@ class ActorWorker(TrainedWorker):
     def load(self) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+        from ppojob_trainer.engines.precision import dtype_of
 
         spec = self.spec
         self._engine = PolicyEngine(
@@ -65,6 +66,7 @@ class ActorWorker(TrainedWorker):
             spec.algorithm.kl,
             total_steps=spec.trainer.total_steps,
             seed=spec.trainer.seed,
+            dtype=dtype_of(spec.device),
         )
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)

@@ -53,6 +53,7 @@ class CriticWorker(TrainedWorker):
     def load(self) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.critic import CriticEngine
+        from ppojob_trainer.engines.precision import dtype_of
 
         spec = self.spec
         self._engine = CriticEngine(
@@ -62,6 +63,7 @@ class CriticWorker(TrainedWorker):
             spec.critic,
             total_steps=spec.trainer.total_steps,
             seed=spec.trainer.seed,
+            dtype=dtype_of(spec.device),
         )
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)

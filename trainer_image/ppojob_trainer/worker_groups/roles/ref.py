@@ -42,6 +42,7 @@ class RefWorker(TrainedWorker):
     def load(self) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
+        from ppojob_trainer.engines.precision import dtype_of
 
         model = self.spec.model
         self._engine = ReferenceEngine(
@@ -51,6 +52,7 @@ class RefWorker(TrainedWorker):
             compile_layers=model.actor.compile if model.ref.compile is None else model.ref.compile,
             offload=model.ref.offload,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
+            dtype=dtype_of(self.spec.device),
         )
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)

@@ -67,6 +67,7 @@ class RewardModelWorker(TrainedWorker):
     def load(self) -> None:
         """Load and shard the model, after `check` and `join`."""
         from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
+        from ppojob_trainer.engines.precision import dtype_of
 
         model = self._model
         self._engine = RewardModelEngine(
@@ -75,6 +76,7 @@ class RewardModelWorker(TrainedWorker):
             label=model.label,
             trust_remote_code=model.trust_remote_code,
             max_tokens_per_gpu=model.max_tokens_per_gpu,
+            dtype=dtype_of(self.spec.device),
         )
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
