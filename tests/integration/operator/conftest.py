@@ -241,15 +241,18 @@ class Jobs:
             time.sleep(0.3)
         return status
 
-    def event(self, name: str, reason: str, limit: float = 60) -> dict[str, Any]:
-        """Return a job's only Event of a reason, which comes after the deed that it tells of."""
+    def event(self, name: str, reason: str, times: int = 1) -> dict[str, Any]:
+        """Return a job's only Event of a reason once it was told so often: it comes after the deed that it tells of."""
+        found: list[dict[str, Any]] = []
         selector = f"involvedObject.name={name},reason={reason}"
-        end = time.monotonic() + limit
-        while not (found := self.kubectl.json("get", "events", "--field-selector", selector)["items"]):
-            assert time.monotonic() < end, self.log.read_text()[-4000:]
-            time.sleep(0.3)
+
+        def is_told() -> bool:
+            found[:] = self.kubectl.json("get", "events", "--field-selector", selector)["items"]
+            return sum(event["count"] for event in found) >= times
+
+        self.wait_until(is_told)
         [event] = found
-        return dict(event)
+        return event
 
     def wait_until(self, is_so: Callable[[], bool], limit: float = 60) -> None:
         """Wait until something is so; fail with the operator's log after `limit` seconds."""
