@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e.conftest import Site
+from tests.e2e.small_jobs import FEW_SAMPLES, small_pools
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -18,13 +19,8 @@ STEPS = 2
 COMPLETE_LIMIT_SECONDS = 1200.0
 SECRET_VALUE = "a value that only the Secret has"
 CHANGES: dict[str, Any] = {
+    **FEW_SAMPLES,
     "env": [{"name": "FROM_A_SECRET", "valueFrom": {"secretKeyRef": {"name": "given", "key": "value"}}}],
-    "data": {
-        "trainBatchSize": 8,
-        "validation": {"reasoningGym": {"size": 8}},
-    },
-    "actor": {"miniBatchSize": 4},
-    "critic": {"miniBatchSize": 4},
     "trainer": {"totalSteps": STEPS, "validateEverySteps": STEPS},
     "checkpoint": {"everySteps": STEPS},
 }
@@ -35,12 +31,7 @@ def done(site: Site) -> Iterator[Any]:
     """The finished job, as the API server has it."""
     site.kubectl("create", "secret", "generic", "given", f"--from-literal=value={SECRET_VALUE}")
     gpus = {"gpuResourceName": "nvidia.com/gpu", "nodeSelector": {"gpu-type": "simulated"}}
-    small = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
-    pools = [
-        {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": small, **gpus},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**small, "memory": "7Gi"}, **gpus},
-    ]
-    site.apply(NAME, {**CHANGES, "pools": pools})
+    site.apply(NAME, {**CHANGES, "pools": small_pools(2, **gpus)})
     site.await_condition(NAME, "PoolsReady", "True", limit=300)
     _assert_pods_are_as_asked(site)
     site.await_condition(NAME, "Complete", "True", limit=COMPLETE_LIMIT_SECONDS)

@@ -3,7 +3,6 @@
 How long that took is printed (`--capture=no` shows it) and never asserted.
 """
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
+from tests.e2e.small_jobs import FEW_SAMPLES, await_step, records, small_pools
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -22,15 +22,9 @@ NAME = "killed"
 STEPS = 20
 EVERY_STEPS = 2
 LIMIT_SECONDS = 600.0
-SMALL = {"cpu": "250m", "memory": "8Gi", "shm": "512Mi"}
 CHANGES: dict[str, Any] = {
-    "pools": [
-        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": SMALL},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
-    ],
-    "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},
-    "actor": {"miniBatchSize": 4},
-    "critic": {"miniBatchSize": 4},
+    **FEW_SAMPLES,
+    "pools": small_pools(1),
     "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
     "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
 }
@@ -57,7 +51,7 @@ def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
     """By victim; the job runs to its end afterwards."""
     site.apply(NAME, CHANGES)
     # The first checkpoint is down and a step after it is done, so that there is something to lose.
-    await_step(site, EVERY_STEPS + 1, since=0.0)
+    await_step(site, NAME, EVERY_STEPS + 1)
     found = {}
     for attempt, (victim, labels) in enumerate(VICTIMS.items(), start=1):
         found[victim] = kill(site, labels, attempt)
@@ -70,7 +64,7 @@ def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
 def kill(site: Site, selector: str, attempt: int) -> Recovery:
     pods = site.get("pods", f"--selector=ppojob.dev/job={NAME},{selector}")["items"]
     assert len(pods) == 1, [pod["metadata"]["name"] for pod in pods]
-    last, moment = max(records(site)), time.time()
+    last, moment = max(records(site, NAME)), time.time()
     site.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--force", "--grace-period=0")
     log = site.root(NAME) / "logs" / f"attempt-{attempt}" / "driver.log"
     wait_until(f"{log} to say where it goes on", lambda: "" if RESUMED.search(text_of(log)) else "nothing there",
@@ -78,30 +72,12 @@ def kill(site: Site, selector: str, attempt: int) -> Recovery:
     found = RESUMED.search(text_of(log))
     assert found
     resumed_after = int(found.group(1))
-    finished = await_step(site, resumed_after + 1, since=moment)
+    finished = await_step(site, NAME, resumed_after + 1, since=moment)
     return Recovery(last, resumed_after, finished - moment, site.job(NAME)["status"])
 
 
 def text_of(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def records(site: Site) -> dict[int, float]:
-    """Step -> when it was finished, in seconds since 1970."""
-    lines = text_of(site.root(NAME) / "metrics.jsonl").splitlines()
-    return {record["step"]: record["time"] for record in map(json.loads, lines)}
-
-
-def await_step(site: Site, step: int, *, since: float) -> float:
-    """Wait until the step was done after that moment, and return when."""
-
-    def missing() -> str:
-        status = site.job(NAME).get("status", {})
-        assert status.get("phase") not in ("Failed", "Succeeded"), status
-        return "" if records(site).get(step, 0.0) > since else f"{NAME} is at step {max(records(site), default=0)}"
-
-    wait_until(f"step {step} of {NAME}", missing, limit=LIMIT_SECONDS, interval=0.5)
-    return records(site)[step]
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -122,5 +98,5 @@ def test_the_loss_is_named_and_is_not_the_users(recoveries: dict[str, Recovery],
 
 
 def test_every_step_was_done_in_the_end(site: Site, recoveries: dict[str, Recovery]) -> None:
-    assert sorted(records(site)) == [*range(1, STEPS + 1)]
+    assert sorted(records(site, NAME)) == [*range(1, STEPS + 1)]
     assert site.job(NAME)["status"]["retries"]["infrastructure"] == len(VICTIMS)

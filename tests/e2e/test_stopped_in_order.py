@@ -8,32 +8,17 @@ import pytest
 
 from tests.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
+from tests.e2e.small_jobs import FEW_SAMPLES, await_step, small_pools
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 NAME = "stopped"
 STEPS = 12
-STEP_LIMIT_SECONDS = 600.0
+TRAINING_LIMIT_SECONDS = 600.0
 STOP_LIMIT_SECONDS = 300.0
-SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
-TWO_POOLS: dict[str, Any] = {
-    "pools": [
-        # Actor and engine in one pod; with two ranks there is room for both in twice the small size.
-        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "8Gi"}},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
-    ]
-}
-TWO_RANKS: dict[str, Any] = {
-    "pools": [
-        {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": SMALL},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**SMALL, "memory": "7Gi"}},
-    ]
-}
 CHANGES: dict[str, Any] = {
-    **TWO_POOLS,
-    "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},
-    "actor": {"miniBatchSize": 4},
-    "critic": {"miniBatchSize": 4},
+    **FEW_SAMPLES,
+    "pools": small_pools(1),
     "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
     "checkpoint": {"everySteps": 0, "export": "Never"},
 }
@@ -43,7 +28,7 @@ CHANGES: dict[str, Any] = {
 def story(site: Site) -> Iterator[list[Any]]:
     """The status at each turn: asked for a checkpoint, suspended, with another layout, at the end."""
     site.apply(NAME, CHANGES)
-    await_step(site, 1)
+    await_step(site, NAME, 1)
     site.ppo("checkpoint", NAME, "--timeout=280")
     turns = [site.job(NAME)["status"]]
     patch(site, runPolicy={"suspend": True})
@@ -51,27 +36,17 @@ def story(site: Site) -> Iterator[list[Any]]:
     await_no_pods(site)
     turns.append(site.job(NAME)["status"])
     patch(site, runPolicy={"suspend": False})
-    site.await_condition(NAME, "Progressing", "True", limit=STEP_LIMIT_SECONDS, reason="Training")
-    patch(site, **TWO_RANKS)
+    site.await_condition(NAME, "Progressing", "True", limit=TRAINING_LIMIT_SECONDS, reason="Training")
+    patch(site, pools=small_pools(2))
     site.await_condition(NAME, "LayoutApplied", "True", limit=STOP_LIMIT_SECONDS)
     turns.append(site.job(NAME)["status"])
-    site.await_condition(NAME, "Complete", "True", limit=STEP_LIMIT_SECONDS)
+    site.await_condition(NAME, "Complete", "True", limit=TRAINING_LIMIT_SECONDS)
     yield [*turns, site.job(NAME)["status"]]
     site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
 
 
 def patch(site: Site, **sections: Any) -> None:
     site.kubectl("patch", "ppojob", NAME, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
-
-
-def await_step(site: Site, step: int) -> None:
-    def missing() -> str:
-        status = site.job(NAME).get("status", {})
-        assert status.get("phase") not in ("Failed", "Succeeded"), status
-        done = status.get("progress", {}).get("step", 0)
-        return "" if done >= step else f"{NAME} is at step {done}"
-
-    wait_until(f"step {step} of {NAME}", missing, limit=STEP_LIMIT_SECONDS, interval=1)
 
 
 def await_no_pods(site: Site) -> None:

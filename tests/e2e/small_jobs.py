@@ -1,0 +1,46 @@
+"""The first example made small, for jobs that are looked at while they run: few tokens a step, and one or two ranks."""
+
+import json
+from typing import Any
+
+from tests.cluster.waiting import wait_until
+from tests.e2e.conftest import Site
+
+FEW_SAMPLES: dict[str, Any] = {
+    "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},
+    "actor": {"miniBatchSize": 4},
+    "critic": {"miniBatchSize": 4},
+}
+_SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
+_STEP_LIMIT_SECONDS = 600.0
+
+
+def small_pools(actor_ranks: int, **fields: Any) -> list[dict[str, Any]]:
+    """The pools of actor and critic, with `fields` in both; the actor's share theirs with the rollout engine."""
+    # With two ranks there is room for both in twice the small size.
+    memory = _SMALL["memory"] if actor_ranks > 1 else "8Gi"
+    return [
+        {"name": "actor", "gpusPerNode": actor_ranks, "resourcesPerGPU": {**_SMALL, "memory": memory}, **fields},
+        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**_SMALL, "memory": "7Gi"}, **fields},
+    ]
+
+
+def records(site: Site, name: str) -> dict[int, float]:
+    """Step -> when it was last finished, in seconds since 1970."""
+    metrics = site.root(name) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return {record["step"]: record["time"] for record in map(json.loads, lines)}
+
+
+def await_step(site: Site, name: str, step: int, *, since: float = 0.0) -> float:
+    """Wait until the step was finished after `since`, and return when; a job that ends before fails at once."""
+
+    def missing() -> str:
+        if records(site, name).get(step, 0.0) > since:
+            return ""
+        status = site.job(name).get("status", {})
+        assert status.get("phase") not in ("Failed", "Succeeded"), status
+        return f"{name} is at step {max(records(site, name), default=0)}"
+
+    wait_until(f"step {step} of {name}", missing, limit=_STEP_LIMIT_SECONDS, interval=0.5)
+    return records(site, name)[step]
