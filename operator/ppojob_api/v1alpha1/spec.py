@@ -62,7 +62,7 @@ class PPOJobSpec(ApiModel):
     rollout: RolloutSpec = RolloutSpec()
     """Generating responses."""
     device: Device = Device.CUDA
-    """cuda, or cpu: gloo, and vLLM on CPU; gpusPerNode then means worker processes of each pod."""
+    """cuda, or cpu: gloo, and vLLM on CPU, all in float32; gpusPerNode then means worker processes of each pod."""
     pools: Pools
     """GPUs, by kind of node."""
     head: Head = Head()
