@@ -18,7 +18,7 @@ _STEP_LIMIT_SECONDS = 600.0
 def small_pools(actor_ranks: int, **fields: Any) -> list[dict[str, Any]]:
     """The pools of actor and critic, with `fields` in both; the actor's share theirs with the rollout engine."""
     # With two ranks there is room for both in twice the small size.
-    memory = _SMALL["memory"] if actor_ranks > 1 else "8Gi"
+    memory = _SMALL["memory"] if actor_ranks > 1 else "9Gi"
     return [
         {"name": "actor", "gpusPerNode": actor_ranks, "resourcesPerGPU": {**_SMALL, "memory": memory}, **fields},
         {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**_SMALL, "memory": "7Gi"}, **fields},
