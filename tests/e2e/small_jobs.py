@@ -11,7 +11,7 @@ FEW_SAMPLES: dict[str, Any] = {
     "actor": {"miniBatchSize": 4},
     "critic": {"miniBatchSize": 4},
 }
-_SMALL = {"cpu": "250m", "memory": "5632Mi", "shm": "512Mi"}
+_SMALL = {"cpu": "250m", "memory": "6Gi", "shm": "512Mi"}
 _STEP_LIMIT_SECONDS = 600.0
 
 

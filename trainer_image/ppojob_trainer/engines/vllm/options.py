@@ -119,6 +119,8 @@ def environment(options: RolloutOptions, num_threads: int | None = None) -> dict
             # Ray and the other roles share the cores: vLLM must not pin its threads to some of them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_cache_gib),
+            # Eager still compiles a few small functions with g++, seven seconds of each start, and gains nothing by it.
+            "TORCHDYNAMO_DISABLE": "1",
         }
     return common | {
         # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
