@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class Pod:
     """It is being deleted."""
     address: str = ""
     """Its IP address, once it has one."""
+    created: datetime | None = None
+    """When it was made, by the API server's clock."""
     trouble: Trouble | None = None
 
 

@@ -39,11 +39,11 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
     lost = lost_pods(situation)
     if record is not None and (record.kind is not FailureKind.USER or not lost):
-        suspect = record.kind is FailureKind.INFRASTRUCTURE
+        suspect = record.kind is FailureKind.INFRASTRUCTURE and not (lost and are_lost_pods_replaced(situation))
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=suspect)
     if lost:
-        message = f"the trainer failed while pods were lost: {lost}"
-        return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, message, ray_job.exit_code)
+        message, suspect = f"the trainer failed while pods were lost: {lost}", not are_lost_pods_replaced(situation)
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, message, ray_job.exit_code, suspect)
     if ray_job.error_type not in _USERS_ERRORS:
         message = f"Ray lost the trainer: {_first_line(ray_job.message)}"
         return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message, ray_job.exit_code)
@@ -106,7 +106,20 @@ def _pods_failure(situation: Situation) -> Failure | None:
     patience = _SETTLING + grace if _is_held(situation) else _SETTLING
     if not lost or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
-    return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost)
+    suspect = not are_lost_pods_replaced(situation)
+    return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost, is_cluster_suspect=suspect)
+
+
+def are_lost_pods_replaced(situation: Situation) -> bool:
+    """Return whether the RayCluster is sound but for worker pods that are gone: KubeRay makes those anew.
+
+    A pod that the attempt began with and that is there, but not ready, may be on a node that was lost; it would be
+    waited for until Kubernetes gives the node up.
+    """
+    head, since = situation.head, situation.submitted_at
+    if head is None or not head.is_ready or since is None:
+        return False
+    return all(pod.is_ready or (pod.created is not None and pod.created >= since) for pod in situation.pods)
 
 
 def _all_pods(situation: Situation) -> list[Pod]:

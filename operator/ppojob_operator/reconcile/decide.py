@@ -141,7 +141,8 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
 def _attempt_failed(
     situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
 ) -> Plan:
-    verdict = retry.judge(situation, failure, are_pools_ready=found.is_ready)
+    is_whole = found.is_ready or attempts.are_lost_pods_replaced(situation)
+    verdict = retry.judge(situation, failure, is_cluster_whole=is_whole)
     if verdict.is_final:
         return _failed(situation, findings, failure, verdict.reason, verdict.message)
     restarting = Finding("False", Reason.RESTARTING, verdict.message)

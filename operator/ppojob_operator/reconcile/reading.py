@@ -105,6 +105,7 @@ def read_pod(raw: Manifest) -> Pod:
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_going="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
+        created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
     )
 

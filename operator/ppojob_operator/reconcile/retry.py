@@ -21,8 +21,11 @@ class Verdict:
     """The next attempt begins on the pods that are there."""
 
 
-def judge(situation: Situation, failure: Failure, *, are_pools_ready: bool) -> Verdict:
-    """Return what follows from the failure of the current attempt."""
+def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> Verdict:
+    """Return what follows from the failure of the current attempt.
+
+    is_cluster_whole: its pods are ready, or those that are not are being replaced.
+    """
     retries, policy = situation.status.retries or Retries(), situation.spec.run_policy
     if failure.kind is FailureKind.PERMANENT:
         return Verdict(True, failure.reason, failure.message, retries)
@@ -45,5 +48,5 @@ def judge(situation: Situation, failure: Failure, *, are_pools_ready: bool) -> V
         total=retries.total + 1,
     )
     message = f"attempt {situation.attempt} failed ({failure.headline})"
-    keeps_cluster = are_pools_ready and not failure.is_cluster_suspect
+    keeps_cluster = is_cluster_whole and not failure.is_cluster_suspect
     return Verdict(False, Reason.RESTARTING, message, counted, keeps_cluster)

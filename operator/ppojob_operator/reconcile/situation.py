@@ -42,7 +42,7 @@ class Failure:
     message: str
     exit_code: int | None = None
     is_cluster_suspect: bool = True
-    """The next attempt gets a new RayCluster; False: the trainer ended by itself and the pods are warm."""
+    """The next attempt gets a new RayCluster; False: the pods are warm, and KubeRay makes the lost ones anew."""
 
     @property
     def headline(self) -> str:

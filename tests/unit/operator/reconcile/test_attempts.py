@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
-from ppojob_operator.plan import Cluster, Ray, RayState, Trouble
+from ppojob_operator.plan import Cluster, Pod, Ray, RayState, Trouble
 from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 OOM = Trouble(Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed")
@@ -52,6 +52,36 @@ def test_warm_pods_that_are_not_ready_any_more_are_not_kept() -> None:
     world.ray_says(RayState.STOPPED)
 
     assert world.look().delete_clusters == (first_cluster(),)
+
+
+@pytest.mark.parametrize("end", ["named", "unnamed", "unnoticed"])
+def test_a_worker_that_is_replaced_costs_the_others_neither_their_pods_nor_their_place(end: str) -> None:
+    world = World().run().pod_is_gone("critic")
+    new = Pod(f"{first_cluster()}-critic-new", first_cluster(), "critic", created=world.now)
+    world.settle().see(pods=(*world.observed.pods, new))
+
+    if end == "unnoticed":
+        world.wait(31).trainer_reports().settle()
+    else:
+        reason = Reason.WORKER_LOST if end == "named" else Reason.TRAINER_FAILED
+        kind = FailureKind.INFRASTRUCTURE if end == "named" else FailureKind.USER
+        world.trainer_fails(reason, kind).settle()
+    assert world.status["retries"]["infrastructure"] == 1
+    assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()]
+    assert world.wait(60).look().submission is None, "the new pod is not ready"
+
+    sent = world.pods_become(ready=True, pool="critic", suffix="-new").look().submission
+
+    assert sent is not None
+    assert sent.submission_id == f"ppojob-{UID}-1"
+
+
+def test_a_worker_that_is_there_and_silent_may_be_on_a_lost_node() -> None:
+    world = World().run().pods_become(ready=False, pool="critic")
+
+    world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
+
+    assert world.observed.clusters == ()
 
 
 def test_a_permanent_failure_ends_the_job_at_once_by_its_own_name() -> None:

@@ -1,5 +1,6 @@
 """From raw objects to views: which of a pod's many messages says why it does not run, and what KubeRay means."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def unscheduled(message: str) -> dict[str, Any]:
 def test_a_running_pod_is_ready_with_its_condition() -> None:
     status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
 
-    assert pod(status) == Pod("p", "c", "actor", is_ready=True, address="10.0.0.1")
+    created = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    assert pod(status) == Pod("p", "c", "actor", is_ready=True, address="10.0.0.1", created=created)
 
 
 @pytest.mark.parametrize(
