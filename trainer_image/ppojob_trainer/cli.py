@@ -75,7 +75,7 @@ def run(
     folder = output or Path("output") / manifest.name
     with _refusals():
         job = job_file(manifest, folder, storage)
-    number = next_attempt(Path(job.root) / "checkpoints") if attempt is None else attempt
+        number = next_attempt(job.checkpoints) if attempt is None else attempt
     console = Console(highlight=False)
     typer.echo(f"{job.name}, attempt {number}, in {job.root}\n")
     console.print(describe(job.spec))
@@ -235,10 +235,11 @@ def _train(job: JobFile, attempt: int) -> bool:
 
 def _results(job: JobFile) -> list[str]:
     """Return where the files of the run are, a line each; what was not written is left out."""
+    from ppojob_trainer.checkpoints.address import is_address
     from ppojob_trainer.telemetry import RunFiles
 
     files = RunFiles(Path(job.root))
-    places = {
+    places: dict[str, str | Path] = {
         "metrics": files.metrics,
         "picture": files.plot,
         "TensorBoard": files.tensorboard,
@@ -246,7 +247,7 @@ def _results(job: JobFile) -> list[str]:
         "samples": files.samples,
         "profiles": files.profiles,
         "logs": files.logs,
-        "checkpoints": files.checkpoints,
+        "checkpoints": job.checkpoints,
         "model": files.model,
     }
-    return [f"{name:<12} {path}" for name, path in places.items() if path.exists()]
+    return [f"{name:<12} {path}" for name, path in places.items() if is_address(str(path)) or Path(path).exists()]

@@ -125,6 +125,8 @@ class Reason:
     NON_FINITE = "NonFinite"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     CHECKPOINT_UNWRITABLE = "CheckpointUnwritable"
+    BUCKET_REFUSED = "BucketRefused"
+    BUCKET_UNREACHABLE = "BucketUnreachable"
     FENCED_OUT = "FencedOut"
     INTERRUPTED = "Interrupted"
 

@@ -54,6 +54,11 @@ class JobFile(ApiModel):
     reporting: Reporting | None = None
     """Where progress is reported. Absent: nowhere (`ppojob run`)."""
 
+    @property
+    def checkpoints(self) -> str:
+        """Where its checkpoints are: a folder, or an address in a bucket."""
+        return self.spec.checkpoint.path or f"{self.root}/checkpoints"
+
     def encode(self) -> str:
         """Return the text of job.json; equal jobs give equal texts.
 

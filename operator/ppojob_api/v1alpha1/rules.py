@@ -40,7 +40,7 @@ IMMUTABLE = (
     "image", "imagePullSecrets", "serviceAccountName", "env", "envFrom",
     "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
     "workers", "device", "head", "storage", "telemetry",
-    "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
+    "checkpoint.path", "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
     "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
 )  # fmt: skip

@@ -114,7 +114,7 @@ class CheckpointStatus(ApiModel):
     step: int
     """Step after which it was written."""
     path: Message
-    """Its folder, as the container sees it."""
+    """Its folder, as the container sees it, or its address in a bucket."""
     time: Time
     """When it was complete."""
     request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)] | None = None

@@ -187,9 +187,18 @@ class ResumePolicy(StrEnum):
     NEVER = "Never"
 
 
-class CheckpointSpec(ApiModel):
-    """Checkpoints in the job's storage."""
+_SEGMENT = r"/[A-Za-z0-9_][-A-Za-z0-9._=]*"
+BucketAddress = Annotated[str, Field(pattern=rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*$", max_length=512)]
+"""A bucket of an object store, with or without a prefix: no slash at the end, no empty segment, none of dots alone."""
 
+
+class CheckpointSpec(ApiModel):
+    """Checkpoints in the job's storage, or in a bucket."""
+
+    path: BucketAddress | None = None
+    """Where checkpoints are written and found again: `s3://bucket/prefix` or `gs://bucket/prefix`, of this job alone,
+    without a slash at the end. Credentials come from env, envFrom or the ServiceAccount. All else stays in the storage.
+    Absent: checkpoints are in the storage too."""
     every_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps between checkpoints; 0 writes none but the last."""
     keep: int = Field(default=2, ge=1, le=1000)
@@ -200,7 +209,7 @@ class CheckpointSpec(ApiModel):
     resume: ResumePolicy = ResumePolicy.AUTO
     """Auto: go on from the last checkpoint of the same object."""
     resume_from: Path | None = None
-    """Folder of another run's checkpoint to begin from."""
+    """Folder, or address in a bucket, of another run's checkpoint to begin from."""
     export: ExportPolicy = ExportPolicy.FINAL
     """When the policy is exported as a HuggingFace folder."""
 

@@ -73,6 +73,7 @@ CHANGES: dict[str, Any] = {
     "schedule": {"mode": "Serial"},
     "storage": {"persistentVolumeClaim": "another"},
     "telemetry": {"samplesPerStep": 1},
+    "checkpoint.path": "s3://bucket/job",
     "checkpoint.async": True,
     "checkpoint.resume": "Never",
     "checkpoint.resumeFrom": "/data/checkpoint",

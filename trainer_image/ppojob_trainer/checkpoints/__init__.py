@@ -1,14 +1,30 @@
-"""A run's checkpoints as files: atomic, fenced, kept to a number. Imports no torch; the engines fill the folders."""
+"""A run's checkpoints, in a folder or in a bucket: atomic, fenced, kept to a number. Imports no torch.
+
+The engines write what is in them.
+"""
 
 from ppojob_trainer.checkpoints.checkpoint import Checkpoint
-from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError, FencedOutError, ForeignFilesError
-from ppojob_trainer.checkpoints.store import CheckpointStore, last_attempt
+from ppojob_trainer.checkpoints.errors import (
+    BucketError,
+    BucketRefusedError,
+    BucketUnreachableError,
+    CheckpointUnreadableError,
+    CredentialsMissingError,
+    FencedOutError,
+    ForeignFilesError,
+)
+from ppojob_trainer.checkpoints.store import CheckpointStore, last_attempt, open_store
 
 __all__ = [
+    "BucketError",
+    "BucketRefusedError",
+    "BucketUnreachableError",
     "Checkpoint",
     "CheckpointStore",
     "CheckpointUnreadableError",
+    "CredentialsMissingError",
     "FencedOutError",
     "ForeignFilesError",
     "last_attempt",
+    "open_store",
 ]

@@ -1,8 +1,7 @@
-"""The ways in which a job's checkpoints can refuse it. `main.py` turns them into a `FailureRecord`."""
+"""The ways in which a job's checkpoints can refuse it. `main` turns them into a `FailureRecord`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -12,21 +11,21 @@ if TYPE_CHECKING:
 class FencedOutError(RuntimeError):
     """A newer attempt of the job owns the folder: this one must stop, and save nothing."""
 
-    def __init__(self, folder: Path, *, attempt: int, newer: int) -> None:
+    def __init__(self, location: str, *, attempt: int, newer: int) -> None:
         super().__init__(
-            f"attempt {attempt} is fenced out: attempt {newer} of the same job owns {folder}; this attempt must end"
+            f"attempt {attempt} is fenced out: attempt {newer} of the same job owns {location}; this attempt must end"
         )
         self.newer = newer
 
 
 class ForeignFilesError(RuntimeError):
-    """The folder holds the files of another run."""
+    """The folder, or the address, holds the checkpoints of another run."""
 
-    def __init__(self, folder: Path, *, uid: str, owner: str) -> None:
+    def __init__(self, location: str, *, uid: str, owner: str) -> None:
         super().__init__(
-            f"{folder} holds the checkpoints of another run (uid {owner}, this run has {uid}): give this run another "
-            f"name (or another --output), remove the folder, or go on from those checkpoints on purpose: another name, "
-            f"and checkpoint.resumeFrom with the path of one of them"
+            f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}): give this run another "
+            f"name (or another --output; with checkpoint.path another path), remove them, or go on from those "
+            f"checkpoints on purpose: another name or path, and checkpoint.resumeFrom with the path of one of them"
         )
 
 
@@ -34,12 +33,27 @@ class CheckpointUnreadableError(RuntimeError):
     """A checkpoint that the run should go on from cannot be read."""
 
     @classmethod
-    def of(cls, broken: Path | Checkpoint, reason: str, *, older: Checkpoint | None) -> Self:
-        """Return the error for a folder, with what can be done: the older checkpoint, where there is one."""
-        path = broken if isinstance(broken, Path) else broken.path
+    def of(cls, location: str, reason: str, *, older: Checkpoint | None) -> Self:
+        """Return the error for a folder or an address, with what can be done: the older checkpoint, if there is one."""
         offer = (
-            f"to go on from step {older.step}, set checkpoint.resumeFrom to {older.path}"
+            f"to go on from step {older.step}, set checkpoint.resumeFrom to {older.location}"
             if older
-            else "there is no older one: restore the folder, or start afresh under another name"
+            else "there is no older one: restore it, or start afresh under another name"
         )
-        return cls(f"checkpoint {path} cannot be read: {reason}; {offer}")
+        return cls(f"checkpoint {location} cannot be read: {reason}; {offer}")
+
+
+class BucketError(RuntimeError):
+    """An object store does not do what checkpoints need; the message has its own words and the remedy."""
+
+
+class BucketRefusedError(BucketError):
+    """There is no such bucket, the credentials may not use it, or it cannot do conditional writes."""
+
+
+class CredentialsMissingError(BucketError):
+    """The environment names no credentials, and the machine has none of its own."""
+
+
+class BucketUnreachableError(BucketError):
+    """The object store did not answer, or failed."""

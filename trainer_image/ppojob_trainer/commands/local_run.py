@@ -39,8 +39,12 @@ def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
     return JobFile(namespace=manifest.namespace, name=manifest.name, uid=uid, root=str(root), spec=spec)
 
 
-def next_attempt(checkpoints: Path) -> int:
-    """Return the number after the last attempt that was made in this folder; 0 for the first."""
+def next_attempt(checkpoints: str) -> int:
+    """Return the number after the last attempt that wrote checkpoints there; 0 for the first.
+
+    Raises:
+        BucketError: they are in a bucket, which cannot be asked.
+    """
     last = last_attempt(checkpoints)
     return 0 if last is None else last + 1
 

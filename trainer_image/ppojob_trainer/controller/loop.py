@@ -227,8 +227,8 @@ class TrainingLoop(Generic[B]):
         return self._phases.now() - start
 
     async def _commit(self, step: int, state: Mapping[str, Any], keep: int, request: str | None) -> None:
-        path = await self._checkpoints.commit(step, state, keep)
-        self._monitor.saved(step, path, request)
+        location = await self._checkpoints.commit(step, state, keep)
+        self._monitor.saved(step, location, request)
 
     async def _written(self) -> None:
         """Wait until the last checkpoint is whole; its failure is the run's."""

@@ -270,8 +270,8 @@ class CheckpointPort(Protocol):
         """Take the models as they are into a new checkpoint; afterwards they may change."""
         ...
 
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        """Wait until all of it is written, make it the newest with this state of the run; return its folder."""
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
+        """Wait until all of it is written, make it the newest with this state of the run; return where it is."""
         ...
 
     async def export(self) -> Path:
@@ -313,7 +313,7 @@ class MonitorPort(Protocol):
         """Tell the metrics of a step that is done; step 0 is the validation before training."""
         ...
 
-    def saved(self, step: int, path: Path, request: str | None) -> None:
+    def saved(self, step: int, location: str, request: str | None) -> None:
         """Tell of a checkpoint, and of the last request that was heard before it was written."""
         ...
 

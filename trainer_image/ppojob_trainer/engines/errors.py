@@ -44,6 +44,12 @@ class CheckpointUnwritableError(EngineError):
     reason = Reason.CHECKPOINT_UNWRITABLE
 
 
+class BucketFailedError(EngineError):
+    """The object store failed a rank that wrote or read its part of a checkpoint; what is stored may be whole."""
+
+    reason = Reason.BUCKET_UNREACHABLE
+
+
 class ModelMismatchError(EngineError):
     """The models do not fit the job or each other; the message has the numbers."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, CheckpointUnreadableError
+from ppojob_trainer.checkpoints.address import below
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
@@ -57,7 +58,7 @@ class JobCheckpoints:
         if found is None:
             return None
         try:
-            await self._each(ActorWorker.restore, CriticWorker.restore, found.path)
+            await self._each(ActorWorker.restore, CriticWorker.restore, found.location)
         except WorkerFailedError as error:
             if isinstance(error.__cause__, EngineCheckpointError):
                 raise self._unreadable(found, error) from error
@@ -68,24 +69,24 @@ class JobCheckpoints:
         """See `CheckpointPort`.
 
         Raises:
-            FencedOutError: a newer attempt owns the folder.
+            FencedOutError: a newer attempt owns the place.
         """
-        folder = await asyncio.to_thread(self._store.begin, step)
+        location = await asyncio.to_thread(self._store.begin, step)
         with self._abandoning(step):
-            await self._each(ActorWorker.save, CriticWorker.save, folder, self._settings.asynchronous)
+            await self._each(ActorWorker.save, CriticWorker.save, location, self._settings.asynchronous)
 
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
         """See `CheckpointPort`.
 
         Raises:
-            FencedOutError: a newer attempt owns the folder.
+            FencedOutError: a newer attempt owns the place.
             PhaseTimeoutError: the ranks did not write it in time.
         """
         if self._settings.asynchronous:
             with self._abandoning(step):
                 await self._until_written()
         done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
-        return done.path
+        return done.location
 
     @contextmanager
     def _abandoning(self, step: int) -> Iterator[None]:
@@ -117,14 +118,16 @@ class JobCheckpoints:
         await asyncio.to_thread(_replace, aside, target)
         return target
 
-    async def _each(self, of_actor: Any, of_critic: Any, folder: Path, *args: Any) -> None:
-        calls: list[Any] = [self._groups.actor.group.call(of_actor, folder / _ACTOR, *args)]
+    async def _each(self, of_actor: Any, of_critic: Any, location: str, *args: Any) -> None:
+        calls: list[Any] = [self._groups.actor.group.call(of_actor, below(location, _ACTOR), *args)]
         if self._groups.critic is not None:
-            calls.append(self._groups.critic.group.call(of_critic, folder / _CRITIC, *args))
+            calls.append(self._groups.critic.group.call(of_critic, below(location, _CRITIC), *args))
         await asyncio.gather(*calls)
 
     def _unreadable(self, found: Checkpoint, error: WorkerFailedError) -> CheckpointUnreadableError:
-        return CheckpointUnreadableError.of(found, str(error.__cause__), older=self._store.older_than(found.step))
+        return CheckpointUnreadableError.of(
+            found.location, str(error.__cause__), older=self._store.older_than(found.step)
+        )
 
 
 def _replace(source: Path, target: Path) -> None:

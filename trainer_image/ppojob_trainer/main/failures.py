@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
-from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError
+from ppojob_trainer.checkpoints import (
+    BucketRefusedError,
+    BucketUnreachableError,
+    CheckpointUnreadableError,
+    CredentialsMissingError,
+    FencedOutError,
+    ForeignFilesError,
+)
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
@@ -62,6 +69,10 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (CheckpointUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
+    (BucketRefusedError, Reason.BUCKET_REFUSED, FailureKind.PERMANENT),
+    # The machine's own credentials can be away for a while, so trying again may help.
+    (CredentialsMissingError, Reason.BUCKET_REFUSED, FailureKind.USER),
+    (BucketUnreachableError, Reason.BUCKET_UNREACHABLE, FailureKind.INFRASTRUCTURE),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
     (TrackerMissingError, Reason.TRAINER_FAILED, FailureKind.PERMANENT),
     (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),
@@ -74,6 +85,7 @@ _ENGINE_KINDS = {
     Reason.MODEL_MISMATCH: FailureKind.PERMANENT,
     Reason.CHECKPOINT_UNREADABLE: FailureKind.PERMANENT,
     Reason.PHASE_TIMEOUT: FailureKind.INFRASTRUCTURE,
+    Reason.BUCKET_UNREACHABLE: FailureKind.INFRASTRUCTURE,
 }
 
 # Classes of packages that this module must not load: torch's for a GPU, and Ray's for a node, whose message is a page.

@@ -116,7 +116,7 @@ class Monitor:
         if reporter is None:
             return
         if reporter.fenced_out.is_set():
-            raise FencedOutError(self._files.root, attempt=self._attempt, newer=self._attempt + 1)
+            raise FencedOutError(str(self._files.root), attempt=self._attempt, newer=self._attempt + 1)
         self._take(reporter.reply.settings)
 
     def _take(self, settings: LiveSettings | None) -> None:
@@ -173,10 +173,10 @@ class Monitor:
         self._open(FROM_THE_START).log(step, metrics)
         self._report()
 
-    def saved(self, step: int, path: Path, request: str | None) -> None:
+    def saved(self, step: int, location: str, request: str | None) -> None:
         """See `MonitorPort`."""
-        logger.info("checkpoint of step %d: %s", step, path)
-        self._progress.set_checkpoint(step, str(path), request=request)
+        logger.info("checkpoint of step %d: %s", step, location)
+        self._progress.set_checkpoint(step, location, request=request)
         # Somebody waits for the answer to a request.
         self._report(now=request is not None)
 

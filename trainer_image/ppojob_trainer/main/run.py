@@ -1,6 +1,6 @@
 """`run_job`: one attempt of a job, from the connection to Ray to the last report.
 
-    claim the folder ─ connect Ray ─ place the pools ─ start the processes ─ check ─ load ─ loop ─ report ─ end
+    claim the checkpoints ─ connect Ray ─ place the pools ─ start the processes ─ check ─ load ─ loop ─ report ─ end
 
 Called by the command line and by `__main__`. A failure has its name when it leaves here (`JobFailedError`).
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
-from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.checkpoints import CheckpointStore, open_store
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
@@ -66,7 +66,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         check_installed(job.spec.telemetry.trackers)
-        store = CheckpointStore(files.checkpoints, uid=job.uid, attempt=attempt)
+        store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
         store.claim()
         with connected(job.spec):
             return asyncio.run(_Attempt(job, attempt, files, store, stop).run())

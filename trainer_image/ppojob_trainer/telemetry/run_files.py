@@ -51,11 +51,6 @@ class RunFiles:
         return self.root / "logs"
 
     @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
     def model(self) -> Path:
         """The exported policy, a HuggingFace folder."""
         return self.root / "model"

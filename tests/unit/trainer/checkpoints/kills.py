@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.checkpoints.folder_store import FolderStore
 
 CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
 KILLED = 9
 
 
-def save(store: CheckpointStore, step: int, keep: int = 1) -> None:
+def save(store: FolderStore, step: int, keep: int = 1) -> None:
     """Save a checkpoint of two shards."""
-    folder = store.begin(step)
+    folder = Path(store.begin(step))
     for role in ("actor", "critic"):
         (folder / role).mkdir()
         (folder / role / "shard-0").write_text(f"{role} at {step}")
@@ -42,9 +42,9 @@ def die_at(count: int) -> None:
         setattr(os, name, armed(getattr(os, name)))
 
 
-def prepare(folder: Path, scenario: str) -> CheckpointStore:
+def prepare(folder: Path, scenario: str) -> FolderStore:
     """Make what stands before the kill, and return the store of the attempt that will be killed."""
-    store = CheckpointStore(folder, uid="u", attempt=1)
+    store = FolderStore(folder, uid="u", attempt=1)
     store.claim()
     if scenario != "first":
         save(store, 4)

@@ -1,213 +1,210 @@
-"""Who may write, what is found, what is kept, and what is refused by name."""
+"""Who may write, what is found, what is kept, and what is refused by name: in a folder and in a bucket alike."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ppojob_api.v1alpha1.training import ResumePolicy
-from ppojob_trainer.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    CheckpointUnreadableError,
-    FencedOutError,
-    ForeignFilesError,
-    last_attempt,
-)
+from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError, last_attempt
+from tests.unit.trainer.checkpoints.places import Place, claimed, save
 
 AUTO, NEVER = ResumePolicy.AUTO, ResumePolicy.NEVER
 
 
-def _store(folder: Path, *, attempt: int = 0, uid: str = "u") -> CheckpointStore:
-    store = CheckpointStore(folder, uid=uid, attempt=attempt)
-    store.claim()
-    return store
+def steps_in(place: Place, location: str) -> list[str]:
+    return [name for name in place.names(location) if name.startswith("step-")]
 
 
-def _save(store: CheckpointStore, step: int, *, keep: int = 10) -> Checkpoint:
-    (store.begin(step) / "shard-0").write_text(f"weights of step {step}")
-    return store.commit(step, state={"position": step}, keep=keep)
+def test_what_was_saved_is_found_with_its_state(place: Place) -> None:
+    save(place, claimed(place.root), 4)
 
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_what_was_saved_is_found_with_its_state(tmp_path: Path) -> None:
-    _save(_store(tmp_path), 4)
-
-    found = _store(tmp_path, attempt=1).resume_point(AUTO, None)
+    found = claimed(place.root, attempt=1).resume_point(AUTO, None)
 
     assert found is not None
-    assert (found.step, found.path, found.uid) == (4, tmp_path / "step-4", "u")
+    assert (found.step, found.location, found.uid) == (4, f"{place.root}/{place.name(4)}", "u")
     assert found.state == {"position": 4}
-    assert (found.path / "shard-0").read_text() == "weights of step 4"
+    assert place.text(f"{found.location}/shard-0") == "weights of step 4"
 
 
-def test_an_empty_folder_begins_afresh(tmp_path: Path) -> None:
-    assert _store(tmp_path / "new").resume_point(AUTO, None) is None
+def test_an_empty_place_begins_afresh(place: Place) -> None:
+    assert claimed(f"{place.root}/new").resume_point(AUTO, None) is None
 
 
-def test_never_begins_afresh_beside_a_checkpoint(tmp_path: Path) -> None:
-    _save(_store(tmp_path), 4)
+def test_never_begins_afresh_beside_a_checkpoint(place: Place) -> None:
+    save(place, claimed(place.root), 4)
 
-    store = _store(tmp_path, attempt=1)
+    store = claimed(place.root, attempt=1)
 
     assert store.resume_point(NEVER, None) is None
-    _save(store, 2)
-    assert _names(tmp_path) == ["owner.json", "step-2", "tracker.json"]
+    save(place, store, 2)
+    assert steps_in(place, place.root) == [place.name(2, attempt=1)]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [12]), (2, [8, 12]), (3, [4, 8, 12])])
-def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    store = _store(tmp_path)
+def test_the_newest_are_kept(place: Place, keep: int, left: list[int]) -> None:
+    store = claimed(place.root)
     for step in (4, 8, 12):
-        _save(store, step, keep=keep)
+        save(place, store, step, keep=keep)
 
-    assert [name for name in _names(tmp_path) if name.startswith("step-")] == sorted(f"step-{s}" for s in left)
-
-
-def test_retention_deletes_only_what_it_wrote(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    _save(store, 4, keep=1)
-    for name in ("step-1", "step-2-backup", "notes"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").write_text("do not touch")
-
-    _save(store, 8, keep=1)
-
-    assert _names(tmp_path) == ["notes", "owner.json", "step-1", "step-2-backup", "step-8", "tracker.json"]
+    assert steps_in(place, place.root) == sorted(place.name(step) for step in left)
 
 
-def test_a_folder_in_the_way_that_another_wrote_is_set_aside(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    (tmp_path / "step-4").mkdir()
-    (tmp_path / "step-4" / "mine").write_text("do not touch")
+def test_retention_deletes_only_what_it_wrote(place: Place) -> None:
+    store = claimed(place.root)
+    save(place, store, 4, keep=1)
+    for name in ("step-2-backup", "notes"):
+        place.write(f"{place.root}/{name}/mine", "do not touch")
 
-    _save(store, 4)
+    save(place, store, 8, keep=1)
 
-    assert (tmp_path / "step-4.set-aside-0" / "mine").read_text() == "do not touch"
-    assert store.latest() is not None
+    assert place.names(place.root) == sorted({place.owner, "notes", "step-2-backup", place.name(8), "tracker.json"})
 
 
-def test_a_begun_folder_can_be_dropped(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    store.begin(4)
+def test_a_begun_checkpoint_can_be_dropped(place: Place) -> None:
+    store = claimed(place.root)
+    place.write(f"{store.begin(4)}/shard-0", "half")
 
     store.abandon(4)
 
-    assert _names(tmp_path) == ["owner.json"]
+    assert place.names(place.root) == [place.owner]
 
 
-def test_a_folder_in_the_making_is_not_found(tmp_path: Path) -> None:
-    (_store(tmp_path).begin(4) / "shard-0").write_text("half")
+def test_a_checkpoint_in_the_making_is_not_found_and_a_later_attempt_clears_it(place: Place) -> None:
+    place.write(f"{claimed(place.root).begin(4)}/shard-0", "half")
 
-    assert _store(tmp_path, attempt=1).resume_point(AUTO, None) is None
+    store = claimed(place.root, attempt=1)
+
+    assert store.resume_point(AUTO, None) is None
+    save(place, store, 8)
+    assert place.names(place.root) == sorted({place.owner, place.name(8, attempt=1), "tracker.json"})
+
+
+def test_a_step_that_is_done_again_takes_the_place_of_the_first(place: Place) -> None:
+    save(place, claimed(place.root), 4)
+    for attempt in (1, 1, 2):
+        store = claimed(place.root, attempt=attempt)
+        save(place, store, 8)
+
+        assert steps_in(place, place.root) == [place.name(4), place.name(8, attempt=attempt)]
+        newest = store.latest()
+        assert newest is not None
+        assert newest.step == 8
 
 
 # The fence.
 
 
-def test_a_lower_attempt_may_not_load(tmp_path: Path) -> None:
-    _store(tmp_path, attempt=2)
+def test_a_lower_attempt_may_not_load(place: Place) -> None:
+    claimed(place.root, attempt=2)
 
     with pytest.raises(FencedOutError, match="attempt 1 is fenced out: attempt 2 of the same job"):
-        _store(tmp_path, attempt=1)
+        claimed(place.root, attempt=1)
 
 
-def test_a_lower_attempt_may_not_begin_to_save(tmp_path: Path) -> None:
-    old = _store(tmp_path, attempt=1)
-    _store(tmp_path, attempt=2)
+def test_a_lower_attempt_may_not_begin_to_save(place: Place) -> None:
+    old = claimed(place.root, attempt=1)
+    claimed(place.root, attempt=2)
 
     with pytest.raises(FencedOutError):
         old.begin(4)
 
 
-def test_a_lower_attempt_may_not_replace_the_tracker(tmp_path: Path) -> None:
-    old = _store(tmp_path, attempt=1)
-    _save(old, 4)
-    (old.begin(8) / "shard-0").write_text("late")
-    _store(tmp_path, attempt=2)
+def test_a_lower_attempt_may_not_replace_the_tracker(place: Place) -> None:
+    old = claimed(place.root, attempt=1)
+    save(place, old, 4)
+    place.write(f"{old.begin(8)}/shard-0", "late")
+    new = claimed(place.root, attempt=2)
+    before = place.text(f"{place.root}/tracker.json")
 
     with pytest.raises(FencedOutError) as caught:
         old.commit(8, state={}, keep=1)
 
     assert caught.value.newer == 2
-    assert json.loads((tmp_path / "tracker.json").read_text())["step"] == 4
+    assert place.text(f"{place.root}/tracker.json") == before
+    newest = new.latest()
+    assert newest is not None
+    assert newest.step == 4
 
 
-def test_the_same_attempt_may_come_again(tmp_path: Path) -> None:
-    _save(_store(tmp_path, attempt=1), 4)
+def test_the_same_attempt_may_come_again(place: Place) -> None:
+    save(place, claimed(place.root, attempt=1), 4)
 
-    assert _store(tmp_path, attempt=1).latest() is not None
+    assert claimed(place.root, attempt=1).latest() is not None
 
 
-def test_the_last_attempt_is_known(tmp_path: Path) -> None:
-    assert last_attempt(tmp_path / "new") is None
-    _store(tmp_path, attempt=3)
-    assert last_attempt(tmp_path) == 3
+def test_the_last_attempt_is_known(place: Place) -> None:
+    assert last_attempt(f"{place.root}/new") is None
+    claimed(place.root, attempt=3)
+    assert last_attempt(place.root) == 3
+    place.write(f"{place.root}/{place.owner}", "{")
+    assert last_attempt(place.root) is None
 
 
 # Another run's files.
 
 
-def test_another_runs_checkpoints_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    _save(_store(tmp_path, uid="first"), 4)
+def test_another_runs_checkpoints_are_refused_with_what_to_do(place: Place) -> None:
+    save(place, claimed(place.root, uid="first"), 4)
 
     with pytest.raises(ForeignFilesError, match=r"uid first.*another name.*checkpoint\.resumeFrom"):
-        _store(tmp_path, uid="second")
+        claimed(place.root, uid="second")
 
 
-def test_a_folder_in_which_another_run_saved_nothing_is_taken_over(tmp_path: Path) -> None:
-    _store(tmp_path, uid="first", attempt=7)
+def test_a_place_in_which_another_run_saved_nothing_is_taken_over(place: Place) -> None:
+    claimed(place.root, uid="first", attempt=7)
 
-    store = _store(tmp_path, uid="second")
+    store = claimed(place.root, uid="second")
 
     assert store.resume_point(AUTO, None) is None
-    assert _save(store, 4).uid == "second"
+    assert save(place, store, 4).uid == "second"
 
 
-def test_checkpoints_without_an_owner_are_refused(tmp_path: Path) -> None:
-    _save(_store(tmp_path), 4)
-    (tmp_path / "owner.json").unlink()
+def test_checkpoints_without_an_owner_are_refused(place: Place) -> None:
+    save(place, claimed(place.root), 4)
+    place.remove(f"{place.root}/{place.owner}")
 
     with pytest.raises(ForeignFilesError, match="uid unknown"):
-        _store(tmp_path)
+        claimed(place.root)
 
 
-def test_a_run_whose_owner_file_was_taken_does_not_save(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    (tmp_path / "owner.json").unlink()
+def test_a_run_whose_owner_file_was_taken_does_not_save(place: Place) -> None:
+    store = claimed(place.root)
+    place.remove(f"{place.root}/{place.owner}")
 
     with pytest.raises(ForeignFilesError):
         store.begin(4)
 
 
-# Broken folders.
+# Broken checkpoints.
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> Path:
+def broken(place: Place) -> Place:
     """A run with a whole checkpoint of step 4 and one of step 8, which the tests break."""
-    store = _store(tmp_path)
-    _save(store, 4)
-    _save(store, 8)
-    return tmp_path
+    store = claimed(place.root)
+    save(place, store, 4)
+    save(place, store, 8)
+    return place
 
 
-def _resume_fails(folder: Path, match: str) -> None:
+def _newest(place: Place) -> str:
+    return f"{place.root}/{place.name(8)}"
+
+
+def _resume_fails(place: Place, match: str) -> None:
     with pytest.raises(CheckpointUnreadableError, match=match):
-        _store(folder, attempt=1).resume_point(AUTO, None)
+        claimed(place.root, attempt=1).resume_point(AUTO, None)
 
 
-def test_a_missing_shard_is_named_and_the_older_one_offered(broken: Path) -> None:
-    (broken / "step-8" / "shard-0").unlink()
+def test_a_missing_shard_is_named_and_the_older_one_offered(broken: Place) -> None:
+    broken.remove(f"{_newest(broken)}/shard-0")
 
-    _resume_fails(broken, rf"step-8 cannot be read: shard-0 is missing; to go on from step 4, set .* {broken}/step-4")
+    offer = rf"to go on from step 4, set .* {broken.root}/{broken.name(4)}"
+    _resume_fails(broken, rf"{broken.name(8)} cannot be read: shard-0 is missing; {offer}")
 
 
-def test_a_short_shard_is_named(broken: Path) -> None:
-    (broken / "step-8" / "shard-0").write_text("w")
+def test_a_short_shard_is_named(broken: Place) -> None:
+    broken.write(f"{_newest(broken)}/shard-0", "w")
 
     _resume_fails(broken, "shard-0 has 1 bytes, 17 were written")
 
@@ -215,125 +212,117 @@ def test_a_short_shard_is_named(broken: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"), [("{", "no JSON object"), ("[]", "no JSON object"), ('{"step": 8}', "lacks files, state, uid")]
 )
-def test_a_broken_manifest_is_named(broken: Path, text: str, said: str) -> None:
-    (broken / "step-8" / "manifest.json").write_text(text)
+def test_a_broken_manifest_is_named(broken: Place, text: str, said: str) -> None:
+    broken.write(f"{_newest(broken)}/manifest.json", text)
 
     _resume_fails(broken, said)
 
 
-def test_a_missing_folder_is_named(broken: Path) -> None:
-    (broken / "step-8").rename(broken / "elsewhere")
+def test_a_missing_checkpoint_is_named(broken: Place) -> None:
+    broken.remove(_newest(broken))
 
-    _resume_fails(broken, "step-8 cannot be read: there is no such folder; to go on from step 4")
-
-
-def test_a_broken_tracker_is_named(broken: Path) -> None:
-    (broken / "tracker.json").write_text("{")
-
-    _resume_fails(broken, r"tracker\.json cannot be read")
+    _resume_fails(broken, f"{broken.name(8)} cannot be read: {broken.nothing}; to go on from step 4")
 
 
-def test_a_broken_owner_is_named(broken: Path) -> None:
-    (broken / "owner.json").write_text('{"uid": "u"}')
+@pytest.mark.parametrize("text", ["{", "[]", '{"uid": "u", "unknown": 1}'])
+def test_a_broken_tracker_is_named(broken: Place, text: str) -> None:
+    broken.write(f"{broken.root}/tracker.json", text)
 
-    with pytest.raises(CheckpointUnreadableError, match=r"owner\.json cannot be read: it lacks uid or attempt"):
-        _store(broken, attempt=1)
+    _resume_fails(broken, r"tracker\.json cannot be read: .*; to go on from step 8, set checkpoint\.resumeFrom to")
 
 
-def test_without_an_older_one_the_error_says_so(broken: Path) -> None:
+def test_without_an_older_one_the_error_says_so(broken: Place) -> None:
     for step in (4, 8):
-        (broken / f"step-{step}" / "shard-0").unlink()
+        broken.remove(f"{broken.root}/{broken.name(step)}/shard-0")
 
     _resume_fails(broken, "there is no older one")
 
 
-def test_a_lost_tracker_does_not_lose_the_run(broken: Path) -> None:
-    (broken / "tracker.json").unlink()
-
-    found = _store(broken, attempt=1).resume_point(AUTO, None)
-
-    assert found is not None
-    assert found.step == 8
-
-
-def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Path) -> None:
-    store = _store(broken, attempt=1)
+def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place) -> None:
+    store = claimed(broken.root, attempt=1)
     found = store.latest()
     assert found is not None
 
-    error = CheckpointUnreadableError.of(found, "the shards do not fit", older=store.older_than(found.step))
+    error = CheckpointUnreadableError.of(found.location, "the shards do not fit", older=store.older_than(found.step))
 
     assert str(error) == (
-        f"checkpoint {broken}/step-8 cannot be read: the shards do not fit; "
-        f"to go on from step 4, set checkpoint.resumeFrom to {broken}/step-4"
+        f"checkpoint {_newest(broken)} cannot be read: the shards do not fit; "
+        f"to go on from step 4, set checkpoint.resumeFrom to {broken.root}/{broken.name(4)}"
     )
 
 
-# Going on from a named folder.
+# Going on from a named checkpoint.
 
 
-def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path) -> None:
-    _save(_store(tmp_path / "first", uid="first"), 4)
+def test_a_run_goes_on_from_another_runs_checkpoint(place: Place) -> None:
+    named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
 
-    found = _store(tmp_path / "second", uid="second").resume_point(AUTO, str(tmp_path / "first" / "step-4"))
+    found = claimed(f"{place.root}/second", uid="second").resume_point(AUTO, named)
 
     assert found is not None
     assert (found.step, found.uid) == (4, "first")
 
 
-def test_later_attempts_go_on_from_their_own(tmp_path: Path) -> None:
-    _save(_store(tmp_path / "first", uid="first"), 4)
-    named = str(tmp_path / "first" / "step-4")
-    store = _store(tmp_path / "second", uid="second")
+def test_later_attempts_go_on_from_their_own(place: Place) -> None:
+    named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
+    store = claimed(f"{place.root}/second", uid="second")
     store.resume_point(AUTO, named)
-    _save(store, 6)
+    save(place, store, 6)
 
-    again = _store(tmp_path / "second", uid="second", attempt=1)
+    again = claimed(f"{place.root}/second", uid="second", attempt=1)
     found = again.resume_point(AUTO, named)
 
     assert found is not None
     assert (found.step, found.uid) == (6, "second")
-    _save(again, 8)
-    third = _store(tmp_path / "second", uid="second", attempt=2).resume_point(AUTO, named)
+    save(place, again, 8)
+    third = claimed(f"{place.root}/second", uid="second", attempt=2).resume_point(AUTO, named)
     assert third is not None
     assert third.step == 8
 
 
-def test_an_attempt_that_died_before_it_saved_begins_from_the_named_folder_again(tmp_path: Path) -> None:
-    _save(_store(tmp_path / "first", uid="first"), 4)
-    named = str(tmp_path / "first" / "step-4")
-    _store(tmp_path / "second", uid="second").resume_point(AUTO, named)
+def test_an_attempt_that_died_before_it_saved_begins_from_the_named_one_again(place: Place) -> None:
+    named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
+    claimed(f"{place.root}/second", uid="second").resume_point(AUTO, named)
 
-    found = _store(tmp_path / "second", uid="second", attempt=1).resume_point(AUTO, named)
+    found = claimed(f"{place.root}/second", uid="second", attempt=1).resume_point(AUTO, named)
 
     assert found is not None
     assert found.uid == "first"
 
 
-def test_a_run_is_wound_back_to_its_own_older_checkpoint(broken: Path) -> None:
-    (broken / "step-8" / "shard-0").unlink()
-    named = str(broken / "step-4")
-    store = _store(broken, attempt=1)
+def test_a_run_is_wound_back_to_its_own_older_checkpoint(broken: Place) -> None:
+    broken.remove(f"{_newest(broken)}/shard-0")
+    named = f"{broken.root}/{broken.name(4)}"
+    store = claimed(broken.root, attempt=1)
 
     found = store.resume_point(AUTO, named)
 
     assert found is not None
     assert found.step == 4
-    _save(store, 6)
+    save(broken, store, 6)
     # The course that was given up is gone, and the next attempt does not go back again.
-    assert _names(broken) == ["owner.json", "step-4", "step-6", "tracker.json"]
-    later = _store(broken, attempt=2).resume_point(AUTO, named)
+    assert steps_in(broken, broken.root) == [broken.name(4), broken.name(6, attempt=1)]
+    later = claimed(broken.root, attempt=2).resume_point(AUTO, named)
     assert later is not None
     assert later.step == 6
 
 
-def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
-    _save(_store(tmp_path / "first" / "checkpoints", uid="first"), 4)
+def test_a_place_with_checkpoints_is_no_checkpoint(place: Place) -> None:
+    save(place, claimed(f"{place.root}/first/checkpoints", uid="first"), 4)
 
-    with pytest.raises(CheckpointUnreadableError, match="it holds step-4: name one"):
-        _store(tmp_path / "second").resume_point(AUTO, str(tmp_path / "first"))
+    with pytest.raises(CheckpointUnreadableError, match=f"it holds {place.name(4)}: name one"):
+        claimed(f"{place.root}/second").resume_point(AUTO, f"{place.root}/first")
 
 
-def test_a_named_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointUnreadableError, match="there is no such folder"):
-        _store(tmp_path / "second").resume_point(AUTO, str(tmp_path / "nowhere"))
+def test_a_named_checkpoint_that_is_not_there_is_refused(place: Place) -> None:
+    with pytest.raises(CheckpointUnreadableError, match=place.nothing):
+        claimed(f"{place.root}/second").resume_point(AUTO, f"{place.root}/nowhere")
+
+
+def test_the_manifest_is_json_with_the_sizes_of_the_files(place: Place) -> None:
+    found = save(place, claimed(place.root), 4)
+
+    manifest = json.loads(place.text(f"{found.location}/manifest.json"))
+
+    assert manifest["files"] == {"shard-0": 17}
+    assert (manifest["step"], manifest["uid"], manifest["state"]) == (4, "u", {"position": 4})

@@ -9,6 +9,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore
+from ppojob_trainer.checkpoints.folder_store import FolderStore
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +25,18 @@ def _killed_at_each_point(folder: Path, scenario: str) -> list[Path]:
 
 
 def _resume(folder: Path) -> tuple[CheckpointStore, Checkpoint | None]:
-    store = CheckpointStore(folder, uid="u", attempt=2)
+    store = FolderStore(folder, uid="u", attempt=2)
     store.claim()
     return store, store.resume_point(ResumePolicy.AUTO, None)
 
 
 def _is_whole(found: Checkpoint) -> bool:
-    shards = {role: (found.path / role / "shard-0").read_text() for role in ("actor", "critic")}
+    shards = {role: Path(found.location, role, "shard-0").read_text() for role in ("actor", "critic")}
     return shards == {role: f"{role} at {found.step}" for role in shards} and found.state == {"data": found.step}
 
 
 def _save_and_tidy(store: CheckpointStore) -> None:
-    (store.begin(8) / "shard-0").write_text("x")
+    Path(store.begin(8), "shard-0").write_text("x")
     store.commit(8, state={}, keep=1)
 
 

@@ -56,6 +56,19 @@ def test_a_good_file_says_what_it_resolves_to(file: Path) -> None:
         assert expected in lines
 
 
+def test_a_bucket_that_cannot_be_used_ends_a_run_before_it_begins(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/nowhere/key.json")
+    path = "gs://bucket/job"
+    assert f"in {path}" in _ppojob("validate", file, "--set", f"checkpoint.path={path}").stdout
+
+    result = _ppojob("run", file, "--set", f"checkpoint.path={path}", "--output", tmp_path / "output")
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: checkpoint.path {path} cannot be used: there are no credentials")
+
+
 def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
     result = _ppojob("validate", file, "--set", "checkpoint.everySteps=0")
     fine = _ppojob("validate", file)

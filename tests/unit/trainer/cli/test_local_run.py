@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
-from ppojob_trainer.checkpoints import CheckpointStore
+from ppojob_trainer.checkpoints import bucket, open_store
 from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.local_run import job_file, next_attempt
 from ppojob_trainer.commands.manifest import Manifest
@@ -104,6 +105,14 @@ def test_the_files_of_a_reward_model_and_of_users_workers_are_found(storage: Pat
         localize(_manifest({("spec", "workers"): [WORKER]}).spec, [storage])
 
 
+def test_an_address_is_left_as_it_is(storage: Path) -> None:
+    named = {"path": "s3://bucket/job", "resumeFrom": "gs://bucket/other/step-4.attempt-0"}
+
+    checkpoint = localize(_manifest({("spec", "checkpoint"): named}).spec, [storage]).checkpoint
+
+    assert (checkpoint.path, checkpoint.resume_from) == (named["path"], named["resumeFrom"])
+
+
 def test_a_name_on_a_hub_is_left_to_the_loader() -> None:
     spec = _manifest({("spec", "model", "actor", "path"): "some-org/some-model"}).spec
 
@@ -155,6 +164,15 @@ def test_another_course_is_another_run(tmp_path: Path, storage: Path, changes: d
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:
-    assert next_attempt(tmp_path) == 0
-    CheckpointStore(tmp_path, uid="u", attempt=4).claim()
-    assert next_attempt(tmp_path) == 5
+    assert next_attempt(str(tmp_path)) == 0
+    open_store(str(tmp_path), uid="u", attempt=4).claim()
+    assert next_attempt(str(tmp_path)) == 5
+
+
+def test_attempts_are_counted_in_a_bucket_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = MemoryStore()
+    monkeypatch.setattr(bucket, "from_url", lambda address, **options: memory)
+
+    assert next_attempt("s3://bucket/job") == 0
+    open_store("s3://bucket/job", uid="u", attempt=4).claim()
+    assert next_attempt("s3://bucket/job") == 5

@@ -29,12 +29,12 @@ class FakeCheckpoints:
         await self.world.phase("save", step)
         self.staged[step] = (self.world.actor, self.world.critic)
 
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> Path:
+    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
         # Only a save in the background takes its time here.
         if "write" in self.world.durations:
             await self.world.phase("write", step)
         self.saved[step] = (state, *self.staged[step])
-        return Path(f"step-{step}")
+        return f"step-{step}"
 
     async def export(self) -> Path:
         await self.world.phase("export")
@@ -72,7 +72,7 @@ class FakeMonitor:
     def record(self, step: int, metrics: Metrics) -> None:
         self.records[step] = dict(metrics)
 
-    def saved(self, step: int, path: Path, request: str | None) -> None:
+    def saved(self, step: int, location: str, request: str | None) -> None:
         self.saved_steps.append(step)
         self.answers.append(request)
 

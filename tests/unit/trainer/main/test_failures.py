@@ -85,9 +85,7 @@ def test_a_phase_that_takes_too_long_names_phase_and_role() -> None:
 
 
 def test_what_only_the_driver_can_find_is_named_too(tmp_path: object) -> None:
-    from pathlib import Path
-
-    folder = Path(str(tmp_path))
+    folder = str(tmp_path)
     assert failure_record(FencedOutError(folder, attempt=1, newer=2)).reason == Reason.FENCED_OUT
     foreign = failure_record(ForeignFilesError(folder, uid="a", owner="b"))
     assert (foreign.reason, foreign.kind) == (Reason.CHECKPOINT_UNREADABLE, PERMANENT)

@@ -172,14 +172,15 @@ def test_a_request_for_a_checkpoint_is_read_and_answered_at_once(tmp_path: Path,
     reporter.reply = ProgressReply(checkpoint_request="r-1")
     assert monitor.checkpoint_request == "r-1"
 
-    monitor.saved(2, tmp_path / "step-2", None)
+    monitor.saved(2, "/data/step-2", None)
     assert not reporter.was_urgent
-    monitor.saved(3, tmp_path / "step-3", "r-1")
+    monitor.saved(3, "s3://bucket/step-3.attempt-0", "r-1")
 
     assert reporter.was_urgent
     checkpoint = reporter.reports[-1].checkpoint
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.request) == (3, "r-1")
+    assert checkpoint.path == "s3://bucket/step-3.attempt-0"
 
 
 async def test_an_attempt_that_is_fenced_out_ends_at_once(tmp_path: Path, reporter: FakeReporter) -> None:
@@ -196,7 +197,7 @@ def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: Fak
 
     monitor.record(1, {"critic/score/mean": 0.25})
     monitor.record(2, {"critic/score/mean": 0.5})
-    monitor.saved(2, tmp_path / "step-2", None)
+    monitor.saved(2, "/data/step-2", None)
     monitor.exported(tmp_path / "model")
     monitor.close()
 

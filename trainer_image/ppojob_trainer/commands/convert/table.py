@@ -300,7 +300,7 @@ TABLE: tuple[Row, ...] = (
     Checked("trainer.v1.trainer_mode", only("sync", "training is on-policy; schedule.mode says what overlaps")),
     Needless("trainer.max_critic_ckpt_to_keep", "a checkpoint holds actor and critic: see checkpoint.keep"),
     Needless("trainer.default_local_dir", "checkpoints are in <mountPath>/ppojob/<namespace>/<name>"),
-    Needless("trainer.default_hdfs_dir", "checkpoints are in <mountPath>/ppojob/<namespace>/<name>"),
+    Needless("trainer.default_hdfs_dir", "checkpoints are in the storage; for a bucket see checkpoint.path"),
     Needless("trainer.log_val_generations", "see telemetry.samplesPerStep"),
     Needless("trainer.balance_batch", "ranks always get about as many tokens each"),
     *_needless(

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from ppojob_trainer.engines.errors import CheckpointUnwritableError
+from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnwritableError, EngineError
+from ppojob_trainer.engines.fsdp.object_storage import is_of_store
 
-__all__ = ["BackgroundSaves", "first_line", "unwritable"]
+__all__ = ["BackgroundSaves", "bucket_failed", "first_line", "unwritable"]
 
 
 class BackgroundSaves:
@@ -25,41 +27,52 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._running: tuple[Path, Future[Any]] | None = None
+        self._running: tuple[str | Path, Future[Any]] | None = None
 
-    def start(self, state: dict[str, Any], folder: Path) -> None:
-        """Copy the state to the host, and go on to write it into the new folder. Collective."""
+    def start(self, state: dict[str, Any], location: str | Path, writer: FileSystemWriter) -> None:
+        """Copy the state to the host, and go on to write it to the new location. Collective."""
         assert self._running is None, "one save is still under way"
         if self._group is None and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
-        started = async_save(state, checkpoint_id=folder, process_group=self._group)
+        started = async_save(state, storage_writer=writer, process_group=self._group)
         # The copy is made when this returns: what the next update changes is not written.
         future = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
-        self._running = (folder, future)
+        self._running = (location, future)
 
     def is_done(self) -> bool:
         """Whether nothing is under way any more.
 
         Raises:
             CheckpointUnwritableError: the last save failed; told once.
+            BucketFailedError: the object store failed it.
         """
         if self._running is None:
             return True
-        folder, future = self._running
+        location, future = self._running
         if not future.done():
             return False
         self._running = None
         error = future.exception()
         if error is not None:
-            raise unwritable(folder, error) from error
+            raise unwritable(location, error) from error
         return True
 
 
-def unwritable(folder: Path, error: BaseException) -> CheckpointUnwritableError:
+def unwritable(location: str | Path, error: BaseException) -> EngineError:
     """Return what is told of a save that failed."""
+    if is_of_store(error):
+        return bucket_failed(location, "written", error)
     return CheckpointUnwritableError(
-        f"checkpoint {folder} cannot be written: {first_line(error)}. Look after the storage's space and rights; the "
+        f"checkpoint {location} cannot be written: {first_line(error)}. Look after the storage's space and rights; the "
         "checkpoints before it are whole"
+    )
+
+
+def bucket_failed(location: str | Path, done: str, error: BaseException) -> BucketFailedError:
+    """Return what is told where the object store failed; `done` is what was to be done."""
+    return BucketFailedError(
+        f"checkpoint {location} cannot be {done}: {first_line(error)}. Look after the object store, the network to it "
+        "and the credentials of this pod; the checkpoints before it are whole"
     )
 
 

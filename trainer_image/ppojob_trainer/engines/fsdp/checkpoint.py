@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,9 +28,17 @@ from transformers import PreTrainedModel
 
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves, first_line, unwritable
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves, bucket_failed, first_line, unwritable
 from ppojob_trainer.engines.fsdp.lora import ADAPTER_FOLDER, merge_all, write_adapters
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.object_storage import (
+    ObjectStoreError,
+    has_metadata,
+    is_of_store,
+    is_used,
+    reader_of,
+    writer_of,
+)
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
@@ -42,51 +49,59 @@ _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.
 
 
 def save(
-    folder: Path,
+    location: str | Path,
     module: nn.Module,
     optimizer: Optimizer,
     parallel: DataParallel,
     background: BackgroundSaves | None = None,
 ) -> None:
-    """Write model, optimizer, schedule and this rank's random numbers into the new folder. Collective.
+    """Write model, optimizer, schedule and this rank's random numbers into a new place. Collective.
 
     Args:
+        location: a folder, or an address in an object store.
         background: with it, this returns when all is copied to the host, and the rest is written meanwhile.
 
     Raises:
-        FileExistsError: the folder has something in it.
+        FileExistsError: there is something already.
         CheckpointUnwritableError: the storage refused it.
+        BucketFailedError: the object store failed.
     """
-    _refuse_existing(folder, parallel)
+    try:
+        _refuse_existing(location, parallel)
+        writer = writer_of(location)
+    except ObjectStoreError as error:
+        raise unwritable(location, error) from error
     state = _state(module, optimizer)
     state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
     if background is not None:
-        background.start(state, folder)
+        background.start(state, location, writer)
         return
     try:
-        dcp_save(state, checkpoint_id=folder)
+        dcp_save(state, storage_writer=writer)
     except (CheckpointException, OSError) as error:
-        raise unwritable(folder, error) from error
+        raise unwritable(location, error) from error
 
 
-def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
+def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
     """Read what `save` wrote, on any number of ranks. Collective.
 
     Random numbers go on only on ranks that were there at the save.
 
     Raises:
-        CheckpointUnreadableError: the folder is missing, incomplete or of another model.
+        CheckpointUnreadableError: it is missing, incomplete or of another model.
+        BucketFailedError: the object store failed.
     """
-    if not (folder / ".metadata").is_file():
+    if not _has_metadata(location):
         raise CheckpointUnreadableError(
-            f"checkpoint {folder} is not complete: it has no .metadata, which is written last"
+            f"checkpoint {location} is not complete: it has no .metadata, which is written last"
         )
     try:
-        known = FileSystemReader(folder).read_metadata().state_dict_metadata
+        reader = reader_of(location)
+        known = reader.read_metadata().state_dict_metadata
         random = {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         random = {key: value for key, value in random.items() if key in known}
         state = _state(module, optimizer) | random
-        dcp_load(state, checkpoint_id=folder)
+        dcp_load(state, storage_reader=reader)
         set_state_dict(
             module,
             optimizer.adamw,
@@ -95,8 +110,10 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer, parallel: DataPa
             options=_TRAINED,
         )
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        if is_of_store(error):
+            raise bucket_failed(location, "read", error) from error
         raise CheckpointUnreadableError(
-            f"checkpoint {folder} cannot be read into this model: {first_line(error)}. Keep model and algorithm as "
+            f"checkpoint {location} cannot be read into this model: {first_line(error)}. Keep model and algorithm as "
             "they were, or begin a new run under another name"
         ) from error
     optimizer.load_state_dict(state[PROGRESS])
@@ -150,12 +167,19 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _refuse_existing(folder: Path, parallel: DataParallel) -> None:
-    is_used = folder.exists() and any(folder.iterdir())
+def _has_metadata(location: str | Path) -> bool:
+    try:
+        return has_metadata(location)
+    except ObjectStoreError as error:
+        raise bucket_failed(location, "read", error) from error
+
+
+def _refuse_existing(location: str | Path, parallel: DataParallel) -> None:
+    has_something = is_used(location)
     # All ranks look before any of them writes.
     parallel.barrier()
-    if is_used:
-        raise FileExistsError(f"{folder} exists: a checkpoint or an export goes into a new folder")
+    if has_something:
+        raise FileExistsError(f"{location} exists: a checkpoint or an export goes into a new folder")
 
 
 def _random_states(parallel: DataParallel) -> dict[str, Tensor]:

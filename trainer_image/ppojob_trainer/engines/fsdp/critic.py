@@ -82,19 +82,19 @@ class CriticEngine:
             result = self._passes.update(batch, fields, self.optimizer, self._loss)
         return self._metrics(result, self._explained_variance(batch))
 
-    def save(self, folder: Path, background: BackgroundSaves | None = None) -> None:
-        """Write model, optimizer, schedule and random numbers into the new folder, see `checkpoint.save`."""
+    def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
+        """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
         with self._residence.on_device(moments=True):
-            checkpoint.save(folder, self.module, self.optimizer, self.parallel, background)
+            checkpoint.save(location, self.module, self.optimizer, self.parallel, background)
 
-    def load(self, folder: Path) -> None:
+    def load(self, location: str | Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.
 
         Raises:
-            CheckpointUnreadableError: the folder is missing, incomplete or of another model.
+            CheckpointUnreadableError: it is missing, incomplete or of another model.
         """
         with self._residence.on_device(moments=True):
-            checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+            checkpoint.load(location, self.module, self.optimizer, self.parallel)
 
     def destroy(self) -> None:
         """Leave the process group."""

@@ -102,19 +102,19 @@ class PolicyEngine:
             result = self._passes.update(batch, fields, self.optimizer, loss_of)
         return self._metrics(result)
 
-    def save(self, folder: Path, background: BackgroundSaves | None = None) -> None:
-        """Write model, optimizer, schedule and random numbers into the new folder, see `checkpoint.save`."""
+    def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
+        """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
         with self._residence.on_device(moments=True):
-            checkpoint.save(folder, self.module, self.optimizer, self.parallel, background)
+            checkpoint.save(location, self.module, self.optimizer, self.parallel, background)
 
-    def load(self, folder: Path) -> None:
+    def load(self, location: str | Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.
 
         Raises:
-            CheckpointUnreadableError: the folder is missing, incomplete or of another model.
+            CheckpointUnreadableError: it is missing, incomplete or of another model.
         """
         with self._residence.on_device(moments=True):
-            checkpoint.load(folder, self.module, self.optimizer, self.parallel)
+            checkpoint.load(location, self.module, self.optimizer, self.parallel)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a HuggingFace folder (safetensors, config, tokenizer). Collective; rank 0 writes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -82,14 +81,14 @@ class CriticWorker(TrainedWorker):
         return self.engine.update(batch)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, folder: Path, in_background: bool = False) -> None:
-        """Write this rank's part of a checkpoint into a new folder; in the background, `is_saved` says when."""
-        self.engine.save(folder, self.background_saves() if in_background else None)
+    def save(self, location: str, in_background: bool = False) -> None:
+        """Write this rank's part of a checkpoint to a new location; in the background, `is_saved` says when."""
+        self.engine.save(location, self.background_saves() if in_background else None)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint's folder."""
-        self.engine.load(folder)
+    def restore(self, location: str) -> None:
+        """Go on from a checkpoint, in a folder or at an address."""
+        self.engine.load(location)
 
 
 class CriticGroup:

@@ -1,0 +1,221 @@
+"""The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
+
+`bucket_store.py` and `shelf.py` call it; `engines` take the connection for the shards. Credentials, region and endpoint
+are in the environment, where obstore reads them; they are never logged, nor is the body of a store's answer, which may
+repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
+
+from ppojob_trainer.checkpoints import address as addresses
+from ppojob_trainer.checkpoints.errors import (
+    BucketError,
+    BucketRefusedError,
+    BucketUnreachableError,
+    CredentialsMissingError,
+)
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+    from obstore.store import ObjectStore
+
+RETRY_LIMIT = timedelta(seconds=60)
+_MAX_RETRIES = 10
+_PROBE = "probe"
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: ([^:<\n]+)")
+_USER = re.compile(r"//[^/@\s]+@")
+# Where obstore asks when the environment has nothing, and what it says of a file that it was pointed to.
+_CREDENTIAL_MARKS = (
+    "/latest/api/token",
+    "/latest/meta-data",
+    "computeMetadata",
+    "WebIdentity",
+    "credential",
+    "token request",
+    "Missing AccessKeyId",
+    "Missing SecretAccessKey",
+)
+_CREDENTIALS = (
+    "give credentials by spec.env or spec.envFrom from a Secret (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+    "GOOGLE_SERVICE_ACCOUNT), or by spec.serviceAccountName where the cluster has workload identity"
+)
+
+
+class ChangedMeanwhileError(Exception):
+    """A conditional write was refused: the key is not what the caller has seen."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a key held, and which version of it that was."""
+
+    content: bytes
+    version: UpdateVersion
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The keys below an address."""
+
+    address: str
+    store: ObjectStore
+    prefix: str
+
+    def read(self, name: str) -> Found | None:
+        """Return what a key holds; None where there is none."""
+        with _named_errors(self.address):
+            try:
+                found = obstore.get(self.store, self._key(name))
+                return Found(bytes(found.bytes()), _version(found.meta["e_tag"], found.meta["version"]))
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(self.address, error)
+                return None
+
+    def write(self, name: str, content: bytes, *, replaces: UpdateVersion | None) -> UpdateVersion:
+        """Write a key whose version is still `replaces`, or which is not there (None); return its version.
+
+        Raises:
+            ChangedMeanwhileError: it is there, or another version of it.
+        """
+        with _named_errors(self.address):
+            try:
+                done = obstore.put(self.store, self._key(name), content, mode=replaces or "create")
+            except (AlreadyExistsError, PreconditionError) as error:
+                raise ChangedMeanwhileError(f"{self.address}/{name}") from error
+        return _version(done["e_tag"], done["version"])
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        """Write a key, whatever was there."""
+        with _named_errors(self.address):
+            obstore.put(self.store, self._key(name), content)
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        """Return the sizes in bytes of all keys below a name, by their names below it."""
+        key = self._key(name)
+        start = len(key) + 1 if key else 0
+        with _named_errors(self.address):
+            pages = obstore.list(self.store, prefix=key or None)
+            return {found["path"][start:]: found["size"] for page in pages for found in page}
+
+    def delete(self, name: str, *, first: str | None = None) -> None:
+        """Delete all keys below a name, one of them before the others. Keys that are gone already are no error."""
+        keys = [f"{name}/{found}" for found in self.sizes(name)]
+        leading = [key for key in keys if key == f"{name}/{first}"]
+        for group in (leading, [key for key in keys if key not in leading]):
+            self._delete(group)
+
+    def _delete(self, keys: list[str]) -> None:
+        with _named_errors(self.address):
+            try:
+                obstore.delete(self.store, [self._key(key) for key in keys])
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(self.address, error)
+
+    def check(self, name: str) -> None:
+        """Try what checkpoints stand on: keys can be written on a condition, and deleted.
+
+        Raises:
+            BucketError: not so; by its class one can tell whether trying again helps.
+        """
+        probe = f"{_PROBE}-{name}"
+        self.overwrite(probe, b"")
+        for condition, version in (("If-None-Match", None), ("If-Match", _version("none", "1"))):
+            try:
+                self.write(probe, b"", replaces=version)
+            except ChangedMeanwhileError:
+                continue
+            raise BucketRefusedError(
+                f"checkpoint.path {self.address} cannot be used: the object store does not honour {condition} when it "
+                "writes, so two attempts could overwrite each other's checkpoints; take another store, or a newer "
+                "version of this one"
+            )
+        self._delete([probe])
+
+    def within(self, name: str) -> Bucket:
+        """Return the keys below a name."""
+        return replace(self, address=addresses.below(self.address, name), prefix=self._key(name))
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self.prefix, name) if part)
+
+
+def connect(address: str) -> Bucket:
+    """Return the keys below an address. Nothing is asked of the store yet.
+
+    Raises:
+        BucketError: the environment's settings for it cannot be used.
+    """
+    bucket, prefix = addresses.split(address)
+    with _named_errors(address):
+        store = from_url(bucket, retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": RETRY_LIMIT})
+    return Bucket(address.rstrip("/"), store, prefix)
+
+
+def said(error: BaseException) -> str:
+    """Return what is told of an error of obstore's: its first line without users, and the code of the answer's body."""
+    text = str(error).strip() or type(error).__name__
+    line = _USER.sub("//", text.splitlines()[0].partition("<?xml")[0].partition("<Error")[0]).rstrip(": ")
+    code = _CODE.search(text)
+    return f"{line[:300]} ({code[1]})" if code else line[:300]
+
+
+@contextmanager
+def _named_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, BaseError, ValueError) as error:
+        raise _named(address, error) from error
+
+
+def _named(address: str, error: Exception) -> BucketError:
+    text = str(error)
+    what = f"checkpoint.path {address} cannot be used"
+    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
+        return BucketRefusedError(
+            f"{what}: there is no such bucket ({said(error)}); create it, or correct the path (and AWS_REGION or "
+            "AWS_ENDPOINT_URL, where it is elsewhere)"
+        )
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return BucketRefusedError(
+            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to list, read, write and "
+            f"delete there; {_CREDENTIALS}"
+        )
+    if any(mark in text for mark in _CREDENTIAL_MARKS):
+        return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")
+    status = _STATUS.search(text)
+    return BucketUnreachableError(
+        f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; look after the store, "
+        "the network to it, and AWS_ENDPOINT_URL (http:// needs AWS_ALLOW_HTTP=true)"
+    )
+
+
+def _refuse_missing_bucket(address: str, error: FileNotFoundError) -> None:
+    if "NoSuchBucket" in str(error):
+        raise _named(address, error) from error
+
+
+def _version(e_tag: str | None, version: str | None) -> UpdateVersion:
+    found: UpdateVersion = {}
+    if e_tag is not None:
+        found["e_tag"] = e_tag
+    if version is not None:
+        found["version"] = version
+    return found

@@ -1,0 +1,240 @@
+"""The checkpoints of one run in an object store; see `store.py` for what they promise.
+
+    s3://bucket/prefix/tracker.json               who may write here (uid, attempt), and which checkpoint is the newest
+    s3://bucket/prefix/step-8.attempt-0/...       a whole checkpoint: it has manifest.json, which is written last
+    s3://bucket/prefix/step-12.attempt-1/...      without a manifest: attempt 1 is writing it
+
+Nothing is renamed: a store would copy every byte. So each attempt has names of its own, and a checkpoint begins to be
+with its manifest. Owner and tracker are one key, and it is written only on the condition that it still is what this
+attempt wrote last: a newer attempt has changed it when it claimed, so an old one can never move the tracker, however
+late its write arrives. (In a folder, which has no such write, the owner is looked at before and after.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ppojob_api.v1alpha1.training import ResumePolicy
+from ppojob_trainer.checkpoints.bucket import ChangedMeanwhileError, connect
+from ppojob_trainer.checkpoints.checkpoint import (
+    MANIFEST,
+    BrokenCheckpointError,
+    Checkpoint,
+    manifest_of,
+    parse_manifest,
+)
+from ppojob_trainer.checkpoints.errors import (
+    BucketError,
+    BucketUnreachableError,
+    CheckpointUnreadableError,
+    FencedOutError,
+    ForeignFilesError,
+)
+from ppojob_trainer.checkpoints.shelf import BucketShelf, newest_whole, order_of, read, read_at
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+__all__ = ["BucketStore", "last_attempt"]
+
+_log = logging.getLogger(__name__)
+_TRACKER = "tracker.json"
+_CLAIMS = 5
+
+
+@dataclass(frozen=True)
+class _Tracker:
+    """tracker.json."""
+
+    uid: str
+    attempt: int
+    claim: str
+    """Of one process: a write whose answer was lost is known again, and so is a second driver of the same attempt."""
+    newest: str | None = None
+    """Name of the newest checkpoint; None while there is none."""
+    resumed_from: str | None = None
+    """What `checkpoint.resumeFrom` named, once the run went on from it; later attempts go on from their own."""
+
+
+class BucketStore:
+    """Writes, finds and tidies the checkpoints of one attempt. Implements `store.CheckpointStore`."""
+
+    def __init__(self, address: str, *, uid: str, attempt: int) -> None:
+        """See `connect` for what it raises."""
+        self._bucket = connect(address)
+        self._shelf = BucketShelf(self._bucket)
+        self._tracker = _Tracker(uid, attempt, uuid.uuid4().hex)
+        self._version: UpdateVersion | None = None
+
+    def claim(self) -> None:
+        """See `CheckpointStore`; it also finds out whether the object store can be used."""
+        self._bucket.check(f"{self._tracker.attempt}-{self._tracker.claim}")
+        for _ in range(_CLAIMS):
+            known = self._read()
+            found, version = known or (None, None)
+            if found is not None and found.uid == self._tracker.uid:
+                self._refuse_newer(found)
+                self._tracker = replace(self._tracker, newest=found.newest, resumed_from=found.resumed_from)
+            elif self._shelf.names():
+                raise self._foreign(found)
+            try:
+                self._version = self._bucket.write(_TRACKER, _encode(self._tracker), replaces=version)
+            except ChangedMeanwhileError:
+                continue
+            return
+        raise BucketUnreachableError(
+            f"checkpoint.path {self._bucket.address} cannot be used: {_TRACKER} was changed by somebody else {_CLAIMS} "
+            "times while this attempt claimed it; let one job alone write there"
+        )
+
+    def resume_point(self, policy: ResumePolicy, resume_from: str | None) -> Checkpoint | None:
+        """See `CheckpointStore`."""
+        known = self._tracker.resumed_from
+        if resume_from is not None and (policy is ResumePolicy.NEVER or known != resume_from):
+            return self._begin_from(resume_from)
+        return None if policy is ResumePolicy.NEVER else self.latest()
+
+    def latest(self) -> Checkpoint | None:
+        """See `CheckpointStore`."""
+        newest = self._tracker.newest
+        if newest is None:
+            # A kill between the first manifest and the tracker.
+            newest = next(reversed(self._shelf.names()), None)
+        return read(self._shelf, newest) if newest is not None else None
+
+    def older_than(self, step: int) -> Checkpoint | None:
+        """See `CheckpointStore`."""
+        return newest_whole(self._shelf, before=step)
+
+    def begin(self, step: int) -> str:
+        """See `CheckpointStore`."""
+        self._check_fence()
+        name = self._name(step)
+        sealed, unsealed = self._shelf.sorted_by_seal()
+        for left in unsealed:
+            # A higher attempt's is of an attempt that has claimed this very moment.
+            if order_of(left)[1] <= self._tracker.attempt:
+                self._bucket.delete(left)
+        if name in sealed:
+            self._vacate(name, step)
+        return self._shelf.location(name)
+
+    def abandon(self, step: int) -> None:
+        """See `CheckpointStore`."""
+        try:
+            self._bucket.delete(self._name(step), first=MANIFEST)
+        except BucketError as error:
+            # The reason for which it is given up goes on; what is left has no manifest, and the next attempt clears it.
+            _log.warning("what was written of step %d is still there: %s", step, error)
+
+    def commit(self, step: int, *, state: Mapping[str, Any], keep: int) -> Checkpoint:
+        """See `CheckpointStore`."""
+        name = self._name(step)
+        manifest = manifest_of(step=step, uid=self._tracker.uid, state=state, files=self._bucket.sizes(name))
+        self._check_fence()
+        self._bucket.overwrite(f"{name}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True).encode())
+        self._track(replace(self._tracker, newest=name))
+        self._keep(keep, step)
+        return read(self._shelf, name)
+
+    def _begin_from(self, location: str) -> Checkpoint:
+        found = read_at(location)
+        own = {self._shelf.location(name): name for name in self._shelf.names()}
+        # Written to the store with the next checkpoint, or now where the run is wound back.
+        self._tracker = replace(self._tracker, resumed_from=location)
+        if found.location in own:
+            self._track(replace(self._tracker, newest=own[found.location]))
+        return found
+
+    def _keep(self, keep: int, step: int) -> None:
+        own = [name for name in self._shelf.names() if self._is_own(name)]
+        # Of a step that several attempts have done the last counts; later steps are of a course that was given up.
+        newest = {order_of(name)[0]: name for name in own if order_of(name)[0] <= step}
+        kept = [newest[known] for known in sorted(newest)][-keep:]
+        for name in own:
+            if name not in kept:
+                self._bucket.delete(name, first=MANIFEST)
+
+    def _vacate(self, name: str, step: int) -> None:
+        """Make room for a step that the same attempt writes again; the tracker must not name what is going away."""
+        if not self._is_own(name):
+            raise self._foreign(None)
+        if self._tracker.newest == name:
+            older = self.older_than(step)
+            self._track(replace(self._tracker, newest=older.location.rpartition("/")[2] if older else None))
+        self._bucket.delete(name, first=MANIFEST)
+
+    def _is_own(self, name: str) -> bool:
+        found = self._bucket.read(f"{name}/{MANIFEST}")
+        try:
+            return found is not None and parse_manifest(found.content)["uid"] == self._tracker.uid
+        except BrokenCheckpointError:
+            return False
+
+    def _check_fence(self) -> None:
+        found, _ = self._read() or (None, None)
+        if found is None or found.claim != self._tracker.claim:
+            raise self._refusal(found)
+
+    def _track(self, tracker: _Tracker) -> None:
+        try:
+            self._version = self._bucket.write(_TRACKER, _encode(tracker), replaces=self._version)
+        except ChangedMeanwhileError as error:
+            found, version = self._read() or (None, None)
+            if found != tracker:
+                raise self._refusal(found) from error
+            # Our own write, of which the answer was lost.
+            self._version = version
+        self._tracker = tracker
+
+    def _refuse_newer(self, found: _Tracker) -> None:
+        if found.attempt > self._tracker.attempt:
+            raise self._refusal(found)
+
+    def _refusal(self, found: _Tracker | None) -> FencedOutError | ForeignFilesError:
+        if found is None or found.uid != self._tracker.uid:
+            return self._foreign(found)
+        return FencedOutError(self._bucket.address, attempt=self._tracker.attempt, newer=found.attempt)
+
+    def _foreign(self, found: _Tracker | None) -> ForeignFilesError:
+        owner = found.uid if found is not None else f"unknown: there is no {_TRACKER}"
+        return ForeignFilesError(self._bucket.address, uid=self._tracker.uid, owner=owner)
+
+    def _read(self) -> tuple[_Tracker, UpdateVersion] | None:
+        found = self._bucket.read(_TRACKER)
+        if found is None:
+            return None
+        try:
+            return _decode(found.content), found.version
+        except ValueError as error:
+            location, newest = f"{self._bucket.address}/{_TRACKER}", newest_whole(self._shelf)
+            raise CheckpointUnreadableError.of(location, str(error), older=newest) from error
+
+    def _name(self, step: int) -> str:
+        return f"step-{step}.attempt-{self._tracker.attempt}"
+
+
+def last_attempt(address: str) -> int | None:
+    """Return the number of the last attempt that claimed the address; None where nobody did, or none can be read."""
+    found = connect(address).read(_TRACKER)
+    try:
+        return _decode(found.content).attempt if found is not None else None
+    except ValueError:
+        # `claim` names the broken key.
+        return None
+
+
+def _encode(tracker: _Tracker) -> bytes:
+    return json.dumps(asdict(tracker), indent=1, sort_keys=True).encode()
+
+
+def _decode(content: bytes) -> _Tracker:
+    try:
+        return _Tracker(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise ValueError("it is not what this program writes") from error
