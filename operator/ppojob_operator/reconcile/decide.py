@@ -228,6 +228,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
     is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
     cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
     return PPOJobStatus(
+        operator=old.operator,
         observed_generation=job.generation,
         conditions=conditions.merge(old.conditions, findings, job.generation, situation.now),
         attempt=situation.attempt,
