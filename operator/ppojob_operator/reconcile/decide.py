@@ -212,7 +212,10 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
         findings[Condition.FAILED] = Finding("True", accepted.reason, accepted.message)
         update |= {"completion_time": conditions.format_time(now), "ray_cluster": None}
     merged = conditions.merge(job.status.conditions, findings, job.generation, now)
-    update |= {"conditions": merged, "phase": phase.derive(merged, job.status.attempt or 0)}
+    update["conditions"] = merged
+    if accepted.status == "False" or not was_admitted:
+        # A trainer that runs goes on meanwhile.
+        update["phase"] = phase.derive(merged, job.status.attempt or 0)
     status = owned(job.status.model_copy(update=update))
     return Plan(
         status=None if status == owned(job.status) else status,
