@@ -34,8 +34,8 @@ async def say_differences(api: ApiServer, version: str) -> None:
     ours, theirs = set(_paths(own["schema"]["openAPIV3Schema"])), set(_paths(found))
     if lacking := sorted(ours - theirs):
         logger.error(
-            "the definition of PPOJob in the cluster is older than this operator (%s): it lacks %s, and no status that has "
-            "them can be written: apply crds/ppojobs.ppojob.dev.yaml of this version, or let the chart do it "
+            "the definition of PPOJob in the cluster is older than this operator (%s): it lacks %s, and no status that "
+            "has them can be written: apply crds/ppojobs.ppojob.dev.yaml of this version, or let the chart do it "
             "(crds.install)",
             version,
             _named(lacking),

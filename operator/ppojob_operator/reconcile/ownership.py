@@ -103,8 +103,8 @@ def wish_problem(wish: str | None) -> str:
     if wish is None or _WISH.fullmatch(wish):
         return ""
     return (
-        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {wish[:100]!r}: write the namespace of the operator that is to run "
-        "the job, or namespace/Lease where several have the namespace; until then the annotation counts for nothing"
+        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {wish[:100]!r}: write the namespace of the operator that is to "
+        "run the job, or namespace/Lease where several have the namespace; until then the annotation counts for nothing"
     )
 
 

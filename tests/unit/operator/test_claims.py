@@ -26,7 +26,8 @@ class Lives:
 
     def __init__(self, owner: OperatorStatus | None = None, wish: str | None = None) -> None:
         self.now = 0.0
-        self.lease: Manifest | None = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "0"}}
+        held = {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "0"}
+        self.lease: Manifest | None = {"spec": held}
         self.lease_error: Exception | None = None
         self.event_error: Exception | None = None
         self.is_there = True
@@ -38,8 +39,9 @@ class Lives:
 
     @property
     def job(self) -> Job:
-        metadata = {"namespace": KEY.namespace, "name": KEY.name, "uid": UID, "generation": 1}
-        return read_job({"metadata": {**metadata, "annotations": self.annotations}, "spec": spec(), "status": self.status})
+        metadata: dict[str, Any] = {"namespace": KEY.namespace, "name": KEY.name, "uid": UID, "generation": 1}
+        metadata["annotations"] = self.annotations
+        return read_job({"metadata": metadata, "spec": spec(), "status": self.status})
 
     async def read_lease(self, namespace: str, name: str) -> Manifest | None:
         self.lease_reads.append((namespace, name))
@@ -110,7 +112,7 @@ def silent(lives: Lives) -> None:
 
 
 @pytest.mark.parametrize("end", [given_back, missing, silent])
-async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long_enough(end: Callable[[Lives], None]) -> None:
+async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end: Callable[[Lives], None]) -> None:
     lives = Lives(THEIRS)
     claims = lives.claims()
     assert await claims.claim(lives.job) is None

@@ -127,9 +127,9 @@ def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
     job = job_of(World(), THEIRS)
 
     assert told(job) == (
-        "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours (ppojob-leader, "
-        "version 2) leaves it alone: limit one of them by watchNamespace, uninstall it, or hand the job over "
-        "(ppojob.dev/operator)"
+        "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
+        "(ppojob-leader, version 2) leaves it alone: limit one of them by watchNamespace, uninstall it, or hand the "
+        "job over (ppojob.dev/operator)"
     )
     assert "leaves it alone, and may not look whether that one still runs: limit" in told(job, UNSEEN)
     assert told(job, DEAD).endswith("version 3): its Lease has shown no sign of life for 120 s")
