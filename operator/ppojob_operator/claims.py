@@ -97,7 +97,8 @@ class Claims:
         seen = self._seen.get(place)
         if seen is None or now >= seen.read_at + _LEASE_SECONDS:
             seen = self._seen[place] = await self._read(place, seen, now)
-        return None if seen.lease is None else OtherLease(now - seen.changed_at, seen.lease.duration)
+        # Up to the last look at it: what came since then is not known.
+        return None if seen.lease is None else OtherLease(seen.read_at - seen.changed_at, seen.lease.duration)
 
     async def _read(self, place: tuple[str, str], before: _Seen | None, now: float) -> _Seen:
         try:

@@ -54,7 +54,7 @@ class OtherLease:
     """What was seen of the Lease of another operator."""
 
     unchanged_for: float
-    """Seconds since it was seen to change, or seen at all, by our own clock."""
+    """Seconds from when it was seen to change, or seen at all, to the last look at it, by our own clock."""
     duration: float
     """Seconds for which its holder leads after a renewal."""
 

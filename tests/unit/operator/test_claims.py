@@ -130,6 +130,19 @@ async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end:
     assert claims.num_left_alone == 0
 
 
+async def test_the_time_since_the_last_look_at_a_lease_is_no_silence_of_its_holder() -> None:
+    lives = Lives(THEIRS)
+    claims = Claims(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
+    lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
+
+    for _ in range(9):
+        assert await claims.claim(lives.job) is None
+        lives.now += 1
+    lives.now += 1
+
+    assert await claims.claim(lives.job) is not None
+
+
 async def test_where_the_lease_may_not_be_seen_a_job_is_not_taken_over_but_for_the_annotation() -> None:
     lives = Lives(THEIRS)
     claims = lives.claims()
