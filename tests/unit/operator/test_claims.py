@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,3 +214,12 @@ async def test_a_status_is_not_written_over_that_of_another_operator(
             await cluster.write_status(Lives(before).job, {"phase": "Running"})
 
     assert server.written == ([{"phase": "Running"}] if is_written else [])
+
+
+async def test_what_a_newer_operator_wrote_is_written_again_with_the_rest() -> None:
+    server = Server()
+    job = replace(Lives().job, unknown={"verdict": {"word": "new"}})
+
+    await Cluster(server, reporter="pod-1").write_status(job, {"phase": "Running"})  # type: ignore[arg-type]
+
+    assert server.written == [{"verdict": {"word": "new"}, "phase": "Running"}]
