@@ -94,9 +94,6 @@ class MemoryCluster:
         if manifest["kind"] == "RayCluster":
             self.clusters[key] = [manifest]
 
-    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
-        return {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "now"}}
-
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
         self._call("write_status", job.key)
         if job.key not in self.jobs:
@@ -399,21 +396,3 @@ async def test_after_an_error_everything_is_read_anew() -> None:
     await run_for(loop, 1.5)
 
     assert cluster.calls.count(("list_pods", GOOD)) == before + 1
-
-
-async def test_of_a_job_of_another_operator_nothing_is_read_written_or_counted() -> None:
-    loop = make_loop(cluster := MemoryCluster(GOOD, BAD))
-    for key in (GOOD, BAD):
-        await loop.look(key)
-    theirs = {**OURS.to_wire(), "namespace": "elsewhere"}
-    cluster.jobs[BAD]["status"]["operator"] = theirs
-    cluster.calls.clear()
-
-    assert await loop.look(BAD) == "left"
-
-    assert cluster.calls == [("read_job", BAD)]
-    assert cluster.events[-1] == Reason.OTHER_OPERATOR
-    assert (loop.num_left_alone, loop.jobs_by_phase()) == (1, {"Starting": 1})
-    del cluster.jobs[BAD]
-    assert await loop.look(BAD) == "gone"
-    assert loop.num_left_alone == 0
