@@ -22,6 +22,7 @@ _WORKLOADS = tuple(
 _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 _COLLECTIONS = {
     "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
     "Secret": "/api/v1/namespaces/{namespace}/secrets",
@@ -112,12 +113,25 @@ class Cluster:
         )
         answer.expect(200, 201)
 
+    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
+        """Return the Lease of an operator, or None if there is none."""
+        return await self._api.read(_LEASES, namespace, name)
+
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
-        """Write the operator's part of the status; False if that object is gone, or another has its name."""
-        key, manager = job.key, constants.FIELD_MANAGER_OPERATOR
-        return await self._api.apply_status(
-            key.namespace, key.name, job.uid, status_of=lambda _: status, manager=manager
-        )
+        """Write the operator's part of the status; False if that object is gone, or another has its name.
+
+        Raises:
+            ApiUnavailable: the job is another operator's than it was when it was looked at.
+        """
+        key, before = job.key, _owner(job.status.to_wire())
+
+        def status_of(current: Manifest) -> Manifest:
+            if _owner(current.get("status", {})) != before:
+                raise ApiUnavailable(f"PPOJob {key} went to another operator while its status was being written")
+            return {**job.unknown, **status}
+
+        manager = constants.FIELD_MANAGER_OPERATOR
+        return await self._api.apply_status(key.namespace, key.name, job.uid, status_of=status_of, manager=manager)
 
     async def delete_cluster(self, namespace: str, name: str) -> None:
         """Delete a RayCluster with its pods; it is no error if it is gone."""
@@ -196,6 +210,12 @@ def _taken(kind: str, found: Manifest, ours: Mapping[str, Any]) -> ApiError:
         f"{kind} {metadata['name']} is there already and belongs to {whose}: the operator takes over no object that it "
         "has not made; delete that one, or give the PPOJob another name"
     )
+
+
+def _owner(status: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return which operator a status names, of whatever version."""
+    operator = status.get("operator")
+    return None if operator is None else (operator["namespace"], operator["lease"])
 
 
 def _named(owner: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@
                  |                          |                              |
                  +----------> WorkQueue: one entry a job, never two looks at the same job
                                             |
-                              workers: observe (cluster, dashboard) -> reconcile.decide -> carry out
+                              workers: ours? (claims) -> observe (cluster, dashboard) -> reconcile.decide -> carry out
 
 Between two looks at a job whose objects no watch told of, only the job itself and Ray's dashboard are asked again: a
 thousand running jobs would otherwise list their pods a hundred times a second. The sweep distrusts the watches and has
@@ -26,6 +26,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiError, ApiRefused
+from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.manifests import naming
@@ -61,7 +62,7 @@ class Hooks:
     beat: Callable[[], None] = lambda: None
     """Called at least every second while a worker has nothing to do, and after each look."""
     observe_look: Callable[[float, str], None] = lambda seconds, outcome: None
-    """Called after each look with its seconds and `ok`, `gone` or `error`."""
+    """Called after each look with its seconds and `ok`, `left`, `gone` or `error`."""
     count_submission: Callable[[], None] = lambda: None
     """Called after Ray was given an attempt."""
     count_retries: Callable[[str, int], None] = lambda cause, count: None
@@ -86,6 +87,7 @@ class Loop:
         self._surroundings = surroundings
         self._hooks = hooks
         self._clock = clock
+        self._claims = Claims(cluster, own_identity(settings), settings.take_over_after)
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
         self._phases: dict[JobKey, str] = {}
@@ -105,8 +107,13 @@ class Loop:
         """How many jobs wait for a look that is due."""
         return len(self._queue)
 
+    @property
+    def num_left_alone(self) -> int:
+        """How many jobs are another operator's."""
+        return self._claims.num_left_alone
+
     def jobs_by_phase(self) -> dict[str, int]:
-        """Return how many jobs are in each phase."""
+        """Return how many of our jobs are in each phase."""
         phases = list(self._phases.values())
         return {phase: phases.count(phase) for phase in sorted(set(phases))}
 
@@ -174,20 +181,23 @@ class Loop:
         self._queue.add(key, pause)
 
     async def look(self, key: JobKey) -> str:
-        """Look at a job once and do what is to be done. Return `ok`, or `gone` if there is no such job.
+        """Look at a job once and do what is to be done. Return `ok`; `gone`: there is none; `left`: it is another's.
 
         Raises:
             ApiError, DashboardError: something could not be done; the look is to be repeated.
         """
         raw = await self._cluster.read_job(key)
         if raw is None:
-            self._phases.pop(key, None)
-            self._num_errors.pop(key, None)
-            self._kept.pop(key, None)
+            self._forget(key)
+            self._claims.forget(key)
             self._told.discard(key)
             return "gone"
-        job = read_job(raw)
-        logs.set_attempt(job.status.attempt)
+        found = read_job(raw)
+        logs.set_attempt(found.status.attempt)
+        job = await self._claims.claim(found)
+        if job is None:
+            self._forget(key)
+            return "left"
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
         if plan.wanted_log:
@@ -199,6 +209,11 @@ class Loop:
         if plan.look_again_after is not None:
             self._queue.add(key, plan.look_again_after)
         return "ok"
+
+    def _forget(self, key: JobKey) -> None:
+        self._phases.pop(key, None)
+        self._num_errors.pop(key, None)
+        self._kept.pop(key, None)
 
     async def _observe(self, job: Job) -> Observed:
         observed = replace(await self._objects(job), surroundings=self._surroundings(job.key))

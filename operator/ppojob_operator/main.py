@@ -29,8 +29,10 @@ from kubernetes.aio.client import ApiClient, Configuration
 from ppojob_operator import logs
 from ppojob_operator.admission import AdmissionEndpoint, keep_trusted
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
+from ppojob_operator.claims import own_identity
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.cluster_progress import ProgressCluster
+from ppojob_operator.definition import say_differences
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import JobNetwork, Surroundings
@@ -85,13 +87,15 @@ async def run(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _api_client() as client, aiohttp.ClientSession() as session:
         api = ApiServer(client, timeout=settings.request_timeout)
+        own = own_identity(settings)
+        await say_differences(api, own.version)
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
         metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
         if settings.webhook_configuration:
-            endpoint = AdmissionEndpoint(AdmissionCluster(api), metrics.count_review)
+            endpoint = AdmissionEndpoint(AdmissionCluster(api), own, metrics.count_review)
             server.serve_beside(settings.webhook_port, endpoint.application())
         await server.prepare()
         network = _job_network(settings)
@@ -106,7 +110,10 @@ async def run(settings: Settings) -> None:
         )
         election = _election(settings, api, health)
         metrics.ask(
-            jobs_by_phase=term.jobs_by_phase, queue_depth=lambda: term.queue_depth, leads=lambda: election.leads
+            jobs_by_phase=term.jobs_by_phase,
+            queue_depth=lambda: term.queue_depth,
+            left_alone=lambda: term.num_left_alone,
+            leads=lambda: election.leads,
         )
         leading = election.run(stop, lambda over: term.run(over, election.check))
         await run_together(stop, {"status server": server.run(stop), "election": leading})

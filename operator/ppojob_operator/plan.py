@@ -44,6 +44,20 @@ class Job:
     """What autoBalance has moved; `spec` has it already."""
     is_going: bool = False
     """It is being deleted."""
+    operator_wish: str | None = None
+    """Value of the annotation that names the operator which is to run it. None: there is none."""
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """What a newer operator wrote into the status that this one does not know; it stays there."""
+
+
+@dataclass(frozen=True)
+class OtherLease:
+    """What was seen of the Lease of another operator."""
+
+    unchanged_for: float
+    """Seconds from when it was seen to change, or seen at all, to the last look at it, by our own clock."""
+    duration: float
+    """Seconds for which its holder leads after a renewal."""
 
 
 @dataclass(frozen=True)

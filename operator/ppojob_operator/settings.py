@@ -89,6 +89,9 @@ class Settings(BaseModel):
     lease_retry_period: Seconds = 2.0
     """Time between two tries to take or renew the Lease; shorter than lease_renew_deadline."""
 
+    take_over_after: Seconds = 120.0
+    """How long the Lease of another operator must show no sign of life before its jobs are taken over."""
+
     job_network_policy: bool = False
     """Make a NetworkPolicy for each job: only its own pods and the operator reach it."""
     operator_labels: Annotated[str, Field(pattern=r"^[^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*$")] = (

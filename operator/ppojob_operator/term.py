@@ -60,6 +60,11 @@ class Term:
         """How many jobs wait for a look; none on a replica that stands by."""
         return 0 if self._loop is None else self._loop.queue_depth
 
+    @property
+    def num_left_alone(self) -> int:
+        """How many jobs another operator runs; none on a replica that stands by."""
+        return 0 if self._loop is None else self._loop.num_left_alone
+
     def jobs_by_phase(self) -> dict[str, int]:
         """Return how many jobs are in each phase; nothing on a replica that stands by, so that a sum counts once."""
         return {} if self._loop is None else self._loop.jobs_by_phase()

@@ -1,7 +1,7 @@
 """Pauses operators of ours that watch all namespaces, such as the demo's, while tests run one of their own.
 
-Two operators on one job would write each other's status. Jobs of a paused operator go on: a trainer does without one
-for a while.
+A job is run by the operator that sees it first, and that must be the test's. Jobs of a paused operator go on: a trainer
+does without one for a while.
 """
 
 from __future__ import annotations

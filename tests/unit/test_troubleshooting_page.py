@@ -10,8 +10,10 @@ from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_operator.plan import Trouble
+from ppojob_operator.plan import OtherLease, Trouble
+from ppojob_operator.reconcile import ownership, read_job
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.connection import check_gpus
 from ppojob_trainer.main.memory_fit import check_memory
@@ -75,6 +77,18 @@ def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) ->
     world.pods_become(ready=False, pool="critic", trouble=Trouble(reason, words)).settle()
 
     assert f"{reason}: {world.condition(Condition.POOLS_READY).message}" in PAGE
+
+
+def test_a_job_of_another_operator() -> None:
+    ours, theirs = (
+        OperatorStatus(namespace=name, lease="ppojob-leader", version="0.1.0") for name in ("rl-team", "ppojob-system")
+    )
+    world = World()
+    world.status = {"operator": theirs.to_wire()}
+    told = ownership.judge(read_job(world.raw), ours, OtherLease(0.0, 15.0), 120.0).told
+
+    assert told is not None
+    assert f"{told.reason}: {told.message}" in PAGE
 
 
 def test_gpus_that_ray_has_not() -> None:

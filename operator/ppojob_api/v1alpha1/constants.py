@@ -29,6 +29,9 @@ ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 MAX_REQUEST_LENGTH = 64
 """Characters of that value that count."""
 
+ANNOTATION_OPERATOR = f"{GROUP}/operator"
+"""Names the operator that is to run a job: its namespace, or namespace/Lease where several have the namespace."""
+
 POOL_RESOURCE_PREFIX = "pool_"
 """Ray resource of a pool: one unit for each GPU, so that a placement group lands in its pool."""
 
@@ -102,6 +105,10 @@ class Reason:
     RESUMED = "Resumed"
     REALLOCATING = "Reallocating"
     REBALANCED = "Rebalanced"
+    OPERATOR_TOO_OLD = "OperatorTooOld"
+    OTHER_OPERATOR = "OtherOperator"
+    TAKEN_OVER = "TakenOver"
+    INVALID_ANNOTATION = "InvalidAnnotation"
     LAYOUT_APPLIED = "LayoutApplied"
     TRAINER_STOPPED = "TrainerStopped"
     GRACE_PERIOD_EXCEEDED = "GracePeriodExceeded"

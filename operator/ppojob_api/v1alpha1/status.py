@@ -25,6 +25,17 @@ def _map_by(key: str, limit: int) -> Any:
     return Field(default_factory=list, max_length=limit, json_schema_extra=extra)
 
 
+class OperatorStatus(ApiModel):
+    """The operator that runs the job: every other one leaves it alone."""
+
+    namespace: Name
+    """Namespace of its release."""
+    lease: Name
+    """Lease of its replicas. With the namespace it says who the operator is, over restarts and upgrades."""
+    version: Name
+    """Its version."""
+
+
 class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
@@ -203,6 +214,8 @@ class EffectivePool(ApiModel):
 class PPOJobStatus(ApiModel):
     """What is known of the job."""
 
+    operator: OperatorStatus | None = None
+    """The operator that runs the job; the annotation ppojob.dev/operator hands it to another one."""
     observed_generation: int | None = None
     """Generation of the spec that the operator saw last."""
     phase: Name | None = None

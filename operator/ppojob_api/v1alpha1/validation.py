@@ -14,8 +14,10 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
+UNKNOWN_FIELD = "there is no such field: correct its name or take it out"
+"""What is said of a field that this version does not have."""
 _REMEDIES = {
-    "extra_forbidden": "there is no such field: correct its name or take it out",
+    "extra_forbidden": UNKNOWN_FIELD,
     "missing": "this field is required: add it",
 }
 

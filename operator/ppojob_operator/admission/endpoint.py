@@ -12,6 +12,7 @@ from collections.abc import Callable
 from aiohttp import web
 from pydantic import ValidationError
 
+from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_operator import logs
 from ppojob_operator.admission import review, verdict
 from ppojob_operator.admission.ports import LookPort
@@ -19,7 +20,7 @@ from ppojob_operator.admission.review import Request, ReviewError
 from ppojob_operator.admission.verdict import Seen, Verdict
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.plan import Job, Manifest
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reconcile import ownership, read_job
 from ppojob_operator.reconcile.references import Reference
 
 _LOG = logging.getLogger(__name__)
@@ -38,9 +39,24 @@ _FOREIGN = "this webhook judges new and changed PPOJobs only: look at the rules 
 class AdmissionEndpoint:
     """`POST PATH`."""
 
-    def __init__(self, port: LookPort, count: Callable[[str], None], *, look_seconds: float = _LOOK_SECONDS) -> None:
-        """`count` is called with each review's outcome: Allowed, Warned, Refused or Malformed."""
+    def __init__(
+        self,
+        port: LookPort,
+        own: OperatorStatus,
+        count: Callable[[str], None],
+        *,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        """Answer for an operator.
+
+        Args:
+            port: the API server.
+            own: which operator this is; the jobs of another one are that one's to judge.
+            count: called with each review's outcome: Allowed, Warned, Refused or Malformed.
+            look_seconds: longest time for one look at an object.
+        """
         self._port = port
+        self._own = own
         self._count = count
         self._look_seconds = look_seconds
         self._turns = asyncio.Semaphore(_MAX_REVIEWS)
@@ -71,10 +87,14 @@ class AdmissionEndpoint:
         return web.json_response({"message": message}, status=status)
 
     async def _answer(self, asked: Request) -> object:
+        if problem := ownership.wish_problem(asked.new_wish):
+            return self._said(asked, Verdict(problem))
         raw = asked.job
         if raw is None:
             return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
         job, before = _read(raw), asked.job_before
+        if ownership.is_another_operators(job, self._own):
+            return self._said(asked, Verdict(""))
         with logs.about(str(job.key)):
             seen = await self._look(job)
             return self._said(asked, verdict.judge(job, seen, None if before is None else _read(before)))

@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
+from ppojob_operator.reconcile.reading import operator_wish
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"
@@ -66,6 +67,14 @@ class Request(_Model):
         job = self._complete(self.new)
         is_as_before = self.old is not None and self.old.get("spec") == self.new.get("spec")
         return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
+
+    @property
+    def new_wish(self) -> str | None:
+        """The operator that a new or changed annotation names; None: there is none, or it stands there already."""
+        if self.new is None or not self.is_ours:
+            return None
+        wish = operator_wish(self._complete(self.new))
+        return None if self.old is not None and wish == operator_wish(self._complete(self.old)) else wish
 
     @property
     def job_before(self) -> Manifest | None:

@@ -4,6 +4,6 @@
 """
 
 from ppojob_operator.leadership.election import Election, ElectionTimes
-from ppojob_operator.leadership.lease import LeasePort
+from ppojob_operator.leadership.lease import Lease, LeasePort
 
-__all__ = ["Election", "ElectionTimes", "LeasePort"]
+__all__ = ["Election", "ElectionTimes", "Lease", "LeasePort"]

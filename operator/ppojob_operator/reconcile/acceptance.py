@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.validation import FieldError, SpecError
+from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Job, Observed
 from ppojob_operator.reconcile import references
@@ -19,7 +19,7 @@ def judge(job: Job, observed: Observed) -> Finding:
     """Return the condition Accepted."""
     problem = spec_problem(job)
     if problem is not None:
-        return Finding("False", Reason.INVALID_SPEC, str(problem))
+        return _of_newer_definition(job, problem) or Finding("False", Reason.INVALID_SPEC, str(problem))
     assert isinstance(job.spec, PPOJobSpec)
     if not observed.is_kuberay_served:
         message = (
@@ -49,6 +49,21 @@ def spec_problem(job: Job) -> SpecError | None:
         return job.spec
     problems = tuple(template_problems(job.spec, job.key, job.uid))
     return SpecError(problems) if problems else None
+
+
+def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
+    """Return what is said of a job that began under a newer operator, and has fields that this one does not know.
+
+    Only a newer definition lets the API server store them, perhaps as defaults: nothing is wrong with the job.
+    """
+    unknown = [error.path for error in problem.errors if error.message == UNKNOWN_FIELD]
+    if not unknown or not was_accepted(job):
+        return None
+    message = (
+        f"this operator is older than the definition of PPOJob in the cluster and does not know {', '.join(unknown)}: "
+        "upgrade the operator; until then it leaves the job as it is, and a trainer that runs goes on"
+    )
+    return Finding("Unknown", Reason.OPERATOR_TOO_OLD, message)
 
 
 RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")

@@ -35,6 +35,7 @@ _NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons that are worth an Event, whatever the status."""
 _BAD_NEWS = {
     Reason.INVALID_SPEC,
+    Reason.OPERATOR_TOO_OLD,
     Reason.KUBERAY_MISSING,
     Reason.STORAGE_MISSING,
     Reason.STORAGE_UNFIT,
@@ -58,7 +59,8 @@ def merge(
 ) -> list[ConditionStatus]:
     """Return the conditions with the findings laid over them, in a fixed order.
 
-    `lastTransitionTime` moves only with `status`, as metav1.Condition asks. A condition without a finding stays.
+    `lastTransitionTime` moves only with `status`, as metav1.Condition asks. A condition without a finding stays, also
+    one that only a newer operator knows.
     """
     result = {condition.type: condition for condition in old}
     for kind, finding in findings.items():
@@ -72,7 +74,8 @@ def merge(
             last_transition_time=before.last_transition_time if is_same and before else format_time(now),
             observed_generation=generation,
         )
-    return [result[kind] for kind in _ORDER if kind in result]
+    known = [result[kind] for kind in _ORDER if kind in result]
+    return [*known, *(condition for kind, condition in result.items() if kind not in _ORDER)]
 
 
 def events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> Iterator[EventRecord]:

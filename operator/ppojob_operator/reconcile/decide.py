@@ -213,7 +213,10 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
         findings[Condition.FAILED] = Finding("True", accepted.reason, accepted.message)
         update |= {"completion_time": conditions.format_time(now), "ray_cluster": None}
     merged = conditions.merge(job.status.conditions, findings, job.generation, now)
-    update |= {"conditions": merged, "phase": phase.derive(merged, job.status.attempt or 0)}
+    update["conditions"] = merged
+    if accepted.status == "False" or not was_admitted:
+        # A trainer that runs goes on meanwhile.
+        update["phase"] = phase.derive(merged, job.status.attempt or 0)
     status = owned(job.status.model_copy(update=update))
     return Plan(
         status=None if status == owned(job.status) else status,
@@ -229,6 +232,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
     is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
     cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
     return PPOJobStatus(
+        operator=old.operator,
         observed_generation=job.generation,
         conditions=conditions.merge(old.conditions, findings, job.generation, situation.now),
         attempt=situation.attempt,

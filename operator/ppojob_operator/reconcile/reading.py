@@ -34,12 +34,12 @@ def parse_time(text: str | None) -> datetime:
 
 
 def read_job(raw: Manifest) -> Job:
-    """Return the view of a PPOJob.
+    """Return the view of a PPOJob. Fields of the status that only a newer operator knows are no error.
 
     Raises:
         pydantic.ValidationError: the status is none of ours.
     """
-    metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}))
+    metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}), extra="ignore")
     spec, moved = _read_spec(raw.get("spec", {})), status.effective_pools
     if isinstance(spec, PPOJobSpec):
         moved = sizes.in_force(spec, moved)
@@ -53,7 +53,15 @@ def read_job(raw: Manifest) -> Job:
         moved=tuple(moved),
         effective=_read_effective(raw.get("spec", {}), spec, status.effective_layout),
         is_going="deletionTimestamp" in metadata,
+        operator_wish=operator_wish(raw),
+        unknown=_unknown(raw),
     )
+
+
+def operator_wish(raw: Manifest) -> str | None:
+    """Return the value of the annotation that names the operator of a PPOJob; None: there is none."""
+    annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
+    return annotations.get(constants.ANNOTATION_OPERATOR)
 
 
 def read_claim(raw: Manifest) -> Claim:
@@ -108,6 +116,22 @@ def read_pod(raw: Manifest) -> Pod:
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
     )
+
+
+def _unknown(raw: Manifest) -> dict[str, Any]:
+    """Return the fields of the operator's part of the status that are none of ours.
+
+    Written by server-side apply, our part is the whole of it: what is left out is deleted. The API server says who
+    manages a field, since the reports' part must not become ours.
+    """
+    entries = (
+        entry.get("fieldsV1", {}).get("f:status", {})
+        for entry in raw["metadata"].get("managedFields", ())
+        if (entry.get("manager"), entry.get("subresource")) == (constants.FIELD_MANAGER_OPERATOR, "status")
+    )
+    managed = {name.removeprefix("f:") for entry in entries for name in entry}
+    known = {field.alias for field in PPOJobStatus.model_fields.values()}
+    return {name: value for name, value in raw.get("status", {}).items() if name in managed - known}
 
 
 def _read_spec(raw: Mapping[str, Any]) -> PPOJobSpec | SpecError:

@@ -42,6 +42,9 @@ class OperatorMetrics:
             registry=self.registry,
         )
         self.queue_depth = Gauge("ppojob_queue_depth", "Jobs that wait for a pass.", registry=self.registry)
+        self.left_alone = Gauge(
+            "ppojob_jobs_left_alone", "PPOJobs that are seen here and run by another operator.", registry=self.registry
+        )
         self.submissions = Counter("ppojob_submissions", "Attempts that Ray was given.", registry=self.registry)
         self.retries = Counter(
             "ppojob_retries", "Attempts that failed and are tried again, by whose failure it was.", ["cause"],
@@ -73,11 +76,13 @@ class OperatorMetrics:
         *,
         jobs_by_phase: Callable[[], Mapping[str, int]],
         queue_depth: Callable[[], int],
+        left_alone: Callable[[], int],
         leads: Callable[[], bool],
     ) -> None:
         """Ask these at each scrape."""
         self._phases.jobs_by_phase = jobs_by_phase
         self.queue_depth.set_function(queue_depth)
+        self.left_alone.set_function(left_alone)
         self.leads.set_function(leads)
 
     def count_submission(self) -> None:

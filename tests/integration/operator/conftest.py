@@ -11,6 +11,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,13 @@ def chart_values() -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def rights(kubectl: Any, _alone: None, chart_values: tuple[str, ...]) -> Iterator[Rights]:
     """The chart's account, roles and Secrets, applied to the module's namespace."""
-    chart = render_chart(kubectl.namespace, *chart_values)
+    with granted(kubectl, render_chart(kubectl.namespace, *chart_values)) as rights:
+        yield rights
+
+
+@contextmanager
+def granted(kubectl: Any, chart: list[dict[str, Any]]) -> Iterator[Rights]:
+    """Apply a rendered chart's account, roles and Secrets, which are of the namespace of `kubectl`."""
     wanted = [manifest for manifest in chart if manifest["kind"] not in ("Deployment", "Service", "Pod")]
     names = [f"{m['kind']}/{m['metadata']['name']}" for m in wanted if "namespace" not in m["metadata"]]
     try:

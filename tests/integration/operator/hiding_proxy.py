@@ -129,6 +129,8 @@ class Right(NamedTuple):
 def right_of(request: web.Request) -> Right:
     """Return the right that a request takes, by the API server's own reading of paths."""
     parts = request.path.strip("/").split("/")
+    if parts[0] not in ("api", "apis"):
+        return Right(_VERBS.get(request.method, "get"), "", request.path)
     group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1] if len(parts) > 1 else "", parts[3:])
     if rest[:1] == ["namespaces"] and len(rest) > 2:
         rest = rest[2:]

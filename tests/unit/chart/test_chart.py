@@ -165,13 +165,28 @@ def test_in_one_namespace_nothing_cluster_wide_is_allowed_but_reviewing_tokens(h
     assert places == {("rl-team", "ppojob"), ("system", "ppojob-own")}
 
 
-def test_in_all_namespaces_only_the_right_to_see_what_there_is_to_watch_is_added(helm: Any) -> None:
+def test_in_all_namespaces_only_rights_to_see_what_there_is_to_watch_and_who_else_does_are_added(helm: Any) -> None:
     everywhere = role_of(helm.objects({}), "system-ppojob")["rules"]
     one = role_of(helm.objects({"watchNamespace": "rl-team"}), "ppojob")["rules"]
 
     assert everywhere[: len(one)] == one
-    assert {rule["resources"][0] for rule in everywhere[len(one) :]} == {"customresourcedefinitions", "namespaces"}
-    assert all(rule["verbs"] == ["get", "list", "watch"] for rule in everywhere[len(one) :])
+    *watched, lease = everywhere[len(one) :]
+    assert {rule["resources"][0] for rule in watched} == {"customresourcedefinitions", "namespaces"}
+    assert all(rule["verbs"] == ["get", "list", "watch"] for rule in watched)
+    assert lease == {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "resourceNames": ["ppojob-leader"],
+        "verbs": ["get"],
+    }
+
+
+def test_a_release_of_another_name_may_look_whether_one_of_its_own_or_the_usual_name_still_runs(helm: Any) -> None:
+    done = helm.run("template", "team", str(CHART), "--namespace=system", "--kube-version=1.34.0")
+    objects = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+    names = ["team-ppojob-leader", "ppojob-leader"]
+    assert role_of(objects, "system-team-ppojob")["rules"][-1]["resourceNames"] == names
 
 
 def test_no_role_has_a_wildcard_or_reads_the_secrets_of_users(helm: Any) -> None:

@@ -129,10 +129,11 @@ def _pools(pools: Sequence[Raw]) -> Table:
 
 
 def _places(status: Raw) -> list[str]:
-    """Return where the newest results are, and what the trainer recommends."""
-    checkpoint, model = status.get("checkpoint"), status.get("model")
+    """Return where the newest results are, what the trainer recommends, and whose the job is."""
+    checkpoint, model, operator = status.get("checkpoint"), status.get("model"), status.get("operator")
     return [
         *([f"checkpoint      step {checkpoint['step']}, {checkpoint['path']}"] if checkpoint else []),
         *([f"model           {model['path']}"] if model else []),
         *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
+        *([f"operator        {operator['namespace']}, version {operator['version']}"] if operator else []),
     ]

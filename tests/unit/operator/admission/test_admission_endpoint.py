@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from ppojob_api.v1alpha1.constants import Condition
+from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Condition
+from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_operator.admission import PATH, AdmissionEndpoint
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from tests.bad_specs import BAD_SPECS, BadSpec
@@ -20,6 +21,7 @@ from tests.unit.operator.reconcile.worlds import World, spec
 IN_SPEC = [bad for bad in BAD_SPECS if bad.path.startswith("spec.")]
 ENDED = {"conditions": [{"type": "Complete", "status": "True", "reason": "TrainerSucceeded", "message": "",
                          "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}]}  # fmt: skip
+OWN = OperatorStatus(namespace="system", lease="ppojob-leader", version="2")
 HOST_NETWORK = {"podTemplate": {"spec": {"hostNetwork": True}}}
 
 
@@ -28,7 +30,7 @@ class Asking:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.outcomes: list[str] = []
-        endpoint = AdmissionEndpoint(cluster, self.outcomes.append, look_seconds=0.2)
+        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, look_seconds=0.2)
         self.client = TestClient(TestServer(endpoint.application()))
 
     async def post(self, body: Any) -> tuple[int, Any]:
@@ -262,3 +264,32 @@ async def test_only_post_to_the_one_path_is_answered(ask: Asking) -> None:
     for path, status in ((PATH, 405), ("/", 404), ("/metrics", 404)):
         async with ask.client.get(path) as answer:
             assert answer.status == status
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"status": {"operator": {**OWN.to_wire(), "namespace": "other"}}},
+        {"annotations": {ANNOTATION_OPERATOR: "other"}},
+        {"annotations": {ANNOTATION_OPERATOR: "system/other-leader"}},
+    ],
+    ids=["status", "annotation", "annotation with a Lease"],
+)
+async def test_a_job_of_another_operator_is_that_ones_to_judge(
+    ask: Asking, cluster: FakeCluster, marks: dict[str, Any]
+) -> None:
+    bad = spec(placement={"actor": "nowhere"})
+
+    assert await ask(review(job(bad, **marks), job(spec(), **marks))) == (True, "", [])
+    assert cluster.asked == []
+
+
+@pytest.mark.parametrize("wish", ["", "Not a name", "system/", "a/b/c", "-system"])
+async def test_an_annotation_that_names_no_operator_is_refused_when_it_is_written(ask: Asking, wish: str) -> None:
+    annotated = job(annotations={ANNOTATION_OPERATOR: wish})
+
+    for old in (None, job()):
+        allowed, message, _ = await ask(review(annotated, old))
+        assert not allowed
+        assert f"metadata.annotations[ppojob.dev/operator]: {wish!r}: write the namespace" in message
+    assert await ask(review(annotated, annotated)) == (True, "", [])

@@ -8,6 +8,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.claims import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Plan, Ray, Submission, Surroundings
 from ppojob_operator.reconcile import read_job
@@ -32,6 +33,9 @@ SPEC = {
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("loop", "work_queue"):
         monkeypatch.setattr(f"ppojob_operator.{module}.monotonic", now)
+
+
+OURS = own_identity(Settings())
 
 
 class MemoryCluster:
@@ -230,7 +234,7 @@ async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> 
     with pytest.raises(ApiUnavailable):
         await loop.look(GOOD)
 
-    assert "status" not in cluster.jobs[GOOD]
+    assert cluster.jobs[GOOD]["status"]["conditions"] == []
 
 
 async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None:
@@ -276,6 +280,7 @@ async def test_a_status_for_an_object_that_is_gone_harms_nobody() -> None:
             return False
 
     cluster = Vanishing(GOOD)
+    cluster.jobs[GOOD]["status"] = {"operator": OURS.to_wire()}
 
     assert await make_loop(cluster).look(GOOD) == "ok"
     assert cluster.events == []

@@ -144,3 +144,21 @@ def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     assert plan.status is None
     assert plan.apply == ()
     assert plan.delete_clusters == ()
+
+
+def test_a_job_that_began_under_a_newer_operator_is_neither_failed_nor_touched() -> None:
+    world = World().run()
+    cluster = world.cluster_name
+    world.spec, world.generation = {**world.spec, "optimizer": {"name": "new"}}, 2
+
+    plan = world.wait(1).look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("Unknown", Reason.OPERATOR_TOO_OLD)
+    assert "does not know spec.optimizer: upgrade the operator" in world.condition(Condition.ACCEPTED).message
+    assert (plan.apply, plan.delete_clusters, world.cluster_name) == ((), (), cluster)
+    assert world.status["phase"] == Phase.RUNNING
+    assert world.wait(1).look().status is None
+
+    world.spec, world.generation = {name: value for name, value in world.spec.items() if name != "optimizer"}, 3
+    world.wait(1).look()
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)

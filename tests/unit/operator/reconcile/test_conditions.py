@@ -117,3 +117,13 @@ def test_a_short_log_is_kept_whole_and_an_empty_one_is_none() -> None:
     assert log_tail.shorten("a\nb\n") == "a\nb"
     assert log_tail.shorten("") is None
     assert log_tail.shorten(None) is None
+
+
+def test_a_condition_that_only_a_newer_operator_knows_stays() -> None:
+    world = World().run()
+    newer = {**world.status["conditions"][0], "type": "Blessed", "reason": "New"}
+    world.status["conditions"].insert(0, newer)
+
+    world.wait(1).pod_is_gone("head").look()
+
+    assert world.status["conditions"][-1] == newer

@@ -7,7 +7,8 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_operator.plan import Pod, Trouble, Workload
-from ppojob_operator.reconcile import read_claim, read_cluster, read_pod, read_workload
+from ppojob_operator.reconcile import read_claim, read_cluster, read_job, read_pod, read_workload
+from tests.unit.operator.reconcile.worlds import World
 
 # As KubeRay 1.6.2 writes it; the pod's name is another one at each of its tries.
 REFUSED = 'FailedCreateHeadPod\npods "q-head-rs8cg" is forbidden: exceeded quota: none, requested: pods=1'
@@ -191,3 +192,21 @@ def test_what_kueue_says_of_a_cluster(conditions: list[dict[str, str]], waits_fo
 
 def test_a_claim_without_a_phase_is_pending() -> None:
     assert read_claim({"metadata": {"name": "data"}}).phase == "Pending"
+
+
+def test_a_status_that_a_newer_operator_wrote_is_read_and_its_own_new_fields_are_kept() -> None:
+    world = World().run()
+    world.status |= {"verdict": {"word": "new"}, "measured": [1]}
+    world.status["rayCluster"] = {**world.status["rayCluster"], "zone": "a"}
+    by_operator = {"f:phase": {}, "f:verdict": {"f:word": {}}, "f:rayCluster": {}}
+    managers = [
+        {"manager": "ppojob-operator", "subresource": "status", "fieldsV1": {"f:status": by_operator}},
+        {"manager": "ppojob-operator", "fieldsV1": {"f:metadata": {}}},
+        {"manager": "ppojob-progress", "subresource": "status", "fieldsV1": {"f:status": {"f:measured": {}}}},
+    ]
+
+    job = read_job({**world.raw, "metadata": {**world.raw["metadata"], "managedFields": managers}})
+
+    assert job.unknown == {"verdict": {"word": "new"}}
+    assert job.status.phase == "Running"
+    assert read_job(world.raw).unknown == {}, "nobody says that it is the operator's"

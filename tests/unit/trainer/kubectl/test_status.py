@@ -64,6 +64,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
             checkpoint={"step": 4, "path": "/data/c/4"},
             model={"path": "/data/model"},
             recommendation="1 GPU would do",
+            operator={"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "0.1.0"},
         )
     ]
 
@@ -76,6 +77,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
         ["checkpoint", "step", "4,", "/data/c/4"],
         ["model", "/data/model"],
         ["recommendation", "1", "GPU", "would", "do"],
+        ["operator", "ppojob-system,", "version", "0.1.0"],
     ):
         assert line in shown
 

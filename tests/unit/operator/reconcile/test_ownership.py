@@ -1,0 +1,216 @@
+"""A job has one operator: the first that saw it, until it is handed over or that one is gone for good."""
+
+from dataclasses import replace
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator.plan import Job, OtherLease, Ray
+from ppojob_operator.reconcile import ownership, read_job
+from ppojob_operator.reconcile.status import owned
+from tests.unit.operator.reconcile.worlds import World
+
+OURS = OperatorStatus(namespace="ours", lease="ppojob-leader", version="2")
+OLDER = OURS.model_copy(update={"version": "1"})
+NEIGHBOUR = OURS.model_copy(update={"lease": "other-leader"})
+THEIRS = OperatorStatus(namespace="theirs", lease="ppojob-leader", version="3")
+PATIENCE = 120.0
+ALIVE, DEAD, UNSEEN = OtherLease(0.0, 15.0), OtherLease(120.0, 15.0), None
+SLOW = OtherLease(120.0, 61.0)
+"""A Lease of so long a duration that it may yet be renewed."""
+
+MINE, CLAIMED, TAKEN, LEFT = "mine", "claimed", "taken over", "left alone"
+
+
+def job_of(world: World, owner: OperatorStatus | None, wish: str | None = None) -> Job:
+    """Return the world's job, which is an operator's."""
+    job = read_job(world.raw)
+    return replace(job, status=job.status.model_copy(update={"operator": owner}), operator_wish=wish)
+
+
+def outcome(claim: ownership.Claim) -> str:
+    """Return in a word what is to be done, after a look at whether it agrees with itself."""
+    if not claim.is_ours:
+        assert claim.status is None
+        assert claim.told is not None
+        assert claim.told.reason == Reason.OTHER_OPERATOR
+        return LEFT
+    if claim.status is None:
+        return MINE
+    assert claim.status.operator == OURS
+    return TAKEN if claim.told is not None and claim.told.reason == Reason.TAKEN_OVER else CLAIMED
+
+
+@pytest.mark.parametrize(
+    ("owner", "wish", "other", "expected"),
+    [
+        (None, None, None, CLAIMED),
+        (OURS, None, None, MINE),
+        (OLDER, None, None, CLAIMED),
+        (THEIRS, None, ALIVE, LEFT),
+        (THEIRS, None, UNSEEN, LEFT),
+        (THEIRS, None, DEAD, TAKEN),
+        (THEIRS, None, SLOW, LEFT),
+        (NEIGHBOUR, None, ALIVE, LEFT),
+        (NEIGHBOUR, None, DEAD, TAKEN),
+        # The annotation decides, whoever is alive.
+        (None, "ours", None, CLAIMED),
+        (OURS, "ours", None, MINE),
+        (THEIRS, "ours", ALIVE, TAKEN),
+        (THEIRS, "ours", UNSEEN, TAKEN),
+        (THEIRS, "ours/ppojob-leader", ALIVE, TAKEN),
+        (None, "theirs", None, LEFT),
+        (OURS, "theirs", None, LEFT),
+        (THEIRS, "theirs", DEAD, LEFT),
+        (OURS, "ours/other-leader", None, LEFT),
+        # Both have the namespace that it names: it stays where it is.
+        (NEIGHBOUR, "ours", ALIVE, LEFT),
+        (NEIGHBOUR, "ours", DEAD, TAKEN),
+        (NEIGHBOUR, "ours/ppojob-leader", ALIVE, TAKEN),
+        # One that names nobody counts for nothing.
+        (OURS, "Not a name", None, MINE),
+        (THEIRS, "Not a name", ALIVE, LEFT),
+    ],
+)
+def test_whose_a_job_is(
+    owner: OperatorStatus | None, wish: str | None, other: OtherLease | None, expected: str
+) -> None:
+    job = job_of(World(), owner, wish)
+
+    assert outcome(ownership.judge(job, OURS, other, PATIENCE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "wish", "expected"),
+    [
+        (None, None, False),
+        (OLDER, None, False),
+        (THEIRS, None, True),
+        (NEIGHBOUR, None, True),
+        (THEIRS, "ours", False),
+        (OURS, "theirs", True),
+    ],
+)
+def test_who_judges_a_job_before_it_is_stored(owner: OperatorStatus | None, wish: str | None, expected: bool) -> None:
+    assert ownership.is_another_operators(job_of(World(), owner, wish), OURS) is expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "wish", "asked"),
+    [
+        (None, None, None),
+        (OURS, None, None),
+        (OLDER, None, None),
+        (THEIRS, None, THEIRS),
+        (THEIRS, "ours", None),
+        (THEIRS, "theirs", None),
+        (NEIGHBOUR, "ours", NEIGHBOUR),
+        (NEIGHBOUR, "ours/ppojob-leader", None),
+    ],
+)
+def test_only_a_lease_upon_which_it_depends_is_asked_for(
+    owner: OperatorStatus | None, wish: str | None, asked: OperatorStatus | None
+) -> None:
+    assert ownership.rival(job_of(World(), owner, wish), OURS) == asked
+
+
+def told(job: Job, other: OtherLease | None = ALIVE) -> str:
+    """Return what people are told of a job."""
+    event = ownership.judge(job, OURS, other, PATIENCE).told
+    assert event is not None
+    return event.message
+
+
+def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
+    job = job_of(World(), THEIRS)
+
+    assert told(job) == (
+        "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
+        "(ppojob-leader, version 2) leaves it alone: limit one of them by watchNamespace, uninstall it, or hand the "
+        "job over (ppojob.dev/operator)"
+    )
+    assert "leaves it alone, and may not look whether that one still runs: limit" in told(job, UNSEEN)
+    assert told(job, DEAD).endswith("version 3): its Lease has shown no sign of life for 120 s")
+    assert "gives the job to the operator in namespace theirs; the one in ours" in told(job_of(World(), OURS, "theirs"))
+
+
+def test_an_annotation_that_names_nobody_is_told_with_its_value_and_the_remedy() -> None:
+    job = job_of(World(), OURS, "Not a name")
+
+    assert told(job).startswith(
+        "metadata.annotations[ppojob.dev/operator]: 'Not a name': write the namespace of the operator that is to run"
+    )
+
+
+@pytest.mark.parametrize("is_going", [True, False])
+def test_a_job_that_is_over_or_going_is_not_written_for_its_owners_sake(is_going: bool) -> None:
+    world = World()
+    if not is_going:
+        world.run().wait(1).trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
+        assert world.verdict(Condition.FAILED)[0] == "True"
+    world.is_going = is_going
+
+    assert outcome(ownership.judge(job_of(world, None), OURS, None, PATIENCE)) == MINE
+    assert outcome(ownership.judge(job_of(world, THEIRS), OURS, ALIVE, PATIENCE)) == LEFT
+
+
+def take_over(world: World) -> None:
+    """Let the job be another operator's, and take it over."""
+    claim = ownership.judge(job_of(world, THEIRS), OURS, DEAD, PATIENCE)
+    assert claim.status is not None
+    # What the operator does not own stays.
+    world.status = {**world.status, **owned(claim.status)}
+    if claim.status.ray_cluster is None:
+        world.status.pop("rayCluster", None)
+
+
+def test_pods_that_wait_for_a_trainer_are_replaced_since_only_their_operator_can_send_one() -> None:
+    world = World()
+    world.settle()
+    before = world.cluster_name
+
+    take_over(world)
+    plan = world.look()
+
+    assert world.cluster_name != before
+    assert plan.delete_clusters == (before,)
+    assert [made["kind"] for made in plan.apply] == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
+    assert (world.status["attempt"], world.status["retries"]["total"]) == (1, 0)
+    assert world.status["operator"] == OURS.to_wire()
+
+
+def test_a_trainer_that_runs_goes_on_and_nothing_is_made_anew() -> None:
+    world = World().run()
+    before = world.cluster_name
+
+    take_over(world)
+    plan = world.wait(1).look()
+
+    assert (world.cluster_name, world.status["attempt"]) == (before, 0)
+    assert (plan.apply, plan.delete_clusters) == ((), ())
+
+
+def test_a_trainer_that_cannot_be_asked_and_reports_no_more_is_started_anew_elsewhere() -> None:
+    world = World().run()
+    before = world.cluster_name
+    take_over(world)
+    world.see(ray=Ray(problem="403 the token is of another operator"))
+
+    for _ in range(20):
+        world.wait(10).look()
+
+    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
+    assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
+    assert world.cluster_name != before
+
+
+def test_the_operator_stays_in_the_status_whatever_is_written() -> None:
+    world = World()
+    world.status = {"operator": OURS.to_wire()}
+
+    world.run()
+
+    assert world.status["operator"] == OURS.to_wire()
+    assert world.wait(1).look().status is None

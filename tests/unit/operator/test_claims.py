@@ -1,0 +1,225 @@
+"""Claims: a job is ours before anything is made for it, and of another operator's nothing is touched."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Reason
+from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.claims import Claims, own_identity
+from ppojob_operator.cluster import Cluster
+from ppojob_operator.plan import EventRecord, Job, Manifest
+from ppojob_operator.reconcile import read_job
+from ppojob_operator.settings import Settings
+from tests.unit.operator.reconcile.worlds import KEY, UID, spec
+
+OURS = own_identity(Settings(namespace="ours", lease_name="ppojob-leader"))
+THEIRS = OperatorStatus(namespace="theirs", lease="ppojob-leader", version="9")
+PATIENCE = 120.0
+
+
+class Lives:
+    """An API server with one job, another operator's Lease, and a clock."""
+
+    def __init__(self, owner: OperatorStatus | None = None, wish: str | None = None) -> None:
+        self.now = 0.0
+        held = {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "0"}
+        self.lease: Manifest | None = {"spec": held}
+        self.lease_error: Exception | None = None
+        self.event_error: Exception | None = None
+        self.is_there = True
+        self.status: dict[str, Any] = {} if owner is None else {"operator": owner.to_wire()}
+        self.annotations = {} if wish is None else {ANNOTATION_OPERATOR: wish}
+        self.writes: list[Mapping[str, Any]] = []
+        self.events: list[str] = []
+        self.lease_reads: list[tuple[str, str]] = []
+
+    @property
+    def job(self) -> Job:
+        metadata: dict[str, Any] = {"namespace": KEY.namespace, "name": KEY.name, "uid": UID, "generation": 1}
+        metadata["annotations"] = self.annotations
+        return read_job({"metadata": metadata, "spec": spec(), "status": self.status})
+
+    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
+        self.lease_reads.append((namespace, name))
+        if self.lease_error is not None:
+            raise self.lease_error
+        return self.lease
+
+    async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
+        self.writes.append(status)
+        self.status = dict(status)
+        return self.is_there
+
+    async def emit(self, job: Job, event: EventRecord) -> None:
+        self.events.append(event.reason)
+        if self.event_error is not None:
+            raise self.event_error
+
+    def claims(self) -> Claims:
+        return Claims(self, OURS, PATIENCE, clock=lambda: self.now)  # type: ignore[arg-type]
+
+    def renew(self) -> None:
+        """Let the other operator show that it lives."""
+        assert self.lease is not None
+        self.lease = {"spec": {**self.lease["spec"], "renewTime": str(self.now)}}
+
+
+async def test_a_job_of_nobody_is_claimed_by_one_write_and_none_follow() -> None:
+    lives = Lives()
+    claims = lives.claims()
+
+    claimed = await claims.claim(lives.job)
+    assert claimed is not None
+    assert claimed.status.operator == OURS
+    for _ in range(9):
+        assert await claims.claim(lives.job) is not None
+
+    assert [status["operator"] for status in lives.writes] == [OURS.to_wire()]
+    assert (lives.lease_reads, lives.events, claims.num_left_alone) == ([], [], 0)
+
+
+async def test_a_job_of_another_operator_is_told_of_once_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    lives = Lives(THEIRS)
+    claims = lives.claims()
+
+    for _ in range(60):
+        lives.now += 5
+        lives.renew()
+        assert await claims.claim(lives.job) is None
+
+    assert (lives.writes, lives.events, claims.num_left_alone) == ([], [Reason.OTHER_OPERATOR], 1)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.message.count("is run by the operator in namespace theirs") for record in warnings] == [1]
+    assert len(lives.lease_reads) == 30, "at most every ten seconds"
+    claims.forget(KEY)
+    assert claims.num_left_alone == 0
+
+
+def given_back(lives: Lives) -> None:
+    lives.lease = {"spec": {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": "1"}}
+
+
+def missing(lives: Lives) -> None:
+    lives.lease = None
+
+
+def silent(lives: Lives) -> None:
+    pass
+
+
+@pytest.mark.parametrize("end", [given_back, missing, silent])
+async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end: Callable[[Lives], None]) -> None:
+    lives = Lives(THEIRS)
+    claims = lives.claims()
+    assert await claims.claim(lives.job) is None
+    end(lives)
+
+    lives.now += 20  # Whatever changed is seen here, and waited for from here on.
+    assert await claims.claim(lives.job) is None
+    lives.now += PATIENCE - 21
+    assert await claims.claim(lives.job) is None
+    lives.now += 21
+    assert await claims.claim(lives.job) is not None
+
+    assert lives.events == [Reason.OTHER_OPERATOR, Reason.TAKEN_OVER]
+    assert lives.status["operator"] == OURS.to_wire()
+    assert claims.num_left_alone == 0
+
+
+async def test_the_time_since_the_last_look_at_a_lease_is_no_silence_of_its_holder() -> None:
+    lives = Lives(THEIRS)
+    claims = Claims(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
+    lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
+
+    for _ in range(9):
+        assert await claims.claim(lives.job) is None
+        lives.now += 1
+    lives.now += 1
+
+    assert await claims.claim(lives.job) is not None
+
+
+async def test_where_the_lease_may_not_be_seen_a_job_is_not_taken_over_but_for_the_annotation() -> None:
+    lives = Lives(THEIRS)
+    claims = lives.claims()
+    lives.lease_error = ApiRefused("403 leases is forbidden")
+    for _ in range(9):
+        lives.now += 300
+        assert await claims.claim(lives.job) is None
+
+    lives.annotations = {ANNOTATION_OPERATOR: "ours"}
+
+    assert await claims.claim(lives.job) is not None
+    assert lives.status["operator"] == OURS.to_wire()
+
+
+async def test_an_api_server_that_does_not_answer_decides_nothing() -> None:
+    lives = Lives(THEIRS)
+    lives.lease_error = ApiUnavailable("503")
+
+    with pytest.raises(ApiUnavailable):
+        await lives.claims().claim(lives.job)
+
+    assert (lives.writes, lives.events) == ([], [])
+
+
+async def test_an_event_that_cannot_be_written_changes_nothing() -> None:
+    lives = Lives(THEIRS)
+    lives.event_error = ApiRefused("403 events is forbidden")
+    claims = lives.claims()
+
+    assert [await claims.claim(lives.job) for _ in range(3)] == [None] * 3
+    assert lives.events == [Reason.OTHER_OPERATOR]
+
+
+async def test_a_job_that_went_while_it_was_claimed_is_looked_at_again() -> None:
+    lives = Lives()
+    lives.is_there = False
+
+    with pytest.raises(ApiUnavailable, match="was deleted, or made anew, while it was being claimed"):
+        await lives.claims().claim(lives.job)
+
+
+class Server:
+    """An API server with one job, of which a status is written."""
+
+    def __init__(self, **status: Any) -> None:
+        self.current = {"metadata": {"uid": UID}, "status": status}
+        self.written: list[Mapping[str, Any]] = []
+
+    async def apply_status(self, namespace: str, name: str, uid: str, *, status_of: Any, manager: str) -> bool:
+        self.written.append(status_of(self.current))
+        return True
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_written"),
+    [(None, None, True), (OURS, OURS, True), (None, THEIRS, False), (OURS, THEIRS, False), (OURS, None, False)],
+)
+async def test_a_status_is_not_written_over_that_of_another_operator(
+    before: OperatorStatus | None, now: OperatorStatus | None, is_written: bool
+) -> None:
+    server = Server(**({} if now is None else {"operator": {**now.to_wire(), "version": "0"}}))
+    cluster = Cluster(server, reporter="pod-1")  # type: ignore[arg-type]
+
+    if is_written:
+        assert await cluster.write_status(Lives(before).job, {"phase": "Running"})
+    else:
+        with pytest.raises(ApiUnavailable, match="went to another operator while its status was being written"):
+            await cluster.write_status(Lives(before).job, {"phase": "Running"})
+
+    assert server.written == ([{"phase": "Running"}] if is_written else [])
+
+
+async def test_what_a_newer_operator_wrote_is_written_again_with_the_rest() -> None:
+    server = Server()
+    job = replace(Lives().job, unknown={"verdict": {"word": "new"}})
+
+    await Cluster(server, reporter="pod-1").write_status(job, {"phase": "Running"})  # type: ignore[arg-type]
+
+    assert server.written == [{"verdict": {"word": "new"}, "phase": "Running"}]

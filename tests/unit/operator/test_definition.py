@@ -1,0 +1,83 @@
+"""An operator says when it starts whether the definition in the cluster is older or newer than its own."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.schema import custom_resource_definition
+from ppojob_operator.api_server import Answer, ApiUnavailable
+from ppojob_operator.definition import say_differences
+
+KIND = {"group": "ppojob.dev", "version": "v1alpha1", "kind": "PPOJob"}
+
+
+class Server:
+    """An API server that publishes a schema."""
+
+    def __init__(self, schema: Any, status: int = 200, error: Exception | None = None) -> None:
+        listed = {"properties": {"items": {}}, "x-kubernetes-group-version-kind": [{**KIND, "kind": "PPOJobList"}]}
+        published = {**schema, "x-kubernetes-group-version-kind": [KIND]}
+        self.answer = Answer(status, {"components": {"schemas": {"list": listed, "job": published}}})
+        self.error = error
+
+    async def call(self, method: str, path: str) -> Answer:
+        assert (method, path) == ("GET", "/openapi/v3/apis/ppojob.dev/v1alpha1")
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+def own() -> Any:
+    """Return the schema of this version."""
+    [version] = custom_resource_definition()["spec"]["versions"]
+    return copy.deepcopy(version["schema"]["openAPIV3Schema"])
+
+
+async def said(server: Server, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """Return what is logged."""
+    caplog.set_level(logging.INFO)
+    await say_differences(server, "0.1.0")  # type: ignore[arg-type]
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+async def test_the_same_definition_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert await said(Server(own()), caplog) == []
+
+
+async def test_an_older_definition_is_named_with_what_it_lacks_and_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    schema = own()
+    del schema["properties"]["status"]["properties"]["operator"]
+    del schema["properties"]["spec"]["properties"]["pools"]["items"]["properties"]["minNodes"]
+
+    [(level, words)] = await said(Server(schema), caplog)
+
+    assert level == logging.ERROR
+    assert "older than this operator (0.1.0): it lacks spec.pools[].minNodes, status.operator, and no status" in words
+    assert "apply crds/ppojobs.ppojob.dev.yaml of this version" in words
+
+
+async def test_a_newer_definition_is_named_with_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    schema = own()
+    for number in range(7):
+        schema["properties"]["spec"]["properties"][f"new{number}"] = {"type": "string"}
+
+    [(level, words)] = await said(Server(schema), caplog)
+
+    assert level == logging.WARNING
+    assert "newer than this operator (0.1.0)" in words
+    assert "it has spec.new0, spec.new1, spec.new2, spec.new3, spec.new4 and 2 more; jobs whose spec has them" in words
+
+
+@pytest.mark.parametrize(
+    ("server", "num_lines"),
+    [(Server(own(), status=404), 0), (Server(own(), status=403), 0), (Server(own(), error=ApiUnavailable("503")), 1)],
+    ids=["none", "forbidden", "away"],
+)
+async def test_a_definition_that_cannot_be_read_stops_nobody(
+    server: Server, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = await said(server, caplog)
+
+    assert [level for level, _ in lines] == [logging.INFO] * num_lines
