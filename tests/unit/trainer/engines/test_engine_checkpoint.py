@@ -123,5 +123,5 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
     exported = dict(model.named_parameters())
     weights = engine.weights()
     for spec, tensor in zip(weights.specs(), weights.gather(), strict=True):
-        assert torch.equal(exported.pop(spec.name), tensor)
+        assert torch.equal(exported.pop(spec.name), tensor.bfloat16())
     assert not exported
