@@ -102,6 +102,7 @@ def _write_model(folder: Path, size: Size) -> None:
         **SHAPES[size.shape],
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _let_others_read(folder)
 
 
 def prepare_reward_model(folder: Path, size: Size) -> None:
@@ -117,7 +118,14 @@ def prepare_reward_model(folder: Path, size: Size) -> None:
     config = AutoConfig.from_pretrained(folder / "model", num_labels=1)
     config.pad_token_id = config.eos_token_id
     Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(target)
+    _let_others_read(target)
     (target / "finished").touch()
+
+
+def _let_others_read(folder: Path) -> None:
+    # safetensors writes 0600, and pods run as another user.
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)
 
 
 def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, device: str) -> dict[str, Any]:

@@ -161,8 +161,9 @@ def require_own_gpus(gpus: dict[str, list[str]]) -> None:
     Raises:
         ClusterError: names the pods and what they have.
     """
-    nodes = [[line for line in found if _GPU_NODE.fullmatch(line)] for found in gpus.values()]
-    if any(len(own) != 1 for own in nodes) or len({own[0] for own in nodes}) != len(nodes):
+    # Where the driver tells no ids, a GPU's node is its id, so a pod has said it twice.
+    nodes = [{line for line in found if _GPU_NODE.fullmatch(line)} for found in gpus.values()]
+    if any(len(own) != 1 for own in nodes) or len(set.union(*nodes)) != len(nodes):
         raise ClusterError(f"each pool's pod must have one GPU of its own, and they have: {gpus}")
 
 

@@ -228,6 +228,7 @@ def test_a_pod_gets_the_nodes_of_its_own_gpu_and_no_other(sockets: tuple[Path, l
 
 def test_pods_on_one_gpu_are_refused() -> None:
     comparison.require_own_gpus({"a": ["GPU-a", "nvidia0"], "b": ["GPU-b", "nvidia1"]})
+    comparison.require_own_gpus({"a": ["nvidia0", "nvidia0"], "b": ["nvidia1", "nvidia1"]})
     with pytest.raises(ClusterError, match="one GPU of its own"):
         comparison.require_own_gpus({"a": ["GPU-a", "nvidia0"], "b": ["GPU-a", "nvidia0"]})
     with pytest.raises(ClusterError, match="one GPU of its own"):

@@ -49,7 +49,7 @@ class WeightSource(Protocol):
         ...
 
     def gather(self) -> Iterator[Tensor]:
-        """Yield each parameter whole. Collective: every rank goes through to the end."""
+        """Yield each parameter whole; the next one takes its place. Collective: every rank goes to the end."""
         ...
 
 

@@ -118,6 +118,8 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
     engine.export(tmp_path / "export")
     names = {file.name for file in (tmp_path / "export").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    # Who serves it may be another user.
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "export").iterdir())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert model.dtype == torch.bfloat16
     exported = dict(model.named_parameters())

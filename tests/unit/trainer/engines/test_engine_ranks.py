@@ -95,7 +95,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)
     policy.load(out / "checkpoint")
-    weights = [tensor.float() for tensor in policy.weights().gather()]
+    weights = [tensor.float().clone() for tensor in policy.weights().gather()]
     torch.testing.assert_close(weights, of_two[0]["weights"], atol=0, rtol=0)
     resumed = policy.update(two_ranks.whole_batch())
     assert resumed == pytest.approx(of_two[0]["second"], rel=1e-4, abs=1e-5)

@@ -141,6 +141,9 @@ def export(
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in merge_all(language_model, full).items()}
         language_model.save_pretrained(folder, state_dict=weights)
         _write_config(language_model, folder)
+        for file in folder.rglob("*.safetensors"):
+            # safetensors writes 0600, and who serves the model may be another user.
+            file.chmod(0o644)
     parallel.barrier()
 
 

@@ -1,16 +1,20 @@
 """A sharded model's parameters, whole and under HuggingFace's names: `WeightSource` for a weight transfer.
 
-Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. Adapters are
-merged into the weights that they belong to, in float32, so the rollout engine knows nothing of them.
+Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. A decoder
+layer is gathered at once by FSDP itself, as for its forward pass: a message for each of its parameters costs more than
+their bytes. Adapters are merged into the weights that they belong to, in float32, so the rollout engine knows nothing
+of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.fsdp.lora import adapter_of, is_adapter, merge
@@ -41,20 +45,46 @@ class ShardedWeights:
 
     @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
-        """Yield each parameter whole, on the device. Collective."""
+        """See `WeightSource`. They are on the device."""
+        layers = self._layers()
+        names = (name for name, _ in self._parameters())
         with self._on_device():
-            for name, parameter in self._parameters():
-                layer = adapter_of(self._language_model, name)
-                if layer is None:
-                    yield _whole(parameter.detach().to(self._dtype))
-                else:
-                    weight, down, up = (_whole(part.detach()) for part in (parameter, layer.lora_A, layer.lora_B))
-                    yield merge(weight, down, up, layer.factor).to(self._dtype)
+            for layer, group in groupby(names, layers.get):
+                with nullcontext() if layer is None else _unsharded(layer):
+                    yield from map(self._whole, group)
+
+    def _whole(self, name: str) -> Tensor:
+        parameter = self._language_model.get_parameter(name).detach()
+        adapted = adapter_of(self._language_model, name)
+        if adapted is None:
+            return _full(parameter.to(self._dtype))
+        weight, down, up = (_full(part.detach()) for part in (parameter, adapted.lora_A, adapted.lora_B))
+        return merge(weight, down, up, adapted.factor).to(self._dtype)
+
+    def _layers(self) -> dict[str, FSDPModule]:
+        """Return which layer to gather for a parameter; not those with adapters, which FSDP would round."""
+        found: dict[str, FSDPModule] = {}
+        for prefix, module in self._language_model.named_modules():
+            if isinstance(module, FSDPModule):
+                names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+                if not any(map(is_adapter, names)):
+                    found |= dict.fromkeys(names, module)
+        return found
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        named = self._language_model.named_parameters()
+        # A list, because gathering a layer puts other parameters in the place of its shards.
+        named = list(self._language_model.named_parameters())
         return ((name, parameter) for name, parameter in named if not is_adapter(name))
 
 
-def _whole(shard: Tensor) -> Tensor:
+@contextmanager
+def _unsharded(layer: FSDPModule) -> Iterator[None]:
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+def _full(shard: Tensor) -> Tensor:
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
