@@ -1,8 +1,9 @@
 """The side of vLLM's worker process: it receives weights. vLLM mixes this class into its worker.
 
 Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, because vLLM refuses an extension that
-hides a method of the worker. It loads by `reload_weights`, which knows how vLLM laid a weight out (on the CPU it keeps
-only packed copies, and `load_weights` finds empty parameters) and keeps addresses, so that CUDA graphs stay valid.
+hides a method of the worker. Where vLLM keeps weights as checkpoints have them they are copied into their places.
+Elsewhere it loads by `reload_weights`, ten times as slow, which knows how vLLM laid a weight out (on the CPU it keeps
+only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
@@ -38,7 +43,10 @@ class WeightReceiverExtension:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
         stream = self.ppojob_receiver.begin(version)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self.model_runner.reload_weights(weights_iterator=iter(stream))
+            if self.device.type == "cuda" and keeps_weights_as_they_come(self.model_runner.get_model()):
+                self.model_runner.get_model().load_weights(iter(stream))
+            else:
+                self.model_runner.reload_weights(weights_iterator=iter(stream))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return asdict(stream.receipt())
@@ -48,3 +56,13 @@ class WeightReceiverExtension:
         receiver = self.__dict__.pop("ppojob_receiver", None)
         if receiver is not None:
             receiver.close()
+
+
+def keeps_weights_as_they_come(model: nn.Module) -> bool:
+    """Whether vLLM on CUDA does nothing to a model's weights after loading: no quantization, no experts, no MLA."""
+    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return all(
+        type(getattr(module, "quant_method", None)) in plain
+        and (type(module) is Attention or not hasattr(module, "process_weights_after_loading"))
+        for module in model.modules()
+    )
