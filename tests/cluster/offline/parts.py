@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 from tests.cluster import binaries, system_packages
@@ -152,6 +153,11 @@ def copy_sources(project: Path, top: Path) -> None:
     for name in _SOURCES:
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         shutil.copytree(project / name, top / "source" / name, ignore=ignored)
+    # The operator asks for its own version, as the packages do that are installed.
+    own = distribution("ppojob")
+    about = top / "source" / "operator" / f"ppojob-{own.version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(own.read_text("METADATA") or "")
     # A package of some wheel may be called `tests` too; a plain folder of that name would lose to it.
     (top / "source" / "tests" / "__init__.py").touch()
     shutil.copy2(Path(__file__).with_name("start.sh"), top)

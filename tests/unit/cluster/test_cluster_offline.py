@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def test_the_parts_are_joined_by_their_own_script(tmp_path: Path, is_quick: bool
     assert (there / "start.sh").stat().st_mode & 0o100
     assert (there / "source/charts/ppojob/Chart.yaml").read_text() == (PROJECT / "charts/ppojob/Chart.yaml").read_text()
     assert (there / "source/tests/__init__.py").is_file()
+    # Nothing is installed there, and the operator says which version it is.
+    assert [found.name for found in distributions(path=[str(there / "source/operator")])] == ["ppojob"]
 
 
 def test_libraries_travel_but_the_c_library_does_not() -> None:

@@ -65,10 +65,9 @@ class ShardedWeights:
         """Return which layer to gather for a parameter; not those with adapters, which FSDP would round."""
         found: dict[str, FSDPModule] = {}
         for prefix, module in self._language_model.named_modules():
-            if isinstance(module, FSDPModule):
-                names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-                if not any(map(is_adapter, names)):
-                    found |= dict.fromkeys(names, module)
+            names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+            if isinstance(module, FSDPModule) and not any(map(is_adapter, names)):
+                found |= dict.fromkeys(names, module)
         return found
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
