@@ -30,7 +30,7 @@ def compare(
     shape: Annotated[str, typer.Option(help="The workload's model: 0.5B, 1.5B or tiny.")] = "0.5B",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     steps: Annotated[int, typer.Option(min=5, help="Steps of each run.")] = 10,
-    limit: Annotated[int, typer.Option(min=30, help="Seconds that each of the two runs may take.")] = 210,
+    limit: Annotated[int, typer.Option(min=30, help="Seconds that each of the two runs may take.")] = 300,
 ) -> None:
     """Start the cluster, run workload W in it and outside, print the two step times; the cluster stays."""
     machine = Machine(PACK, site, devices)

@@ -4,7 +4,7 @@
 # As root. From the environment:
 #   PYTHON  an interpreter with torch, grpcio, httpx, rich, typer and PyYAML (default: python3 of PATH)
 #   OUT     a folder for what was printed, the result, and all logs in one archive (default: none)
-#   LIMIT   seconds after which the command is ended (default: 540)
+#   LIMIT   seconds after which the command is ended (default: 900)
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # The carried runtime comes first, so that its parts fit together; the carried `ip` last, for machines without one.
@@ -16,7 +16,7 @@ export PYTHONUNBUFFERED=1
 # Pods inherit the container runtime's limit of open files, and Ray needs many.
 ulimit -n 1048576 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 mkdir -p "$here/output"
-timeout --kill-after=20 "${LIMIT:-540}" "${PYTHON:-python3}" -P -m tests.cluster.offline "$@" 2>&1 |
+timeout --kill-after=20 "${LIMIT:-900}" "${PYTHON:-python3}" -P -m tests.cluster.offline "$@" 2>&1 |
   tee "$here/output/printed.txt"
 code=${PIPESTATUS[0]}
 if [ -n "${OUT:-}" ]; then
