@@ -75,9 +75,12 @@ class Monitor:
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
         self._leaving = LeavingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
 
-    def start(self) -> None:
-        """Begin to report."""
+    def start(self, resume_step: int | None = None) -> None:
+        """Begin to report; `resume_step` is that of the checkpoint that the run will go on from."""
         self._leaving.forget()
+        if resume_step is not None:
+            # While the processes start and load, the job stands where it stood, and not at step 0.
+            self._progress.restore(read_metrics(self._files.metrics), step=resume_step)
         if self._reporter is not None:
             self._reporter.start()
         self._report()

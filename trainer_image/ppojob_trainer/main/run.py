@@ -68,8 +68,11 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         check_installed(job.spec.telemetry.trackers)
         store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
         store.claim()
+        # Looked for before anything starts: a broken one costs no GPU time.
+        found = store.resume_point(job.spec.checkpoint.resume, job.spec.checkpoint.resume_from)
+        resume_step = None if found is None else found.step
         with connected(job.spec):
-            return asyncio.run(_Attempt(job, attempt, files, store, stop).run())
+            return asyncio.run(_Attempt(job, attempt, files, store, stop, resume_step).run())
     except Exception as error:
         raise JobFailedError(failure_record(error)) from error
 
@@ -78,12 +81,19 @@ class _Attempt:
     """One attempt, inside an event loop."""
 
     def __init__(
-        self, job: JobFile, attempt: int, files: RunFiles, store: CheckpointStore, stop: threading.Event
+        self,
+        job: JobFile,
+        attempt: int,
+        files: RunFiles,
+        store: CheckpointStore,
+        stop: threading.Event,
+        resume_step: int | None,
     ) -> None:
         self._job = job
         self._attempt = attempt
         self._files = files
         self._store = store
+        self._resume_step = resume_step
         self._monitor = Monitor(job, attempt, files, stop)
         self._pools: dict[str, PlacedPool] = {}
         self._groups: Groups | None = None
@@ -92,7 +102,7 @@ class _Attempt:
         self._phases = Phases(pools_of_phases(job.spec), limit_s, self._trace)
 
     async def run(self) -> Outcome:
-        self._monitor.start()
+        self._monitor.start(self._resume_step)
         watch = asyncio.create_task(self._monitor.watch())
         try:
             if not await self._unless_stopped(self._start(), watch):

@@ -92,6 +92,17 @@ def test_what_does_not_change_is_in_the_first_record_only(tmp_path: Path, report
     assert [line.get("comm_transport/actor/P2P_CUMEM") for line in lines] == [2.0, None]
 
 
+def test_until_it_goes_on_a_run_stands_where_its_checkpoint_is(tmp_path: Path, reporter: FakeReporter) -> None:
+    before = monitor_of(tmp_path, threading.Event())
+    for step in (1, 2, 3):
+        before.record(step, {"critic/score/mean": step / 4})
+    before.close()
+
+    monitor_of(tmp_path, threading.Event()).start(2)
+
+    assert (reporter.reports[-1].step, reporter.reports[-1].reward) == (2, 0.5)
+
+
 async def test_a_signal_stops_the_run(tmp_path: Path, reporter: FakeReporter) -> None:
     stop = threading.Event()
     monitor = monitor_of(tmp_path, stop)
