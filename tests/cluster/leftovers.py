@@ -3,8 +3,9 @@
 After a kill -9 of everything there remain: the containers' processes and shims, overlay and tmpfs mounts, network
 namespaces, the bridge, hundreds of iptables rules, and `kubepods` cgroups. Each is found by a mark that only this
 cluster leaves (its socket, its folders, its CNI network's name), and ended or removed one by one. It refuses to guess:
-what has no such mark stays. The `kubepods` cgroups and the KUBE- chains are the kubelet's and kube-proxy's own names;
-a machine has room for only one kubelet (port 10250), and `up` refuses to start where another one listens.
+what has no such mark stays. The `kubepods` cgroups, the notes of devices and the KUBE- chains are the kubelet's and
+kube-proxy's own names; a machine has room for only one kubelet (port 10250), and `up` refuses to start where another
+one listens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 CNI_RESULTS = Path("/var/lib/cni/results")
 MOUNTS = Path("/proc/self/mountinfo")
 SHIM = "containerd-shim-runc-v2"
+# Which devices pods have; wherever a kubelet's other files are, it is here. The next one would count those devices as
+# its node's, and none of them as there.
+DEVICE_NOTES = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
 
 
 def clear(layout: Layout) -> list[str]:
@@ -45,6 +49,7 @@ def clear(layout: Layout) -> list[str]:
         "bridge": _remove_bridge(),
         "iptables rules": remove_cluster_rules(),
         "cgroups": _remove_cgroups(),
+        "notes of devices": _remove_device_notes(),
     }
     for folder in (layout.runtime, layout.kubelet):
         remove_tree(folder)
@@ -150,6 +155,12 @@ def _namespaces_of(record: Path) -> set[Path]:
         interfaces = json.loads(record.read_text())["result"]["interfaces"]
         return {Path(interface["sandbox"]) for interface in interfaces if interface.get("sandbox")}
     return set()
+
+
+def _remove_device_notes() -> int:
+    found = DEVICE_NOTES.is_file()
+    DEVICE_NOTES.unlink(missing_ok=True)
+    return int(found)
 
 
 def _remove_bridge() -> int:

@@ -59,3 +59,13 @@ def test_network_namespaces_are_those_of_our_network(tmp_path: Path, monkeypatch
 def test_no_process_of_this_machine_is_a_shim_of_a_cluster_that_never_ran(tmp_path: Path) -> None:
     layout = Layout(cache=tmp_path, state=tmp_path, runtime=tmp_path / "run")
     assert leftovers.shims(layout) == []
+
+
+def test_what_a_kubelet_noted_of_devices_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    notes = tmp_path / "kubelet_internal_checkpoint"
+    monkeypatch.setattr(leftovers, "DEVICE_NOTES", notes)
+    notes.touch()
+
+    assert leftovers._remove_device_notes() == 1
+    assert leftovers._remove_device_notes() == 0
+    assert not notes.exists()
