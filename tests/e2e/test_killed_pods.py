@@ -98,7 +98,7 @@ def test_the_loss_is_named_and_is_not_the_users(recoveries: dict[str, Recovery],
     assert status["lastFailure"]["attempt"] == status["attempt"] - 1
     assert status["lastFailure"]["reason"] in REASONS[victim]
     # With the head its logs are out of the operator's reach; they stay in the storage.
-    assert status["lastFailure"]["logTail"] or victim == "head"
+    assert victim == "head" or status["lastFailure"]["logTail"]
 
 
 def test_only_the_loss_of_the_head_costs_the_raycluster(recoveries: dict[str, Recovery]) -> None:
