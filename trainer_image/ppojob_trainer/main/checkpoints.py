@@ -40,21 +40,24 @@ class JobCheckpoints:
         files: RunFiles,
         spec: PPOJobSpec,
         attempt: int,
+        found: Checkpoint | None,
     ) -> None:
+        """`found` is what the run goes on from: the store's `resume_point`."""
         self._store = store
         self._groups = groups
         self._files = files
         self._settings = spec.checkpoint
         self._limit_s = float(spec.trainer.phase_timeout_seconds)
         self._attempt = attempt
+        self._found = found
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
         """See `CheckpointPort`.
 
         Raises:
-            CheckpointUnreadableError: there is one, and it cannot be read.
+            CheckpointUnreadableError: there is one, and it cannot be read into the models.
         """
-        found = await asyncio.to_thread(self._store.resume_point, self._settings.resume, self._settings.resume_from)
+        found = self._found
         if found is None:
             return None
         try:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
-from ppojob_trainer.checkpoints import CheckpointStore, open_store
+from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, open_store
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
@@ -70,9 +70,8 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         store.claim()
         # Looked for before anything starts: a broken one costs no GPU time.
         found = store.resume_point(job.spec.checkpoint.resume, job.spec.checkpoint.resume_from)
-        resume_step = None if found is None else found.step
         with connected(job.spec):
-            return asyncio.run(_Attempt(job, attempt, files, store, stop, resume_step).run())
+            return asyncio.run(_Attempt(job, attempt, files, store, stop, found).run())
     except Exception as error:
         raise JobFailedError(failure_record(error)) from error
 
@@ -87,13 +86,13 @@ class _Attempt:
         files: RunFiles,
         store: CheckpointStore,
         stop: threading.Event,
-        resume_step: int | None,
+        found: Checkpoint | None,
     ) -> None:
         self._job = job
         self._attempt = attempt
         self._files = files
         self._store = store
-        self._resume_step = resume_step
+        self._found = found
         self._monitor = Monitor(job, attempt, files, stop)
         self._pools: dict[str, PlacedPool] = {}
         self._groups: Groups | None = None
@@ -102,7 +101,7 @@ class _Attempt:
         self._phases = Phases(pools_of_phases(job.spec), limit_s, self._trace)
 
     async def run(self) -> Outcome:
-        self._monitor.start(self._resume_step)
+        self._monitor.start(None if self._found is None else self._found.step)
         watch = asyncio.create_task(self._monitor.watch())
         try:
             if not await self._unless_stopped(self._start(), watch):
@@ -156,7 +155,7 @@ class _Attempt:
             is_one_update=is_one_update(spec),
         )
         ppo = PPO(ports, schedule, phases, settings, kl)
-        saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt)
+        saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt, self._found)
         loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(spec))
         return await loop.run()
 

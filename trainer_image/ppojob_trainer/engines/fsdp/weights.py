@@ -37,6 +37,7 @@ class ShardedWeights:
             on_device: makes sure that the parameters are on the device while they are gathered.
         """
         self._language_model, self._dtype, self._on_device = language_model, dtype, on_device
+        self._layers = _layers(language_model)
 
     def specs(self) -> list[TensorSpec]:
         """Return the parameters in the order of `gather`."""
@@ -46,10 +47,9 @@ class ShardedWeights:
     @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
-        layers = self._layers()
         names = (name for name, _ in self._parameters())
         with self._on_device():
-            for layer, group in groupby(names, layers.get):
+            for layer, group in groupby(names, self._layers.get):
                 with nullcontext() if layer is None else _unsharded(layer):
                     yield from map(self._whole, group)
 
@@ -61,19 +61,20 @@ class ShardedWeights:
         weight, down, up = (_full(part.detach()) for part in (parameter, adapted.lora_A, adapted.lora_B))
         return merge(weight, down, up, adapted.factor).to(self._dtype)
 
-    def _layers(self) -> dict[str, FSDPModule]:
-        """Return which layer to gather for a parameter; not those with adapters, which FSDP would round."""
-        found: dict[str, FSDPModule] = {}
-        for prefix, module in self._language_model.named_modules():
-            names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-            if isinstance(module, FSDPModule) and not any(map(is_adapter, names)):
-                found |= dict.fromkeys(names, module)
-        return found
-
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         # A list, because gathering a layer puts other parameters in the place of its shards.
         named = list(self._language_model.named_parameters())
         return ((name, parameter) for name, parameter in named if not is_adapter(name))
+
+
+def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
+    """Return which layer to gather for a parameter; not those with adapters, which FSDP would round."""
+    found: dict[str, FSDPModule] = {}
+    for prefix, module in language_model.named_modules():
+        names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+        if isinstance(module, FSDPModule) and not any(map(is_adapter, names)):
+            found |= dict.fromkeys(names, module)
+    return found
 
 
 @contextmanager
