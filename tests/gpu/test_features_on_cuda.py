@@ -24,6 +24,7 @@ from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.network import free_port
@@ -191,6 +192,44 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     assert seen["checkpointing, LoRA"].idle < weights / 2 + 200
     assert seen["checkpointing, LoRA"].peak < plain.peak - weights
     assert seen["checkpointing, LoRA, all offloads"].idle < 200
+
+
+def make_engine(parallel: DataParallel, path: Path, **settings: Any) -> PolicyEngine:
+    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
+    return PolicyEngine(parallel, ActorModel(path=str(path), **settings), training, KL(), total_steps=STEPS)
+
+
+def test_after_a_rehearsal_a_step_compiles_nothing(parallel: DataParallel, model_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    _forget()
+    counters.clear()
+    engine, batch = make_engine(parallel, model_path, compile=True), make_batch()
+    engine.rehearse(PROMPT, RESPONSE)
+    rehearsed = counters["stats"]["unique_graphs"]
+    assert rehearsed > 0
+    engine.update(batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])))
+    assert counters["stats"]["unique_graphs"] == rehearsed
+
+
+def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(
+    parallel: DataParallel, model_path: Path, tmp_path: Path
+) -> None:
+    saved, resumed = make_engine(parallel, model_path, offload=BOTH), make_engine(parallel, model_path)
+    batch = make_batch()
+    saved.update(batch)
+    idle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    saves = BackgroundSaves()
+    saved.save(tmp_path / "waited-for")
+    saved.save(tmp_path / "background", saves)
+    assert torch.cuda.max_memory_allocated() - idle < 10 * MIB
+    while not saves.is_done():
+        time.sleep(0.01)
+    expected = [tensor.clone() for tensor in saved.weights().gather()]
+    for name in ("waited-for", "background"):
+        resumed.load(tmp_path / name)
+        assert all(torch.equal(*pair) for pair in zip(resumed.weights().gather(), expected, strict=True))
 
 
 def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: DataParallel, tmp_path: Path) -> None:

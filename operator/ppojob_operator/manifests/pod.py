@@ -5,12 +5,14 @@ Restricted pod security throughout: no root, no privileges, no token of the API 
 with which the trainer reports, because the driver runs there.
 """
 
+from pathlib import PurePosixPath
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.pools import Head, Pool, Spread
 from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.quantity import times
@@ -23,6 +25,9 @@ _STORAGE = "storage"
 _CONFIG = "ppojob-config"
 _TOKEN = "ppojob-token"
 _SHARED_MEMORY = "shared-memory"
+
+_CACHE = ".ppojob-cache"
+_CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 _LOST_NODE_SECONDS = 60
 _RAYS_OWN_END_SECONDS = 30
@@ -54,6 +59,7 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
     """Return the pod template of a pool, without the user's own. `spec` is resolved."""
     gpus, each = pool.gpus_per_node, pool.resources_per_gpu
     container = _container(naming.WORKER_CONTAINER, spec)
+    _add_caches(container, spec)
     _add_network(container, pool.network)
     extended = {pool.gpu_resource_name: str(gpus)} if pool.gpu_resource_name else {}
     if pool.network.rdma is not None:
@@ -119,6 +125,21 @@ def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
     if spec.env_from:
         container["envFrom"] = list(spec.env_from)
     return container
+
+
+def _add_caches(container: dict[str, Any], spec: PPOJobSpec) -> None:
+    """Keep what vLLM, Inductor and Triton compile in the storage, for the job's next attempt and for other jobs.
+
+    Their entries carry versions and GPU type in their names and are put in place at once, so pods can share them. A
+    variable of the user's own wins: a folder on the node's disk is faster, and some file systems have no locks.
+    """
+    if spec.device is not Device.CUDA:
+        return
+    root = PurePosixPath(spec.storage.mount_path) / _CACHE
+    given = {variable["name"] for variable in container["env"]}
+    container["env"] += [
+        {"name": name, "value": str(root / folder)} for name, folder in _CACHES.items() if name not in given
+    ]
 
 
 def _hold(spec: PPOJobSpec) -> list[str]:

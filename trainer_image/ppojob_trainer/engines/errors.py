@@ -70,6 +70,10 @@ class RolloutError(EngineError):
     """The rollout engine refused a request or failed at it."""
 
 
+class RolloutMemoryError(RolloutError):
+    """The rollout engine found too little memory on its GPU; the message is vLLM's own."""
+
+
 class GenerationTimeoutError(RolloutError):
     """Generation did not end in time; the message says how many sequences were left."""
 

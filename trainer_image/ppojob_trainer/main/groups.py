@@ -1,7 +1,7 @@
 """Starts the worker groups of a job and makes them ready: processes, checks, models, the way of the weights.
 
 Called by `run`, once. Paths, data and the reward function are checked before FSDP loads a model, in the processes that
-will use them, so that a typo costs seconds; the rollout's engine, which takes longest, starts meanwhile.
+will use them, so that a typo costs seconds; the rollout's engine, which takes longest, loads its libraries meanwhile.
 """
 
 from __future__ import annotations
@@ -111,18 +111,22 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     custom = tuple(
         user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
     )
+    critic = CriticGroup(on_gpus("critic", CriticWorker), spec) if "critic" in where else None
+    model_scores = ModelScores(on_gpus("reward_model", RewardModelWorker)) if "reward_model" in where else None
+    models = {"actor": actor, "critic": critic, "ref": ref, "reward_model": model_scores}
+    neighbours = [
+        model.group
+        for role, model in models.items()
+        if model is not None and not isinstance(model, AdaptersOff) and where[role] is where["rollout"]
+    ]
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
-        reward=RewardGroup(
-            _reward_function(launcher, spec, where["reward"]),
-            ModelScores(on_gpus("reward_model", RewardModelWorker)) if "reward_model" in where else None,
-            spec,
-        ),
+        reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
         rollout=rollout,
         actor=actor,
-        critic=CriticGroup(on_gpus("critic", CriticWorker), spec) if "critic" in where else None,
+        critic=critic,
         ref=ref,
-        weights=WeightsGroup(actor.group, rollout, spec),
+        weights=WeightsGroup(actor.group, rollout, spec, neighbours),
         custom=custom,
         hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
     )
@@ -157,8 +161,9 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         PhaseTimeoutError: a check or a load took too long; names it and its role.
         WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
     """
-    # vLLM takes longest by far, and its own processes are enough for it to begin.
-    rollout = asyncio.create_task(_load_rollout(groups.rollout, phases), name="load rollout")
+    # vLLM takes longest by far, most of it for its libraries, and its own processes are enough for it to begin.
+    is_free = asyncio.Event()
+    rollout = asyncio.create_task(_load_rollout(groups.rollout, phases, is_free), name="load rollout")
     try:
         # Not the rollout's: while it loads they answer nothing else.
         await wait_until_up([group for group in groups.all() if group not in groups.rollout.groups])
@@ -168,7 +173,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         if spec.device is Device.CUDA:
             await _check_memory(groups, spec, phases)
         logger.info("model paths, data and reward are in order; loading the models")
-        joined = await _load_all(groups, spec, phases, rollout)
+        joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free), rollout)
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -179,8 +184,11 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
     return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
 
 
-async def _load_rollout(rollout: RolloutGroup, phases: Phases) -> None:
+async def _load_rollout(rollout: RolloutGroup, phases: Phases, is_free: asyncio.Event) -> None:
+    """Start the engines, which wait until the GPUs that they share `is_free`."""
     await wait_until_up(rollout.groups)
+    await rollout.begin_load()
+    await is_free.wait()
     await phases.run(Phase.LOAD, "rollout", 0, rollout.load())
 
 
@@ -207,10 +215,14 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     check_memory(spec, dict(zip(sized, found, strict=True)))
 
 
-async def _load_all(
-    groups: Groups, spec: PPOJobSpec, phases: Phases, rollout: asyncio.Task[None]
+async def _load_models(
+    groups: Groups, spec: PPOJobSpec, phases: Phases, is_free: asyncio.Event
 ) -> dict[str, list[Transports]]:
-    """Load all models; return over what the ranks of each role send to each other."""
+    """Load all models but the rollout's; return over what the ranks of each role send to each other.
+
+    vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile: `is_free` is
+    set when those who share it are ready.
+    """
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load)
@@ -218,16 +230,15 @@ async def _load_all(
         loads["ref"] = (groups.own_ref.group, RefWorker.load)
     if groups.reward.model is not None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
+    loading = {
+        role: asyncio.create_task(phases.run(Phase.LOAD, role, 0, _load(*load)), name=f"load {role}")
+        for role, load in loads.items()
+    }
     pool_of = pools_of_roles(spec)
-
-    async def load(role: str) -> list[Transports]:
-        if spec.device is Device.CUDA and pool_of[role] == pool_of["rollout"]:
-            # vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile.
-            await rollout
-        return await phases.run(Phase.LOAD, role, 0, _load(*loads[role]))
-
-    loading = {role: asyncio.create_task(load(role), name=f"load {role}") for role in loads}
-    await asyncio.gather(rollout, *loading.values())
+    if spec.device is Device.CUDA:
+        await asyncio.gather(*(task for role, task in loading.items() if pool_of[role] == pool_of["rollout"]))
+    is_free.set()
+    await asyncio.gather(*loading.values())
     return {role: task.result() for role, task in loading.items()}
 
 

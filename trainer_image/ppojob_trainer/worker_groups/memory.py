@@ -1,7 +1,7 @@
 """A role that ran out of memory: whose memory it was, when, and which settings take less of it.
 
-Called by `futures`. Three can say that memory is short: torch (of a GPU, or of the process), Python, and Ray, which
-ends a process before its node is full. The settings are named as the user writes them.
+Called by `futures`. Four can say that memory is short: torch (of a GPU, or of the process), vLLM, Python, and Ray,
+which ends a process before its node is full. The settings are named as the user writes them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
+from ppojob_trainer.engines.errors import RolloutMemoryError
 from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
 
 __all__ = ["explain_memory"]
@@ -20,6 +21,7 @@ _SENTENCE_ENDS = re.compile(r"(?<=[.!])\s")
 _NUM_SENTENCES = 3
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _MORE_ROOM_ON_A_GPU = "rollout.gpuMemoryUtilization where vLLM is on the same GPU"
+_LESS_OF_A_GPU = "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens"
 _MORE_ROOM_ON_A_NODE = "give the pool more memory (resourcesPerGPU.memory)"
 
 LESS_OF = {
@@ -46,6 +48,9 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
         # Without `lower` the role is of the user's own, and only making room is left.
         room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
         return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({_beginning(error)}): {lower}{room}")
+    if isinstance(error, RolloutMemoryError):
+        said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"
+        return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout a pool of its own")
     if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
         said = f"{who} ran out of memory during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")

@@ -299,6 +299,19 @@ def test_pods_are_spread_as_asked(make_spec: MakeSpec) -> None:
     assert term["labelSelector"]["matchLabels"] == {"ray.io/cluster": "job-12345", "ppojob.dev/pool": "actor"}
 
 
+def test_what_is_compiled_for_a_gpu_is_kept_in_the_storage_unless_the_user_says_where(make_spec: MakeSpec) -> None:
+    def variables(**fields: Any) -> dict[str, str]:
+        (ray,) = pod(make_spec(**fields))["containers"]
+        return {variable["name"]: variable["value"] for variable in ray["env"]}
+
+    storage = {"persistentVolumeClaim": "c", "mountPath": "/mnt/shared"}
+    own = variables(storage=storage, env=[{"name": "TRITON_CACHE_DIR", "value": "/tmp/triton"}])
+    assert own["VLLM_CACHE_ROOT"] == "/mnt/shared/.ppojob-cache/vllm"
+    assert own["TORCHINDUCTOR_CACHE_DIR"] == "/mnt/shared/.ppojob-cache/inductor"
+    assert own["TRITON_CACHE_DIR"] == "/tmp/triton"
+    assert not [name for name in variables(device="cpu") if "CACHE" in name]
+
+
 def test_the_hosts_network_brings_its_own_dns_policy(make_spec: MakeSpec) -> None:
     found = pod(one_pool(make_spec, network={"hostNetwork": True}))
 
@@ -327,13 +340,14 @@ def test_a_pools_network_sets_its_own_pods_variables_over_the_jobs(make_spec: Ma
         for index in range(2)
     )
 
-    assert own == {
+    caches = {name: value for name, value in own.items() if "_CACHE_" in name}
+    assert own == caches | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "NCCL_SOCKET_IFNAME": "=eth1",
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_IB_HCA": "mlx5_0",
     }
-    assert other == {"RAY_USAGE_STATS_ENABLED": "0", "NCCL_IB_HCA": "mlx5_7"}
+    assert other == caches | {"RAY_USAGE_STATS_ENABLED": "0", "NCCL_IB_HCA": "mlx5_7"}
 
 
 def test_labels_name_job_and_pool(make_spec: MakeSpec) -> None:

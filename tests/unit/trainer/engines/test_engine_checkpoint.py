@@ -46,6 +46,17 @@ def test_an_update_after_loading_equals_the_one_after_saving(
     assert torch.equal(*log_probs)
 
 
+def test_a_save_before_the_first_update_changes_nothing(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+) -> None:
+    plain, saved, resumed = (make_policy(parallel, model_path) for _ in range(3))
+    saved.save(tmp_path / "step-0")
+    resumed.load(tmp_path / "step-0")
+    expected = plain.update(batch)
+    assert saved.update(batch) == expected
+    assert resumed.update(batch) == expected
+
+
 def test_a_save_in_the_background_holds_the_models_of_its_start(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:

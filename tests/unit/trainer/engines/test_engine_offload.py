@@ -68,6 +68,31 @@ def test_what_is_offloaded_is_away_between_the_phases_and_the_same_in_them(
     assert resumed.update(batch) == away.update(batch)
 
 
+def test_a_checkpoint_of_what_is_away_needs_no_room_on_the_device(
+    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away, plain = make_policy(parallel, model_path, offload=BOTH), make_policy(parallel, model_path)
+    away.save(tmp_path / "before-the-first-update")
+    assert plain.update(batch) == away.update(batch)
+
+    def refuse(_: object) -> None:
+        raise AssertionError("fetched")
+
+    background = BackgroundSaves()
+    with monkeypatch.context() as patch:
+        patch.setattr("ppojob_trainer.engines.fsdp.offload._Luggage.fetch", refuse)
+        away.save(tmp_path / "waited-for")
+        away.save(tmp_path / "background", background)
+    expected = plain.update(batch)
+    assert away.update(batch) == expected, "the next update must not be written into the last save"
+    while not background.is_done():
+        time.sleep(0.01)
+    for name in ("waited-for", "background"):
+        resumed = make_policy(parallel, model_path)
+        resumed.load(tmp_path / name)
+        assert resumed.update(batch) == expected
+
+
 def test_an_offloaded_run_goes_on_from_a_checkpoint(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:

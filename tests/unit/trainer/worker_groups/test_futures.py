@@ -10,6 +10,7 @@ import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
 from ppojob_api.v1alpha1.reference import field_reference
+from ppojob_trainer.engines.errors import RolloutMemoryError
 from ppojob_trainer.worker_groups import futures, memory
 from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.futures import Future, Origin
@@ -87,6 +88,15 @@ async def test_a_failure_is_told_with_role_rank_and_method(error: Exception, kin
         await future_of(answer(error))
 
     assert "\n" not in str(raised.value)
+
+
+def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
+    failure = memory.explain_memory(RolloutMemoryError("CUDA out of memory. Tried to"), "rollout", 1, "wake")
+    assert str(failure) == (
+        "rollout rank 1 found too little memory on its GPU during wake (CUDA out of memory. Tried to): lower "
+        "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens, or give the rollout a pool "
+        "of its own"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutGroup, RolloutWorker, WeightsGroup
+from ppojob_trainer.worker_groups.roles.rollout import (
+    GpuHolder,
+    RolloutGroup,
+    RolloutWorker,
+    WeightsGroup,
+    about_memory,
+)
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 
@@ -97,13 +104,13 @@ def places_told(replicas: Processes) -> list[list[tuple[str, int]]]:
 
 async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
     rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), as_group(holders))
-    await rollout.load()
-    assert replicas.calls[RolloutWorker.load] == [["1"], ["3"]]
+    await rollout.begin_load()
+    assert replicas.calls[RolloutWorker.begin_load] == [["1"], ["3"]]
 
 
 async def test_a_replica_with_a_gpu_of_its_own_is_told_of_no_other(replicas: Processes) -> None:
-    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"})).load()
-    assert replicas.calls[RolloutWorker.load] == [[], []]
+    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"})).begin_load()
+    assert replicas.calls[RolloutWorker.begin_load] == [[], []]
 
 
 async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
@@ -140,6 +147,43 @@ def test_engines_give_their_weights_up_where_they_share_gpus_with_training(repli
     ]
 
     assert found == [True, False]
+
+
+async def test_who_shares_the_gpus_frees_what_it_keeps_before_an_engine_that_slept_takes_memory(
+    replicas: Processes,
+) -> None:
+    order: list[str] = []
+    neighbours = [Processes(4, {TrainedWorker.free_cached_memory: lambda: order.append("freed")}) for _ in range(2)]
+    replicas.answers[RolloutWorker.wake] = order.append
+    for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}):
+        spec = spec_of(placement)
+        rollout = RolloutGroup(as_group(replicas), spec)
+        await WeightsGroup(as_group(actor()), rollout, spec, [as_group(each) for each in neighbours]).push(1)
+    assert order == ["freed", "freed", "weights", "kv_cache"], "in a pool of its own it does not sleep"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            "(EngineCore pid=12) ERROR 11-22 10:53:46 [core.py:1146] ValueError: Free memory on device (60/139.8 GiB) "
+            "on startup is less than desired GPU memory utilization (0.9, 125.8 GiB).\n(EngineCore pid=12) the end\n",
+            "Free memory on device (60/139.8 GiB) on startup is less than desired GPU memory utilization "
+            "(0.9, 125.8 GiB).",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "CUDA out of memory. Tried to "),
+        ("vLLM's workers failed in ppojob_receive_weights: CUDA out of memory. Tried", "vLLM's workers failed in"),
+        ("CUDA Error: out of memory at cumem_allocator.cpp:139", "CUDA Error: out of memory"),
+    ],
+)
+def test_what_vllms_own_processes_say_of_memory_is_found_in_their_log(log: str, words: str) -> None:
+    found = about_memory(f"started\n{log}")
+    assert found is not None
+    assert found.startswith(words)
+
+
+def test_another_failure_of_vllms_is_not_one_of_memory() -> None:
+    assert about_memory("(EngineCore pid=12) INFO memory profiling took 2 s\nRuntimeError: Engine core failed") is None
 
 
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:

@@ -39,6 +39,7 @@ from ppojob_trainer.engines.fsdp.object_storage import (
     reader_of,
     writer_of,
 )
+from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
@@ -53,12 +54,14 @@ def save(
     module: nn.Module,
     optimizer: Optimizer,
     parallel: DataParallel,
+    residence: Residence,
     background: BackgroundSaves | None = None,
 ) -> None:
     """Write model, optimizer, schedule and this rank's random numbers into a new place. Collective.
 
     Args:
         location: a folder, or an address in an object store.
+        residence: what is offloaded is written from the host's memory.
         background: with it, this returns when all is copied to the host, and the rest is written meanwhile.
 
     Raises:
@@ -71,15 +74,16 @@ def save(
         writer = writer_of(location)
     except ObjectStoreError as error:
         raise unwritable(location, error) from error
-    state = _state(module, optimizer)
-    state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
-    if background is not None:
-        background.start(state, location, writer)
-        return
-    try:
-        dcp_save(state, storage_writer=writer)
-    except (CheckpointException, OSError) as error:
-        raise unwritable(location, error) from error
+    with residence.as_it_lies() as placed:
+        state = placed(_state(module, optimizer))
+        state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
+        if background is not None:
+            background.start(state, location, writer)
+            return
+        try:
+            dcp_save(state, storage_writer=writer)
+        except (CheckpointException, OSError) as error:
+            raise unwritable(location, error) from error
 
 
 def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
@@ -149,7 +153,13 @@ def export(
 
 def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return what a checkpoint holds but for random numbers, sharded."""
+    has_stepped = bool(optimizer.adamw.state)
     model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
+    if not has_stepped:
+        # torch has made the moments by a step that changes nothing else, but it counts, and the first update would be
+        # another one after a save.
+        for state in optimizer.adamw.state.values():
+            state["step"].zero_()
     # Both names of tied weights: torch's own option to leave out what is frozen forgets the second.
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}

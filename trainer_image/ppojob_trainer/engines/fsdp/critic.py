@@ -22,10 +22,14 @@ from ppojob_trainer.engines.fsdp.model import LoadOptions, ValueModule, load_cri
 from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.policy import step_metrics
+from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
 from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult
 from ppojob_trainer.maths.losses import Denominators, Loss, value_loss
 from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.protocol import DataProto, Keys
+
+_FIELDS = (Keys.RESPONSE_MASK, Keys.VALUES, Keys.RETURNS)
+"""What the loss reads."""
 
 
 class CriticEngine:
@@ -77,15 +81,20 @@ class CriticEngine:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
         """
-        fields = (Keys.RESPONSE_MASK, Keys.VALUES, Keys.RETURNS)
         with self._residence.on_device(moments=True):
-            result = self._passes.update(batch, fields, self.optimizer, self._loss)
+            result = self._passes.update(batch, _FIELDS, self.optimizer, self._loss)
         return self._metrics(result, self._explained_variance(batch))
+
+    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile what the first step would have to, see `rehearsal`. Collective."""
+        for batch in made_up_batches(prompt_tokens, response_tokens):
+            self.compute_values(batch)
+            with self._residence.on_device():
+                self._passes.rehearse(batch, _FIELDS, self._loss)
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
-        with self._residence.on_device(moments=True):
-            checkpoint.save(location, self.module, self.optimizer, self.parallel, background)
+        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
 
     def load(self, location: str | Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.

@@ -7,14 +7,17 @@ the speed of the bus. It changes no number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from ppojob_api.v1alpha1.model import FrozenOffload, Offload
 
@@ -30,7 +33,7 @@ class Residence:
         adamw: torch.optim.Optimizer | None = None,
     ) -> None:
         """Put away what `offload` names."""
-        self._module, self._device = module, device
+        self._module, self._device, self._adamw = module, device, adamw
         self._parameters = _Luggage(module.parameters) if offload.parameters else None
         wants_moments = isinstance(offload, Offload) and offload.optimizer
         self._moments = _Luggage(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
@@ -46,6 +49,21 @@ class Residence:
             yield
         finally:
             self._put_away(chosen)
+
+    @contextmanager
+    def as_it_lies(self) -> Iterator[Callable[[Any], Any]]:
+        """Yield what puts the host's copies into a state's tensors in place of storages that are away.
+
+        A checkpoint is written from where everything is: the device's memory may be somebody else's by then, vLLM's
+        above all. Before the first update torch makes the moments, which it can do on the device alone.
+        """
+        if self._adamw is not None and not self._adamw.state:
+            with self.on_device(moments=True):
+                yield lambda state: state
+            return
+        chosen = self._chosen(moments=True)
+        copies = {storage._cdata: copy for luggage in chosen for storage, copy in luggage.away}
+        yield lambda state: tree_map_only(Tensor, partial(_of_host, copies), state)
 
     def _chosen(self, *, moments: bool) -> list[_Luggage]:
         found = (self._parameters, self._moments if moments else None)
@@ -70,30 +88,31 @@ class _Luggage:
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        self._away: list[tuple[UntypedStorage, Tensor]] = []
+        self.away: list[tuple[UntypedStorage, Tensor]] = []
+        """Each storage that is empty now, and its bytes."""
         self._copies: dict[int, Tensor] = {}
 
     def put_away(self) -> None:
         """Copy to the host and empty the storages. A tensor that came since the last time goes too."""
-        self._away = []
+        self.away = []
         for number, storage in enumerate(_storages(self._tensors())):
             copy = self._copies.get(number)
             if copy is None or copy.numel() != storage.nbytes():
                 pinned = storage.device.type == "cuda"
                 copy = self._copies[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             copy.copy_(_bytes(storage), non_blocking=True)
-            self._away.append((storage, copy))
-        if self._away and self._away[0][0].device.type == "cuda":
-            torch.cuda.synchronize(self._away[0][0].device)
-        for storage, _ in self._away:
+            self.away.append((storage, copy))
+        if self.away and self.away[0][0].device.type == "cuda":
+            torch.cuda.synchronize(self.away[0][0].device)
+        for storage, _ in self.away:
             storage.resize_(0)
 
     def fetch(self) -> None:
         """Fill the storages again."""
-        for storage, copy in self._away:
+        for storage, copy in self.away:
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=True)
-        self._away = []
+        self.away = []
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -105,6 +124,23 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _of_host(copies: Mapping[int, Tensor], tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage is away as a view of the host's copy; any other as it is."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    copy = copies.get(local.untyped_storage()._cdata)
+    if copy is None:
+        return tensor
+    view = torch.empty(0, dtype=local.dtype).set_(
+        copy.untyped_storage(), local.storage_offset(), local.shape, local.stride()
+    )
+    if not isinstance(tensor, DTensor):
+        return view
+    # `from_local` would move it to the mesh's device; torch's own staging of checkpoints puts it in place like this.
+    placed: Any = tensor.detach()
+    placed._local_tensor = view
+    return cast("Tensor", placed)
 
 
 def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:

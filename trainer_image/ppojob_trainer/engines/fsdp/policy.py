@@ -24,7 +24,8 @@ from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
 from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
-from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult, temperature_of
+from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
+from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.losses import Clipping, Denominators, Loss, entropy_bonus, kl_loss, policy_loss
@@ -88,24 +89,23 @@ class PolicyEngine:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
         """
-        temperature = temperature_of(batch)
-        fields = [Keys.RESPONSE_MASK, Keys.ADVANTAGES]
-        if Keys.OLD_LOG_PROBS in batch.tensors():
-            fields.append(Keys.OLD_LOG_PROBS)
-        if self.kl.in_loss:
-            fields.append(Keys.REF_LOG_PROB)
-
-        def loss_of(micro: MicroBatch, denominators: Denominators) -> Loss:
-            return self._loss(micro, denominators, temperature)
-
+        loss_of = self._loss_at(temperature_of(batch))
         with self._residence.on_device(moments=True):
-            result = self._passes.update(batch, fields, self.optimizer, loss_of)
+            result = self._passes.update(batch, self._fields(batch), self.optimizer, loss_of)
         return self._metrics(result)
+
+    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile what the first step would have to, see `rehearsal`. Collective."""
+        for batch in made_up_batches(prompt_tokens, response_tokens):
+            self.compute_log_prob(batch)
+            if self.lora is not None:
+                self.compute_ref_log_prob(batch)
+            with self._residence.on_device():
+                self._passes.rehearse(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
-        with self._residence.on_device(moments=True):
-            checkpoint.save(location, self.module, self.optimizer, self.parallel, background)
+        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
 
     def load(self, location: str | Path) -> None:
         """Go on from such a folder, written by any number of ranks. Collective.
@@ -128,6 +128,21 @@ class PolicyEngine:
     def destroy(self) -> None:
         """Leave the process group."""
         self.parallel.destroy()
+
+    def _fields(self, batch: DataProto) -> list[str]:
+        """What the loss reads of this batch."""
+        fields = [Keys.RESPONSE_MASK, Keys.ADVANTAGES]
+        if Keys.OLD_LOG_PROBS in batch.tensors():
+            fields.append(Keys.OLD_LOG_PROBS)
+        if self.kl.in_loss:
+            fields.append(Keys.REF_LOG_PROB)
+        return fields
+
+    def _loss_at(self, temperature: float) -> LossOf:
+        def loss_of(micro: MicroBatch, denominators: Denominators) -> Loss:
+            return self._loss(micro, denominators, temperature)
+
+        return loss_of
 
     def _loss(self, micro: MicroBatch, denominators: Denominators, temperature: float) -> Loss:
         log_prob, entropy = (micro.spread(values) for values in self.module(micro.tokens, temperature))
@@ -182,6 +197,11 @@ class ReferenceEngine:
         """Return `ref_log_prob`, float32 [B, R], 0 where response_mask is 0; reads what `compute_log_prob` reads."""
         with self._residence.on_device():
             return _ref_log_prob(self._passes, self.module, batch)
+
+    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile what the first step would have to, see `rehearsal`. Collective."""
+        for batch in made_up_batches(prompt_tokens, response_tokens):
+            self.compute_ref_log_prob(batch)
 
     def destroy(self) -> None:
         """Leave the process group."""

@@ -111,6 +111,15 @@ class Passes:
         result.seconds = time.perf_counter() - started
         return result
 
+    def rehearse(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
+        """Go forward and backward as an update does, and drop the gradients. Collective."""
+        self.module.train()
+        denominators = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))
+        (cut,) = self._cuts([batch])
+        for micro in build_micro_batches(batch, cut, fields, self.parallel.device, self.parallel.sequence):
+            self._backward(micro, denominators, loss_of, {})
+        self.module.zero_grad(set_to_none=True)
+
     def _backward(
         self, micro: MicroBatch, denominators: Denominators, loss_of: LossOf, sums: dict[str, Tensor]
     ) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -21,7 +24,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, engine_arguments
+from ppojob_trainer.engines.vllm.options import (
+    GPU_WORKER,
+    MAY_MEASURE,
+    RolloutOptions,
+    SamplingOptions,
+    engine_arguments,
+)
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
 
 # Weights and cache are given up: the next weights come from the trainer anyhow.
@@ -52,14 +61,35 @@ class RolloutEngine:
         self._num_running = 0
         self._is_asleep = False
         self._has_weights = True
+        self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
 
-    async def start(self) -> None:
+    def let_measure(self) -> None:
+        """Let a patient `start` on CUDA go on: the other roles' models are on the GPU and at rest.
+
+        vLLM takes its share of the whole memory, and refuses to start where so much is not free.
+        """
+        self._is_free.touch()
+
+    @property
+    def _is_free(self) -> Path:
+        return Path(self._folder.name) / "gpu-is-free"
+
+    async def start(self, *, is_patient: bool = False) -> None:
         """Load the model and make the engine ready; 20 to 60 s.
+
+        Args:
+            is_patient: on CUDA, load libraries and wait for `let_measure` before the GPU is looked at.
 
         Raises:
             RolloutError: vLLM could not start; the cause is chained.
         """
+        # Where Inductor loads what it compiled before, it leaves the folder of Triton's own kernels as it is, and where
+        # it compiles it moves it: vLLM would look for its kernels, ten seconds of compilation, where they are not.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         arguments = AsyncEngineArgs(**engine_arguments(self.options))
+        if is_patient and self.options.device is Device.CUDA:
+            os.environ[MAY_MEASURE] = str(self._is_free)
+            arguments.worker_cls = GPU_WORKER
         try:
             # It blocks for long, and the event loop serves the owner's other calls meanwhile.
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
@@ -161,6 +191,7 @@ class RolloutEngine:
         llm, self._llm = self._llm, None
         # In this thread: vLLM's task that reads answers must not see the child go before it is cancelled itself.
         llm.shutdown()
+        self._folder.cleanup()
 
     async def _one(self, index: int, prompt: list[int], seed: int, sampling: SamplingOptions) -> tuple[int, Generation]:
         request_id = f"ppojob-{next(self._request_ids)}"

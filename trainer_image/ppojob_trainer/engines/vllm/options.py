@@ -6,6 +6,7 @@ checked before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,10 @@ from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
 WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
+GPU_WORKER: Final = "ppojob_trainer.engines.vllm.patient_worker.PatientWorker"
+
+MAY_MEASURE: Final = "PPOJOB_MAY_MEASURE"
+"""Variable with the file that says to vLLM's processes that their GPU's memory may be measured."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ def environment(options: RolloutOptions, num_threads: int | None = None) -> dict
             "TORCHDYNAMO_DISABLE": "1",
         }
     return common | {
+        # Its processes wait for the other roles' models too.
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(options.timeout_seconds)),
         # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # The first runner draws the samples of seeded requests one by one, which costs more than the model's step at

@@ -68,6 +68,7 @@ class ActorWorker(TrainedWorker):
             seed=spec.trainer.seed,
             dtype=dtype_of(spec.device),
         )
+        self.rehearse(self._engine, is_compiled=spec.model.actor.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -64,6 +64,7 @@ class CriticWorker(TrainedWorker):
             seed=spec.trainer.seed,
             dtype=dtype_of(spec.device),
         )
+        self.rehearse(self._engine, is_compiled=spec.model.critic.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:

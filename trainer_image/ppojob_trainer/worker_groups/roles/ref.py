@@ -45,15 +45,17 @@ class RefWorker(TrainedWorker):
         from ppojob_trainer.engines.precision import dtype_of
 
         model = self.spec.model
+        is_compiled = model.actor.compile if model.ref.compile is None else model.ref.compile
         self._engine = ReferenceEngine(
             self.parallel,
             self.source.path,
             trust_remote_code=self.source.trust_remote_code,
-            compile_layers=model.actor.compile if model.ref.compile is None else model.ref.compile,
+            compile_layers=is_compiled,
             offload=model.ref.offload,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
             dtype=dtype_of(self.spec.device),
         )
+        self.rehearse(self._engine, is_compiled=is_compiled)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

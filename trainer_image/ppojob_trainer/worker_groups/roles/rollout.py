@@ -13,14 +13,18 @@ import asyncio
 import hashlib
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.errors import RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink, link_plan, verify
@@ -29,6 +33,7 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
+from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -52,6 +57,11 @@ T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LITTLE_MEMORY = re.compile(r"out of memory|is less than desired GPU memory utilization", re.IGNORECASE)
+_BEFORE_THE_WORDS = re.compile(
+    r"^(\([^()]*pid=\d+\) *)?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] *)?([\w.]*(Error|Exception): *)?"
+)
+_END_OF_LOG = 20_000
 _PAD_TOKEN = 0
 """Fills the gaps; packing drops them before a model sees anything."""
 
@@ -97,18 +107,25 @@ class RolloutWorker:
         self._begun: list[list[int]] = []
         self._written: queue.SimpleQueue[_Written | Exception] = queue.SimpleQueue()
         self._num_missing = 0
+        self._starting: Future[None]
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def load(self, other_gpus: Sequence[str]) -> None:
-        """Start the engine with the initial weights, on this process's GPU and those of the replica's holders."""
+    def begin_load(self, other_gpus: Sequence[str]) -> None:
+        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` goes on."""
         if self.spec.device is Device.CUDA:
             log_connections(self.seat.log_file.with_suffix(""))
         if other_gpus:
             # Ray shows a process its own bundle's GPU only. vLLM has not looked yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
-        self._wait(self._engine.start())
+        self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(is_patient=True), self._loop)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self) -> None:
+        """Let the engine take its memory, and wait until it is ready with the initial weights."""
+        self._engine.let_measure()
+        self._wait(self._starting)
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts: DataProto, step: int, is_validation: bool = False) -> DataProto:
@@ -204,8 +221,8 @@ class RolloutWorker:
         """Take the memory of `weights` or `kv_cache` again."""
         self._wait(self._engine.wake(tag))
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _wait(self, work: Coroutine[Any, Any, T] | Future[T]) -> T:
+        future = work if isinstance(work, Future) else asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(self.seat.timeout_s)
         except TimeoutError as error:
@@ -214,6 +231,32 @@ class RolloutWorker:
                 limit = f"{self.seat.timeout_s:g} s"
                 raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
             raise
+        except RolloutError as error:
+            words = about_memory(str(error)) or about_memory(_end_of(self.seat.log_file))
+            if words is None:
+                raise
+            raise RolloutMemoryError(words) from error
+
+
+def about_memory(text: str) -> str | None:
+    """Return the last sentence of vLLM's that says that its GPU has too little memory, or None.
+
+    Its own processes say it, in their log; what reaches the caller is often no more than that they ended.
+    """
+    found = [line for line in text.splitlines() if _LITTLE_MEMORY.search(line)]
+    if not found:
+        return None
+    # Without the name of vLLM's process, the time, and the class of the error.
+    return _BEFORE_THE_WORDS.sub("", found[-1]).strip()
+
+
+def _end_of(file: Path) -> str:
+    try:
+        with file.open("rb") as log:
+            log.seek(max(0, file.stat().st_size - _END_OF_LOG))
+            return log.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
@@ -283,12 +326,16 @@ class RolloutGroup:
         """All processes: those of the replicas, and those that hold GPUs for them."""
         return [self.group, *([] if self.holders is None else [self.holders])]
 
-    async def load(self) -> None:
-        """Start the engines."""
+    async def begin_load(self) -> None:
+        """Start the engines' processes, which load their libraries and then wait for `load`."""
         gpus = [] if self.holders is None else await self.holders.call(GpuHolder.visible_gpu)
         each = len(gpus) // len(self.group)
         of_replicas = [gpus[replica * each : (replica + 1) * each] for replica in range(len(self.group))]
-        await self.group.call(RolloutWorker.load, of_replicas)
+        await self.group.call(RolloutWorker.begin_load, of_replicas)
+
+    async def load(self) -> None:
+        """Let the engines take their share of the GPUs' memory, and wait until they are ready."""
+        await self.group.call(RolloutWorker.load)
 
     async def generate(self, prompts: Table, step: int) -> RolloutOfStep:
         """See `RolloutPort`."""
@@ -338,8 +385,16 @@ class RolloutGroup:
 class WeightsGroup:
     """See `controller.ports.WeightsPort`: actor ranks send, replicas receive, the receipts are compared."""
 
-    def __init__(self, actor: WorkerGroup[ActorWorker], rollout: RolloutGroup, spec: PPOJobSpec) -> None:
+    def __init__(
+        self,
+        actor: WorkerGroup[ActorWorker],
+        rollout: RolloutGroup,
+        spec: PPOJobSpec,
+        neighbours: Sequence[WorkerGroup[Any]] = (),
+    ) -> None:
+        """`neighbours`: the models that share the rollout's GPUs."""
         self._actor = actor
+        self._neighbours = neighbours
         self._rollout = rollout.group
         self._sleeps = rollout.sleeps
         self._workers_of_replica = rollout.num_workers // len(rollout.group)
@@ -380,6 +435,8 @@ class WeightsGroup:
             WeightSyncError: a replica has other weights than the actor.
         """
         if self._sleeps:
+            freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
+            await asyncio.gather(*freed)
             await self._rollout.call(RolloutWorker.wake, "weights")
         started, num_bytes = time.perf_counter(), 0
         sent, received = await asyncio.gather(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -89,6 +89,14 @@ class ModelSize:
     gpu_bytes: int
 
 
+class Rehearses(Protocol):
+    """An engine that can compile before the first step."""
+
+    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Go the way of a step with sequences of these lengths, and change nothing."""
+        ...
+
+
 class TrainedWorker:
     """A rank of a sharded model."""
 
@@ -151,6 +159,20 @@ class TrainedWorker:
             module = kind.from_config(config, trust_remote_code=trust)
         count = sum(parameter.numel() for parameter in module.parameters())
         return ModelSize(count, torch.cuda.get_device_properties(0).total_memory)
+
+    def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
+        """Have an engine compile its layers before the first step; then give back what it needed for it."""
+        if is_compiled:
+            engine.rehearse(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
+        self.free_cached_memory()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def free_cached_memory(self) -> None:
+        """Give the GPU the memory that torch keeps for its next tensors: vLLM, a process of its own, wants it."""
+        import torch
+
+        if self.spec.device is Device.CUDA:
+            torch.cuda.empty_cache()
 
     def background_saves(self) -> BackgroundSaves:
         """This rank's save that is under way."""
