@@ -1,6 +1,6 @@
 """Measures workload W in several placements and schedules, one after the other on this machine, and prints ratios.
 
-    python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--vllm-alone]
+    python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--engine-alone]
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
 the steps after the warm-up. After them comes what the cost model predicts from each layout for every other one. Run
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from tests.bench.measurement import WARM_UP_STEPS, Result, measure
 def main() -> None:
     """Measure, print, and write `results.json`."""
     arguments = _arguments()
-    tiny = arguments.shape == "tiny"
+    tiny, is_varied = arguments.shape == "tiny", arguments.lengths == "varied"
     size = workload.Size("tiny", 8, 16, 16, 512) if tiny else workload.Size(arguments.shape)
+    size = replace(size, is_varied=is_varied)
     output: Path = arguments.output.absolute()
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)
@@ -44,45 +46,56 @@ def main() -> None:
             _set(job["spec"], *setting.split("=", 1))
         results.append(measure(name, job, output / name))
         console.print(f"{name}: {results[-1].step_s:.3f} s a step")
-    alone = _alone(results, size, output) if arguments.vllm_alone else {}
+    alone = _alone(results, size, output) if arguments.engine_alone else {}
     console.print(report.table(results, size, alone))
     found = predictions.predictions(results)
     console.print(predictions.table(found))
     rows: dict[str, Any] = {
         "layouts": [{"name": r.name, "first_step_s": r.first_step_s, **r.metrics} for r in results],
-        "controller_share": {r.name: r.controller_share for r in results},
-        "vllm_alone_s": alone,
+        "share_between_phases": {r.name: r.between_phases for r in results},
+        "engine_alone_s": alone,
         "predictions": [{**vars(one), "error": one.error} for one in found],
     }
     (output / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _found_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="folder for model and prompts (default: in the output)")
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="default: all that are found; 2 processes with --device cpu")
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="0.5B")
+    parser.add_argument("--lengths", choices=("equal", "varied"), default="equal", help="of the responses")
     parser.add_argument("--layouts", help="comma-separated; default: all that use all GPUs")
     parser.add_argument("--steps", type=int, default=10, help=f"more than the {WARM_UP_STEPS} of the warm-up")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set", action="append", default=[], help="section.field=YAML value, for every layout")
-    parser.add_argument("--vllm-alone", action="store_true", help="generate with vLLM alone too, and compare")
+    parser.add_argument("--engine-alone", action="store_true", help="generate with the engine alone too, and compare")
     parser.add_argument("--width", type=int, default=170, help="of the tables, in letters")
     arguments = parser.parse_args()
+    if arguments.gpus is None:
+        arguments.gpus = _found_gpus() if arguments.device == "cuda" else 2
+        if not arguments.gpus:
+            parser.error("--device cuda: no GPU is found here; take --device cpu --shape tiny to try the benchmark")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
     return arguments
 
 
 def _alone(results: list[Result], size: workload.Size, output: Path) -> dict[int, float]:
-    """Return the seconds of vLLM alone by the prompts of a replica, each number once."""
+    """Return the seconds of the engine alone by the prompts of a replica, each number once."""
     found: dict[int, float] = {}
     for result in results:
         number = report.prompts_of_a_replica(result, size)
         if number not in found:
             job = output / result.name / "job.yaml"
-            found[number] = measure_alone(job, number, len(result.steps), output / f"vllm-alone-{number}")
+            found[number] = measure_alone(job, number, len(result.steps), output / f"engine-alone-{number}")
     return found
 
 

@@ -1,8 +1,9 @@
 """The least time that each phase can take on a device: operations at its peak, bytes at its memory's bandwidth.
 
-Formulas as in `engines.fsdp.flops` (PaLM, appendix B), with the recomputation that gradient checkpointing adds, because
-the phase does it. Generation: for each token that all sequences write, the weights and the sequences' keys and values
-are read once. The weights cross NVLink once. Called by `report`.
+Formulas as in `engines.fsdp.flops` (PaLM, appendix B), with what is recomputed, because the phase does it: the layers
+with gradient checkpointing, the output layer always, because it is never held. Generation: for each token that all
+sequences write, the weights and the sequences' keys and values are read once. The weights cross NVLink once. Called by
+`report`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
 NVLINK = {"H200": 450e9, "H100": 450e9, "A100": 300e9}
 
 
-def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dict[str, float]:
-    """Return `floors_of` this machine's device; empty where its figures are not known."""
+def floors(
+    shape: Mapping[str, int], size: Size, gpus: Mapping[str, int], recomputes: Mapping[str, bool]
+) -> dict[str, float]:
+    """Return `floors_of` this machine's device; empty where its figures are not known.
+
+    Varied responses have the floor of the weights alone: how many tokens there were is not known beforehand.
+    """
     # Not above: who only asks for a layout need not wait for torch.
     import torch
 
@@ -33,9 +39,8 @@ def floors(shape: Mapping[str, int], size: Size, gpus: Mapping[str, int]) -> dic
     model = next((part for part in BANDWIDTH if part in name), None)
     if peak is None or model is None:
         return {}
-    return floors_of(shape, size, peak, BANDWIDTH[model], gpus) | {
-        "update_weights": sync_floor(shape, size, NVLINK[model])
-    }
+    least = {} if size.is_varied else floors_of(shape, size, peak, BANDWIDTH[model], gpus, recomputes)
+    return least | {"update_weights": sync_floor(shape, size, NVLINK[model])}
 
 
 def sync_floor(shape: Mapping[str, int], size: Size, bandwidth: float) -> float:
@@ -56,7 +61,12 @@ def _matrices(shape: Mapping[str, int]) -> int:
 
 
 def floors_of(
-    shape: Mapping[str, int], size: Size, peak: float, bandwidth: float, gpus: Mapping[str, int]
+    shape: Mapping[str, int],
+    size: Size,
+    peak: float,
+    bandwidth: float,
+    gpus: Mapping[str, int],
+    recomputes: Mapping[str, bool],
 ) -> dict[str, float]:
     """Return seconds by phase.
 
@@ -65,6 +75,7 @@ def floors_of(
         peak: operations per second of a GPU.
         bandwidth: bytes per second of its memory.
         gpus: of the roles actor, rollout, critic and ref.
+        recomputes: of actor and critic, whether gradient checkpointing has the layers computed again.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head = hidden // shape["num_attention_heads"]
@@ -85,7 +96,7 @@ def floors_of(
         "old_log_prob": (backbone + head_cost) / peak / gpus["actor"],
         "ref": (backbone + head_cost) / peak / gpus["ref"],
         "values": backbone / peak / gpus["critic"],
-        # Forward, forward again, and backward, which is twice a forward.
-        "update_actor": (4 * backbone + 4 * head_cost) / peak / gpus["actor"],
-        "update_critic": 4 * backbone / peak / gpus["critic"],
+        # Forward, forward again where it is recomputed, and backward, which is twice a forward.
+        "update_actor": ((3 + recomputes["actor"]) * backbone + 4 * head_cost) / peak / gpus["actor"],
+        "update_critic": (3 + recomputes["critic"]) * backbone / peak / gpus["critic"],
     }

@@ -1,14 +1,17 @@
-"""Generation by vLLM alone: the same prompts, options and sampling as a job's rollout, with nothing of ours around it.
+"""Generation alone: the engine of a job's rollout, with nothing around it.
 
     python -m tests.bench.generation job.yaml seconds.json --prompts 256 --batches 6
 
-`bench_split` starts it, as a process of its own with the environment that the engine wants, and compares the median of
-the batches' seconds, which it writes, with the rollout's.
+It is `RolloutEngine` with the rollout's options, sampling, environment and threads, without Ray, trainer and other
+replicas. `bench_split` starts it as a process of its own and compares the median of the batches' seconds, which it
+writes, with the rollout's. The difference is what surrounds the engine in a step: the calls, the streaming of finished
+responses, and the company on the GPU and on the host's cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -16,14 +19,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
-from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, engine_arguments, environment
+from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions
+from ppojob_trainer.worker_groups.roles.rollout import rollout_environment, shares_gpus
+from ppojob_trainer.worker_groups.worker_process import num_threads
 
 WARM_UP_BATCHES = 2
 RUN_LIMIT_S = 600.0
@@ -39,13 +44,13 @@ def measure_alone(job: Path, num_prompts: int, num_batches: int, folder: Path) -
     log, result = folder / "log.txt", folder / "seconds.json"
     wanted = ["--prompts", str(num_prompts), "--batches", str(WARM_UP_BATCHES + num_batches)]
     command = [sys.executable, "-m", "tests.bench.generation", str(job), str(result), *wanted]
-    surroundings = {**os.environ, **environment(_options(_spec(job)))}
+    surroundings = {**os.environ, **_environment(_spec(job))}
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, env=surroundings, timeout=RUN_LIMIT_S, check=False
         )
     if done.returncode != 0:
-        raise RuntimeError(f"vLLM alone ended with {done.returncode}: see {log}\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"the engine alone ended with {done.returncode}: see {log}\n{log.read_text()[-3000:]}")
     seconds = json.loads(result.read_text(encoding="utf-8"))
     return statistics.median(seconds[WARM_UP_BATCHES:])
 
@@ -58,7 +63,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, required=True, help="of a batch, as a replica gets them")
     parser.add_argument("--batches", type=int, default=6)
     arguments = parser.parse_args()
-    seconds = _generate(_spec(arguments.job), arguments.prompts, arguments.batches)
+    seconds = asyncio.run(_generate(_spec(arguments.job), arguments.prompts, arguments.batches))
     arguments.result.write_text(json.dumps(seconds), encoding="utf-8")
 
 
@@ -67,25 +72,33 @@ def _spec(job: Path) -> PPOJobSpec:
     return resolve(spec)
 
 
-def _options(spec: PPOJobSpec) -> RolloutOptions:
-    return RolloutOptions.from_spec(spec, is_shared=False)
+def _environment(spec: PPOJobSpec) -> dict[str, str]:
+    """Return what a replica's process has, its threads included."""
+    replicas = spec.pool(str(spec.placement.rollout)).gpus // spec.rollout.tensor_parallel_size
+    threads = num_threads(replicas, has_gpu=spec.device is Device.CUDA)
+    return rollout_environment(spec) | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> list[float]:
-    from vllm import LLM
+async def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> list[float]:
+    # vLLM must find its environment set.
+    from ppojob_trainer.engines.vllm.engine import RolloutEngine
 
     prompts = _prompts(spec)
-    engine = LLM(**engine_arguments(_options(spec)))
+    sampling = SamplingOptions.training(spec)
+    engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    await engine.start()
     seconds = []
-    for batch in range(num_batches):
-        first = batch * num_prompts % len(prompts)
-        chosen = [prompts[(first + index) % len(prompts)] for index in range(num_prompts)]
-        parameters = [_parameters(SamplingOptions.training(spec), batch * num_prompts + i) for i in range(num_prompts)]
-        started = time.perf_counter()
-        engine.generate([{"prompt_token_ids": ids} for ids in chosen], parameters, use_tqdm=False)
-        seconds.append(time.perf_counter() - started)
-        # As after each step's weights.
-        engine.reset_prefix_cache()
+    try:
+        for batch in range(num_batches):
+            numbers = range(batch * num_prompts, (batch + 1) * num_prompts)
+            chosen = [prompts[number % len(prompts)] for number in numbers]
+            started = time.perf_counter()
+            await engine.generate(chosen, list(numbers), sampling)
+            seconds.append(time.perf_counter() - started)
+            # As after each step's weights.
+            await engine.reset_prefix_cache()
+    finally:
+        await engine.shutdown()
     return seconds
 
 
@@ -100,13 +113,6 @@ def _prompts(spec: PPOJobSpec) -> list[list[int]]:
         list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False))
         for row in rows
     ]
-
-
-def _parameters(sampling: SamplingOptions, seed: int) -> Any:
-    # The engine's own, so that both sample in the same way.
-    from ppojob_trainer.engines.vllm.engine import sampling_parameters
-
-    return sampling_parameters(sampling, seed)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@
                                   split-parallel-update
     A+C                           the same, Overlapped, with A and C GPUs: 1+1, 2+1, 1+2, 3+1, 2+2; also A+C-serial and
                                   A+C-parallel-update
+    A+C-without-OVERLAP           the same, Overlapped without one overlap, to measure what it is worth: values,
+                                  reference, next-generation, weight-sync (which takes next-generation with it),
+                                  streaming, old-log-prob; also split-without-OVERLAP
     rollout-alone, ref-alone      that role in a pool of its own, from three GPUs on
     reward-alone                  a reward model in a pool of its own, from three GPUs on
 
@@ -16,9 +19,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_MODES = {"": "Overlapped", "-serial": "Serial", "-parallel-update": "ParallelUpdate", "-overlapped": "Overlapped"}
-_SPLIT = re.compile(r"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<mode>-serial|-parallel-update|-overlapped|)")
-_HALVES = re.compile(r"split(?P<mode>-serial|-parallel-update|-overlapped)")
+from ppojob_api.v1alpha1.training import Overlap
+
+_SERIAL: dict[str, Any] = {"mode": "Serial"}
+_OVERLAPPED: dict[str, Any] = {"mode": "Overlapped"}
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "-serial": _SERIAL,
+    "-parallel-update": {"mode": "ParallelUpdate"},
+    "-overlapped": _OVERLAPPED,
+    **{
+        f"-without-{re.sub('(?<=[a-z])(?=[A-Z])', '-', overlap).lower()}": {**_OVERLAPPED, "without": [overlap.value]}
+        for overlap in Overlap
+    },
+}
+_SUFFIX = "|".join(_SCHEDULES)
+_SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
+_HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
 _COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?")
 _ALONE = ("rollout", "ref", "reward")
 
@@ -53,37 +69,37 @@ def layout(name: str, num_gpus: int) -> Layout:
 
 def _find(name: str, num_gpus: int) -> Layout:
     if match := _COLOCATED.fullmatch(name):
-        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, "Serial")
+        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, _SERIAL)
     if match := _SPLIT.fullmatch(name):
-        return _split(int(match["actor"]), int(match["critic"]), _MODES[match["mode"]])
+        return _split(int(match["actor"]), int(match["critic"]), _SCHEDULES.get(match["schedule"], _OVERLAPPED))
     if num_gpus > 1 and (match := _HALVES.fullmatch(name)):
         actor = (num_gpus + 1) // 2
-        return _split(actor, num_gpus - actor, _MODES[match["mode"]])
+        return _split(actor, num_gpus - actor, _SCHEDULES[match["schedule"]])
     role = name.removesuffix("-alone")
     if num_gpus > 2 and role != name and role in _ALONE:
         return _alone(role, num_gpus)
     raise ValueError(f"there is no layout {name} on {num_gpus} GPUs: take some of {', '.join(layouts(num_gpus))}")
 
 
-def _split(actor: int, critic: int, mode: str) -> Layout:
-    return _layout({"actor": actor, "critic": critic}, {}, mode)
+def _split(actor: int, critic: int, schedule: dict[str, Any]) -> Layout:
+    return _layout({"actor": actor, "critic": critic}, {}, schedule)
 
 
 def _alone(role: str, num_gpus: int) -> Layout:
     """One role on a GPU of its own, or the rollout on all that actor and critic leave, because it is the longest."""
     if role == "rollout":
-        return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: role}, "Overlapped")
-    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, "Overlapped")
+        return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: role}, _OVERLAPPED)
+    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, _OVERLAPPED)
     # A reward function has no use for a GPU.
     return found | {"reward": {"type": "Both"}} if role == "reward" else found
 
 
-def _layout(gpus: dict[str, int], placement: dict[str, str], mode: str) -> Layout:
+def _layout(gpus: dict[str, int], placement: dict[str, str], schedule: dict[str, Any]) -> Layout:
     resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
     pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
     split = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"}
     return {
         "pools": pools,
         "placement": {**(split if "critic" in gpus else {}), **placement},
-        "schedule": {"mode": mode},
+        "schedule": schedule,
     }

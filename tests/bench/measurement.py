@@ -32,14 +32,15 @@ _TIMING = "timing_s/"
 class Result:
     """One layout: the metrics of its steps after the warm-up, their medians, and when its first step was done.
 
-    controller_share: of the time after the warm-up, how much passed with no phase running; None with too few steps.
+    between_phases: of the time after the warm-up, the share in which no phase ran in any pool; None with too few steps.
+    It is the controller's time between its calls. What Ray and the controller take inside a phase is in the phase.
     """
 
     name: str
     spec: PPOJobSpec
     first_step_s: float
     steps: Sequence[Mapping[str, float]]
-    controller_share: float | None = None
+    between_phases: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -123,11 +124,11 @@ def read(name: str, folder: Path) -> Result:
         for row in rows
         if row["step"] > WARM_UP_STEPS
     ]
-    share = controller_share(read_trace(folder / "run" / "trace.json"), WARM_UP_STEPS + 1)
+    share = share_between_phases(read_trace(folder / "run" / "trace.json"), WARM_UP_STEPS + 1)
     return Result(name, resolve(spec), first["time"] - started, steps, share)
 
 
-def controller_share(spans: Sequence[Span], first_step: int) -> float | None:
+def share_between_phases(spans: Sequence[Span], first_step: int) -> float | None:
     """Return the share of the time in which no phase ran at all, from the beginning of a step to that of the last."""
     # A checkpoint asks for the data's position once more, so the first time counts.
     begins = {span.step: span.start for span in reversed(spans) if span.name == "data" and span.step >= first_step}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Table
 
 from tests.bench import workload
-from tests.bench.floors import floors
+from tests.bench.floors import floors, num_parameters
 from tests.bench.measurement import WARM_UP_STEPS, Result
 
 PHASES = (
@@ -25,7 +25,7 @@ def table(results: Sequence[Result], size: workload.Size, alone_s: Mapping[int, 
     """Return the table, a column for each layout.
 
     Args:
-        alone_s: seconds of vLLM alone, by the number of prompts that a replica gets.
+        alone_s: seconds of the engine alone, by the number of prompts that a replica gets.
     """
     shown = Table(title=f"workload W, {size.shape}: seconds, medians after {WARM_UP_STEPS} steps")
     shown.add_column("(x: times the floor)")
@@ -40,10 +40,11 @@ def table(results: Sequence[Result], size: workload.Size, alone_s: Mapping[int, 
     _row(shown, "step", results, lambda result: f"{result.step_s:.3f}")
     _row(shown, f"ratio to {first.name}", results, lambda result: f"{result.step_s / first.step_s:.3f}")
     _row(shown, "step / longest pool's own phases", results, lambda result: f"{result.step_over_longest_pool():.3f}")
-    _row(shown, "controller's share of a step", results, lambda result: _share(result.controller_share))
-    _row(shown, "weight sync, GB/s", results, lambda result: _number(sync_bandwidth(result)))
+    _row(shown, "no phase in any pool, share of the time", results, lambda result: _share(result.between_phases))
+    both = zip(results, limits, strict=True)
+    shown.add_row("weight sync to each engine, GB/s", *(_bandwidth(result, size, found) for result, found in both))
     if alone_s:
-        _row(shown, "gen: vLLM alone / ours", results, lambda result: _number(_gen_ratio(result, size, alone_s)))
+        _row(shown, "gen: engine alone / ours", results, lambda result: _number(_gen_ratio(result, size, alone_s)))
     _row(shown, "most memory in use on a GPU, GB", results, lambda result: _number(memory_peak(result)))
     _row(shown, "start to first step, s", results, lambda result: f"{result.first_step_s:.1f}")
     shown.add_section()
@@ -58,9 +59,8 @@ def prompts_of_a_replica(result: Result, size: workload.Size) -> int:
 
 
 def sync_bandwidth(result: Result) -> float | None:
-    """Return the bytes that all senders sent over the seconds that it took, in GB/s (1e9)."""
-    megabytes, seconds = (result.metrics.get(f"comm_{what}/update_weights") for what in ("mb", "s"))
-    return None if megabytes is None or not seconds else megabytes / 1e3 / seconds
+    """Return the GB (1e9 bytes) per second that reached each engine, as the floor is for one; None without a push."""
+    return result.metrics.get("comm_gb_per_s/update_weights")
 
 
 def memory_peak(result: Result) -> float | None:
@@ -76,7 +76,14 @@ def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]
 
 def _floors(result: Result, size: workload.Size) -> dict[str, float]:
     gpus = {role: result.spec.pool(str(getattr(result.spec.placement, role))).gpus for role in _ROLES}
-    return floors(workload.SHAPES[size.shape], size, gpus)
+    recomputes = {role: _recomputes(result, role) for role in ("actor", "critic")}
+    return floors(workload.SHAPES[size.shape], size, gpus, recomputes)
+
+
+def _recomputes(result: Result, role: str) -> bool:
+    """Whether the updates of a role compute the layers a second time (`gradientCheckpointing`)."""
+    model = result.spec.model.actor if role == "actor" else result.spec.model.critic
+    return model is not None and model.gradient_checkpointing
 
 
 def _others(results: Sequence[Result]) -> list[str]:
@@ -90,6 +97,15 @@ def _phase(result: Result, phase: str, limit: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.3f}" + ("" if not limit else f" (x{seconds / limit:.1f})")
+
+
+def _bandwidth(result: Result, size: workload.Size, limits: Mapping[str, float]) -> str:
+    """Return the rate of the weights, and behind it the link's, of which the floor is."""
+    rate, limit = _number(sync_bandwidth(result)), limits.get("update_weights")
+    if limit is None:
+        return rate
+    weights = 2 * num_parameters(workload.SHAPES[size.shape], size)
+    return f"{rate} (of {weights / 1e9 / limit:.0f})"
 
 
 def _row(shown: Table, name: str, results: Sequence[Result], cell: Callable[[Result], str]) -> None:

@@ -2,7 +2,7 @@
 
 A Qwen2 of 0.5B or 1.5B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly 512
 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl 0.9.1
-was measured on the same work. Called by `bench_split`.
+was measured on the same work. Varied, the responses end by chance, as those of a real task do. Called by `bench_split`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ PROMPT_TOKENS = 130
 RESPONSE_TOKENS = 512
 NUM_MINIBATCHES = 4
 VOCABULARY = 151_936
+VARIED_MEAN = 0.4
+"""Mean length of varied responses before the longest are cut, as a share of the most tokens."""
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
@@ -27,6 +29,8 @@ SHAPES: dict[str, dict[str, int]] = {
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
+_NUM_BYTES = 256
+_SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""
 
 
@@ -38,13 +42,14 @@ def compute_score(*, data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Size:
-    """How much work a step is."""
+    """How much work a step is. is_varied: responses end by chance, and `response_tokens` is the most that they have."""
 
     shape: str = "0.5B"
     num_prompts: int = NUM_PROMPTS
     prompt_tokens: int = PROMPT_TOKENS
     response_tokens: int = RESPONSE_TOKENS
     vocabulary: int = VOCABULARY
+    is_varied: bool = False
 
 
 def prepare(folder: Path, size: Size, num_steps: int) -> None:
@@ -83,12 +88,10 @@ def _write_model(folder: Path, size: Size) -> None:
     # A token for each byte and no merges, so that a letter is a token; the rest of the vocabulary are fillers.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)}
-    special = ["<|endoftext|>", "<|user|>", "<|assistant|>"]
-    fillers = size.vocabulary - len(letters) - len(special)
-    vocabulary |= {f"<filler {number}>": len(letters) + number for number in range(fillers)}
-    vocabulary |= {word: len(vocabulary) + number for number, word in enumerate(special)}
+    vocabulary |= {f"<filler {number}>": len(letters) + number for number in range(_num_fillers(size))}
+    vocabulary |= {word: len(vocabulary) + number for number, word in enumerate(_SPECIAL)}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[1:])})
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}<|assistant|>"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -122,6 +125,28 @@ def prepare_reward_model(folder: Path, size: Size) -> None:
     (target / "finished").touch()
 
 
+def stops(size: Size) -> list[str]:
+    """Return strings that end a response at each token with the same chance: its length is geometric, and cut.
+
+    Random weights draw nearly all tokens equally often, and the vocabulary's fillers have numbers in their names: a
+    prefix of a name stands for all fillers whose number begins so.
+    """
+    fillers = [str(number) for number in range(_num_fillers(size))]
+    wanted = size.vocabulary / (VARIED_MEAN * size.response_tokens)
+    digits = max(2, len(fillers[-1]) - 2)
+    found: list[str] = []
+    for first in range(10 ** (digits - 1), 10**digits):
+        if wanted <= 0:
+            break
+        found.append(f"<filler {first}")
+        wanted -= sum(number.startswith(str(first)) for number in fillers)
+    return found
+
+
+def _num_fillers(size: Size) -> int:
+    return size.vocabulary - _NUM_BYTES - len(_SPECIAL)
+
+
 def _let_others_read(folder: Path) -> None:
     # safetensors writes 0600, and pods run as another user.
     for file in folder.glob("*.safetensors"):
@@ -152,6 +177,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
         "critic": {"miniBatchSize": minibatch, "maxTokensPerGPU": 49_152},
         "rollout": {
             "ignoreEos": True,
+            "stop": stops(size) if size.is_varied else [],
             "gpuMemoryUtilization": 0.4,
             "sleep": False,
             "maxNumSeqs": 256,

@@ -201,6 +201,24 @@ def test_a_run_that_was_stopped_and_resumed_in_serial_has_the_same_numbers(
     assert list(records) == [0, 1, 2]
     for step, record in overlapped.records.items():
         assert comparable(records[step]) == pytest.approx(comparable(record), rel=2e-2, abs=2e-3), f"step {step}"
+    assert_same_weights(tmp_path, overlapped.root, model)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"mode": "Serial"}, {"mode": "ParallelUpdate"}, {"mode": "Overlapped", "without": ["Values", "Streaming"]}],
+    ids=lambda schedule: "-without-".join([schedule["mode"], *schedule.get("without", [])]),
+)
+def test_every_schedule_trains_the_same_weights(
+    overlapped: Run, model: Path, tmp_path: Path, schedule: dict[str, Any]
+) -> None:
+    outcome = run_job(job_of(tmp_path, spec_of(model, schedule=schedule)), attempt=0, stop=threading.Event())
+
+    assert outcome == overlapped.outcome
+    records = records_of(tmp_path)
+    for step, record in overlapped.records.items():
+        assert comparable(records[step]) == pytest.approx(comparable(record), rel=2e-2, abs=2e-3), f"step {step}"
+    assert_same_weights(tmp_path, overlapped.root, model)
 
 
 def test_without_a_critic_one_worker_does_everything(model: Path, tmp_path: Path) -> None:
@@ -235,6 +253,20 @@ def test_a_model_that_is_not_there_fails_by_name_before_anything_is_loaded(tmp_p
 def comparable(record: dict[str, float]) -> dict[str, float]:
     """What the schedule must not change."""
     return {name: value for name, value in record.items() if name != "time" and not name.startswith(TIMES)}
+
+
+def assert_same_weights(root: Path, other: Path, before: Path) -> None:
+    """Two runs exported the same policy: what differs is little beside what they learned."""
+    one, two, old = (weights_of(folder) for folder in (root / "model", other / "model", before))
+    assert one.keys() == two.keys() >= old.keys()
+    apart = {name: float((one[name] - two[name]).norm() / (two[name] - old[name]).norm()) for name in old}
+    assert {name: share for name, share in apart.items() if not share < 0.01} == {}
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: weight.float() for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
 def has_record(root: Path, step: int) -> bool:

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from ppojob_trainer.telemetry.trace import Span, TraceWriter
 from tests.bench import predictions, report, workload
+from tests.bench.floors import sync_floor
 from tests.bench.layouts import layout
-from tests.bench.measurement import Result, controller_share, measure, read
+from tests.bench.measurement import Result, measure, read, share_between_phases
 
 SIZE = workload.Size("tiny", 8, 16, 16, 512)
 # Half of a generation on one GPU, and a tenth of what computes all tokens at once, stay: on two GPUs 3 s and 1.1 s.
@@ -30,7 +31,7 @@ def _run(folder: Path, name: str, phases: dict[str, float], step_s: float) -> Re
     for step in range(1, 6):
         slow = 10.0 if step <= 3 else 1.0
         timings = {f"timing_s/{phase}": seconds * slow for phase, seconds in phases.items()}
-        comm = {"comm_mb/update_weights": 90.0, "comm_s/update_weights": 0.5}
+        comm = {"comm_mb/update_weights": 90.0, "comm_s/update_weights": 0.5, "comm_gb_per_s/update_weights": 0.09}
         comm |= {"pool/actor/memory_peak_gb": 20.0, "pool/critic/memory_peak_gb": 30.0}
         rows.append({"step": step, "time": 100.0 + 10 * step, "timing_s/step": step_s * slow, **timings, **comm})
         trace.record("data", pool="", role="data", start=10.0 * step, end=10.0 * step + 0.5, step=step)
@@ -49,8 +50,8 @@ def test_a_run_is_its_medians_after_the_warm_up(tmp_path: Path) -> None:
     assert result.step_over_longest_pool() == pytest.approx(10 / 8)
     assert result.replicas() == 1
     assert report.memory_peak(result) == 30.0
-    assert report.sync_bandwidth(result) == pytest.approx(0.18)
-    assert result.controller_share == pytest.approx(0.05)
+    assert report.sync_bandwidth(result) == 0.09, "of one replica, however many senders there are"
+    assert result.between_phases == pytest.approx(0.05)
 
 
 def test_a_finished_run_of_the_same_job_is_not_repeated(tmp_path: Path) -> None:
@@ -90,11 +91,23 @@ def test_the_tables_have_every_layout_and_every_pair(tmp_path: Path) -> None:
     console.print(predictions.table(predictions.predictions(results)))
 
     text = console.export_text()
-    shown = ["1+1", "2+1", "gen: vLLM alone / ours", "0.95", "5.00%", "step / longest pool's own phases", "-10.0%"]
+    shown = ["1+1", "2+1", "gen: engine alone / ours", "0.95", "5.00%", "step / longest pool's own phases", "-10.0%"]
     assert [words for words in shown if words not in text] == []
 
 
-def test_time_in_which_no_phase_runs_is_the_controllers() -> None:
+def test_the_rate_of_the_weights_stands_beside_that_of_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floor = sync_floor(workload.SHAPES["tiny"], SIZE, 450e9)
+    monkeypatch.setattr(report, "floors", lambda *_: {"update_weights": floor})
+    console = Console(width=150, record=True)
+
+    console.print(report.table([_run(tmp_path, "1+1", ON_ONE, 10.0)], SIZE, {}))
+
+    assert "0.09 (of 450)" in console.export_text()
+
+
+def test_time_in_which_no_phase_runs_is_between_phases() -> None:
     spans = [
         Span("data", "", "data", 1, 0.0, 9.0),
         Span("data", "", "data", 2, 10.0, 11.0),
@@ -105,5 +118,5 @@ def test_time_in_which_no_phase_runs_is_the_controllers() -> None:
         Span("data", "", "data", 3, 40.0, 41.0),
     ]
 
-    assert controller_share(spans, 2) == pytest.approx(0.1)
-    assert controller_share(spans, 3) is None
+    assert share_between_phases(spans, 2) == pytest.approx(0.1)
+    assert share_between_phases(spans, 3) is None

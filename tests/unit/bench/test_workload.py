@@ -1,16 +1,19 @@
 """What the benchmark asks for: valid jobs in every layout, and exactly the tokens that the workload is defined by."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ppojob_api.v1alpha1.training import Overlap
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bench import workload
 from tests.bench.floors import floors_of, num_parameters, sync_floor
 from tests.bench.layouts import layout, layouts
 
 GPUS = {"actor": 1, "rollout": 1, "critic": 1, "ref": 1}
+RECOMPUTED = {"actor": True, "critic": True}
 TINY = workload.Size("tiny", num_prompts=8, prompt_tokens=20, response_tokens=16, vocabulary=512)
 
 
@@ -44,6 +47,18 @@ def test_a_name_says_pools_and_mode(name: str, pools: dict[str, int], mode: str)
     assert (spec.model.reward is not None) == (name == "reward-alone")
 
 
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("split", ["1+1", "split"])
+def test_every_overlap_can_be_taken_away_by_name(split: str, overlap: Overlap) -> None:
+    words = {Overlap.WEIGHT_SYNC: "weight-sync", Overlap.NEXT_GENERATION: "next-generation"}
+    words |= {Overlap.OLD_LOG_PROB: "old-log-prob"}
+
+    sections = layout(f"{split}-without-{words.get(overlap, overlap.lower())}", 2)
+
+    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, "cuda"))
+    assert (spec.schedule.mode, spec.schedule.without) == ("Overlapped", [overlap])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("4+1", "needs 5 GPUs, and there are 4"), ("reward", "there is no layout reward on 4 GPUs: take some of coloc")],
@@ -70,9 +85,40 @@ def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None
     assert (len(rows), lengths, len(tokenizer)) == (16, {20}, 512)
 
 
+@pytest.mark.parametrize("size", [TINY, workload.Size()])
+def test_varied_responses_end_by_chance(size: workload.Size) -> None:
+    names = [f"<filler {number}>" for number in range(size.vocabulary - 259)]
+    stops = workload.stops(size)
+
+    ending = sum(any(stop in name for stop in stops) for name in names)
+    assert len(stops) <= 16, "the spec takes no more"
+    # At each token, so that the mean length is 0.4 times the longest.
+    assert ending / size.vocabulary == pytest.approx(1 / (0.4 * size.response_tokens), rel=0.15)
+
+
+def test_a_filler_is_written_with_the_name_that_ends_a_response(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    workload.prepare(tmp_path, TINY, num_steps=1)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode([70, 256 + 101, 71]).count("<filler 101>") == 1
+    assert any(stop in "<filler 101>" for stop in workload.stops(TINY))
+
+
+@pytest.mark.parametrize("is_varied", [False, True])
+def test_a_job_with_varied_lengths_ends_responses_by_strings(is_varied: bool) -> None:
+    size = replace(TINY, is_varied=is_varied)
+
+    _, _, spec = parse_manifest(workload.job(Path("/w"), size, layout("colocated", 1), 3, "cuda"))
+
+    assert spec.rollout.ignore_eos
+    assert spec.rollout.stop == (workload.stops(TINY) if is_varied else [])
+
+
 def test_the_least_times_of_workload_w_by_hand() -> None:
     """0.5B on a device of 1 PFLOP/s and 5 TB/s: 164,352 tokens, 131,072 of them written."""
-    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, GPUS)
+    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, GPUS, RECOMPUTED)
 
     matrices = 24 * (2 * 896 * 896 + 896 * 256 + 3 * 896 * 4864)
     attention = 2 * 24 * 896 * 642 * 164_352
@@ -80,6 +126,18 @@ def test_the_least_times_of_workload_w_by_hand() -> None:
     assert least["values"] == pytest.approx(forward / 1e15)
     assert least["old_log_prob"] == pytest.approx((forward + 2 * 151_936 * 896 * 131_072) / 1e15)
     assert least["update_critic"] == pytest.approx(4 * forward / 1e15)
+
+
+def test_without_gradient_checkpointing_the_layers_are_computed_once_less_and_the_output_layer_is_not() -> None:
+    def least(*, actor: bool, critic: bool) -> dict[str, float]:
+        recomputes = {"actor": actor, "critic": critic}
+        return floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, GPUS, recomputes)
+
+    both, none = least(actor=True, critic=True), least(actor=False, critic=False)
+
+    assert both["update_critic"] - none["update_critic"] == pytest.approx(none["values"])
+    assert both["update_actor"] - none["update_actor"] == pytest.approx(none["values"])
+    assert least(actor=False, critic=True)["update_critic"] == both["update_critic"]
 
 
 def test_weights_cross_a_link_once() -> None:

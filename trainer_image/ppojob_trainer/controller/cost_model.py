@@ -1,12 +1,12 @@
 """How long each phase takes on another number of GPUs, fitted to what was measured. Pure; `recommendation` and the
 benchmark call it, and put the step together from its answers by `step_time`.
 
-A phase takes `fixed + work x tokens / GPUs`. The two parts can be told apart only where the tokens for each GPU
-differed enough: in runs on several layouts, or with batches of different lengths. Then they are fitted by least
-squares. From one layout and one batch size nobody can tell them apart, and the fixed part is *assumed*: a share of
-the time on one GPU, by Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For generation
-longer responses tell nothing: they take more steps of the engine, each with its latency, so only another number of
-GPUs does.
+A phase that more GPUs divide takes `fixed + work x tokens / GPUs`. The two parts can be told apart only where the
+tokens for each GPU differed enough: in runs on several layouts, or with batches of different lengths. Then they are
+fitted by least squares. From one layout and one batch size nobody can tell them apart, and the fixed part is *assumed*:
+a share of the time on one GPU, by Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For
+generation longer responses tell nothing: they take more steps of the engine, each with its latency, so only another
+number of GPUs does.
 
 What the model does not know: networks (the gathers of a pool that is spread over nodes for the first time), memory
 (fewer tokens to a pass), and sleeping and waking where roles share a GPU.
@@ -35,7 +35,8 @@ FIXED_SHARE: Final[Mapping[str, float]] = {
     Phase.UPDATE_CRITIC: 0.1,
 }
 """Assumed share, on one GPU, of what more GPUs do not divide. Phases that are not named here (the weights, which every
-replica gets whole; advantages, which are some sums; the users' own workers) are not divided at all."""
+replica gets whole; advantages, which are some sums; the users' own workers) are not divided at all, and nothing is
+fitted to them: a line through their noise would say that they are."""
 
 MIN_SPREAD: Final = 1.5
 """Ratio of the most tokens per GPU to the fewest from which on the two parts are fitted."""
@@ -78,7 +79,7 @@ def fit_phase(phase: str, observations: Sequence[Observation]) -> PhaseCost:
         observations = [Observation(seen.gpus, seen.seconds, tokens) for seen in observations]
     loads = [seen.tokens / seen.gpus for seen in observations]
     seconds = [seen.seconds for seen in observations]
-    if max(loads) < MIN_SPREAD * min(loads):
+    if phase not in FIXED_SHARE or max(loads) < MIN_SPREAD * min(loads):
         gpus = statistics.median(seen.gpus for seen in observations)
         return _assumed(FIXED_SHARE.get(phase, 1.0), statistics.median(seconds), gpus)
     fixed, slope = _line(loads, seconds)

@@ -238,7 +238,7 @@ class TrainingLoop(Generic[B]):
 
     async def _validate(self) -> dict[str, float]:
         self._monitor.set_activity(Activity.VALIDATING)
-        return await self._or_stop(self._phases.run(Phase.VALIDATE, "rollout", self._step, self._validation_metrics()))
+        return await self._or_stop(self._validation_metrics())
 
     async def _validate_unless_stopped(self) -> dict[str, float]:
         """Validate; a stop drops the validation and not the step, which is done."""
@@ -248,9 +248,13 @@ class TrainingLoop(Generic[B]):
             return {}
 
     async def _validation_metrics(self) -> dict[str, float]:
-        prompts = await self._ports.data.validation_prompts()
-        rollout = await self._ports.rollout.generate_for_validation(prompts)
-        return dict(await self._ports.reward.validate(prompts.union(rollout.batch)))
+        ports, step = self._ports, self._step
+        prompts = await self._phases.run(Phase.VALIDATE, "data", step, ports.data.validation_prompts())
+        writing = ports.rollout.generate_for_validation(prompts)
+        rollout = await self._phases.run_alone(Phase.VALIDATE, "rollout", step, writing)
+        scores = "reward" if ports.reward.model is None else "reward_model"
+        judging = ports.reward.validate(prompts.union(rollout.batch))
+        return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, or drop it when the run shall stop.

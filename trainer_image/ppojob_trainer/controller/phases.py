@@ -1,15 +1,16 @@
 """The clock of a run: every phase has a limit and leaves a record, and from the records comes what was idle.
 
-`ppo` and `loop` run each call on a port through `Phases.run`. The arithmetic on records is pure.
+`ppo` and `loop` run each call on a port through `Phases.run`, or `Phases.run_alone` where the phases of a pool take
+turns. The arithmetic on records is pure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.telemetry.current_phase import CurrentPhase, within_phase
@@ -74,10 +75,11 @@ class Phases:
     ) -> None:
         """
         Args:
-            pool_of: pool of each role.
+            pool_of: pool of each role that keeps a pool's GPUs busy.
             timeout_s: limit of each phase.
         """
         self._pool_of = dict(pool_of)
+        self._turns = {pool: asyncio.Lock() for pool in self._pool_of.values()}
         self._timeout_s = timeout_s
         self._trace = trace
         self._clock = clock
@@ -107,6 +109,23 @@ class Phases:
         finally:
             del self._running[number]
             self._note(PhaseRecord(phase, role, pool, step, start, self._clock()))
+
+    async def run_alone(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
+        """`run`, once the role's pool has done all that asked before; its time and its limit begin then.
+
+        A phase has one pool and its work asks for no other, so those that wait for each other never stand in a circle.
+
+        Raises:
+            PhaseTimeoutError: it was not done in time.
+        """
+        if role not in self._pool_of:
+            return await self.run(phase, role, step, work)
+        try:
+            async with self._turns[self._pool_of[role]]:
+                return await self.run(phase, role, step, work)
+        finally:
+            # Who was dropped while waiting has not begun it.
+            work.close()
 
     def _note(self, record: PhaseRecord) -> None:
         self._records.append(record)

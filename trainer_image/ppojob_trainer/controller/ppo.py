@@ -6,13 +6,16 @@
     critic pool     └─┴─┴─┴ values, ref N ────────┤       └─ update_critic N ───────────────────▶┴─┴─┴ values, ref N+1
     CPU cores       └─┴─┴─┴ reward N ─────────────┘
 
-* The phases of a pool run one after the other; those of different pools at the same time. A reward model is a phase of
-  its pool; a reward function runs on CPU cores, beside whatever its pool's GPUs do.
+* The phases of a pool run one after the other, those of different pools at the same time: whatever the schedule allows,
+  a phase waits for its turn in its pool (`Phases.run_alone`). So where the rollout is in the critic's pool,
+  update_weights N and gen N+1 come after update_critic N. A reward model is a phase of its pool; a reward function runs
+  on CPU cores, beside whatever its pool's GPUs do.
 * Responses go to the other pools as they are finished: see `forward`. Where a user's worker changes the batch after
   gen, all of it must be there first.
 * The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
   is laid over the batch.
-* The weights go out when the actor is done. They never wait for the critic, and neither does the next generation.
+* The weights go out when the actor is done. In a pool without the critic they never wait for it, and neither does the
+  next generation.
 * values N+1 wait for update_critic N, so every number is that of the serial order.
 * With one minibatch and one epoch the policy that updates is the one that generated: old_log_prob is left out.
 
@@ -138,6 +141,8 @@ class PPO(Generic[B]):
         if self._ports.critic is not None:
             work = self._run(Phase.UPDATE_CRITIC, "critic", step, self._ports.critic.update(batch))
             self._critic_update = asyncio.create_task(work)
+            # It asks for its pool before all that follows.
+            await asyncio.sleep(0)
             if not self._schedule.updates:
                 await self._critic_update
         updated = await self._update_actor(prepared)
@@ -207,8 +212,14 @@ class PPO(Generic[B]):
         step, early = generated.step, generated.early
         phases = self._forward_phases(step)
         chains = [names for chain, names in self._chains(phases).items() if early is None or not self._is_early(chain)]
-        whole = await on_whole(phases, chains, generated.batch)
-        found = {**whole, **(await early.found() if early is not None else {})}
+        try:
+            whole = await on_whole(phases, chains, generated.batch)
+            found = {**whole, **(await early.found() if early is not None else {})}
+        except BaseException:
+            # A stop drops the step, and with it what began early.
+            if early is not None:
+                early.cancel()
+            raise
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
@@ -281,7 +292,7 @@ class PPO(Generic[B]):
         return found
 
     async def _run(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
-        return await self._phases.run(phase, role, step, work)
+        return await self._phases.run_alone(phase, role, step, work)
 
     @property
     def _advantage_role(self) -> str:

@@ -64,7 +64,9 @@ def make_run() -> MakeRun:
             checkpoint_keep=1,
         )
         monitor, checkpoints = FakeMonitor(live), FakeCheckpoints(world, found)
-        phases = Phases(pool_of, 1000.0, clock=lambda: world.time.now)
+        # As `pools_of_phases` has it: these two are on CPU cores.
+        on_gpus = {role: pool for role, pool in pool_of.items() if role not in ("data", "reward")}
+        phases = Phases(on_gpus, 1000.0, clock=lambda: world.time.now)
         schedule = mode if isinstance(mode, Schedule) else schedule_of(mode)
         plugged = fake_ports(world, **ports)
         kl = AdaptiveKLController(0.1, target=1.0, horizon=100)

@@ -24,6 +24,7 @@ DURATIONS = {
     "prompts": 0.1,
     "generate": 10.0,
     "validate": 4.0,
+    "judge": 1.0,
     "old_log_prob": 3.0,
     "values": 2.0,
     "ref": 1.0,
@@ -269,7 +270,7 @@ class FakeScores:
 
 class FakeReward:
     def __init__(self, world: World, ways: str) -> None:
-        both = ways == "Both"
+        self.world, both = world, ways == "Both"
         self.function = FakeScores(world, "reward", "of_function" if both else "score") if ways != "Model" else None
         self.model = FakeScores(world, "reward_model", "of_model" if both else "score") if ways != "Function" else None
 
@@ -280,6 +281,8 @@ class FakeReward:
         return batch.union(FakeBatch(2, {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
 
     async def validate(self, batch: FakeBatch) -> Metrics:
+        if self.model is not None:
+            await self.world.phase("judge")
         return {"val-core/score/mean": batch.columns["response"]}
 
 

@@ -57,6 +57,15 @@ def test_longer_responses_say_nothing_of_generation_on_more_gpus() -> None:
     assert cost.seconds(1) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("phase", ["update_weights", "adv", "data", "reward", "hook_shaper"])
+def test_what_is_not_divided_is_not_fitted_however_much_the_batches_differ(phase: str) -> None:
+    cost = fit_phase(phase, [Observation(2, 0.10, 1.0), Observation(2, 0.11, 2.0), Observation(2, 0.12, 3.0)])
+
+    assert cost.is_assumed
+    assert cost.divided_gpu_s == 0
+    assert cost.seconds(1) == cost.seconds(8) == pytest.approx(0.11)
+
+
 def test_batches_of_nearly_the_same_length_say_nothing() -> None:
     assert fit_phase("ref", [Observation(1, 1.0, 10.0), Observation(1, 0.9, 12.0)]).is_assumed
 

@@ -192,3 +192,18 @@ async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holder
     weights = WeightsGroup(as_group(sender), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
     with pytest.raises(WeightSyncError):
         await weights.push(1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "senders"), [({"actor": "train"}, 4), ({"actor": "train", "rollout": "write"}, 1)]
+)
+async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
+    replicas: Processes, holders: Processes, placement: dict[str, str], senders: int
+) -> None:
+    spec = spec_of(placement)
+    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+
+    moved = await weights.push(1)
+
+    assert moved["comm_mb/update_weights"] == pytest.approx(senders * 8e-6)
+    assert moved["comm_gb_per_s/update_weights"] * moved["comm_s/update_weights"] == pytest.approx(8e-9)

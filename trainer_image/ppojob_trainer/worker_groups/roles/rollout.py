@@ -2,9 +2,9 @@
 
 One process for each replica; a replica has tensorParallelSize GPUs of a node, or with device cpu a node. A worker of
 vLLM's computes on each GPU; all are children of the replica's process, and the other bundles of the replica only hold
-their GPU's share for them. A sample's seed is a hash of run seed,
-step, prompt and sample number, so responses depend neither on which replica writes them, nor on the order, nor on
-restarts. Where actor and rollout share GPUs, the engine sleeps from the end of generation until the next weights.
+their GPU's share for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses depend
+neither on which replica writes them, nor on the order, nor on restarts. Where actor and rollout share GPUs, the engine
+sleeps from the end of generation until the next weights.
 """
 
 from __future__ import annotations
@@ -428,8 +428,8 @@ class WeightsGroup:
         return [*senders, *(worker for replica in replicas for worker in replica)]
 
     async def push(self, version: int) -> dict[str, float]:
-        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/update_weights:
-        how long they took, without waking the engines up.
+        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/...: how long
+        they took, without waking the engines up. comm_gb_per_s/...: of a whole model, as each of vLLM's GPUs gets.
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
@@ -438,18 +438,19 @@ class WeightsGroup:
             freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
             await asyncio.gather(*freed)
             await self._rollout.call(RolloutWorker.wake, "weights")
-        started, num_bytes = time.perf_counter(), 0
+        started = time.perf_counter()
         sent, received = await asyncio.gather(
             self._actor.call(ActorWorker.push_weights, version),
             self._rollout.call(RolloutWorker.update_weights, version),
         )
-        seconds = time.perf_counter() - started
+        seconds, sizes = time.perf_counter() - started, []
         for plan in self._plans:
             receipt = sent[plan.sender_rank]
             assert receipt is not None, "a rank with a plan has sent"
-            num_bytes += receipt.num_bytes
+            sizes.append(receipt.num_bytes)
             # All workers of a replica have the same, or it would have said so.
             verify(receipt, [received[receiver // self._workers_of_replica] for receiver in plan.receivers])
         if self._sleeps:
             await self._rollout.call(RolloutWorker.wake, "kv_cache")
-        return {"comm_mb/update_weights": num_bytes / 1e6, "comm_s/update_weights": seconds}
+        moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
+        return {f"comm_{what}/update_weights": number for what, number in moved.items()}

@@ -1,0 +1,36 @@
+"""What the benchmark is told on its command line."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.bench.bench_split import _arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "gpus"),
+    [
+        ([], 3, 3),
+        (["--gpus", "2"], 3, 2),
+        (["--device", "cpu"], 0, 2),
+        (["--device", "cpu", "--gpus", "4"], 0, 4),
+    ],
+)
+def test_without_a_number_all_gpus_are_taken(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], found: int, gpus: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(sys, "argv", ["bench_split", "--output", "out", *options])
+
+    assert _arguments().gpus == gpus
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["bench_split", "--output", "out"])
+
+    with pytest.raises(SystemExit):
+        _arguments()
+
+    assert "--device cuda: no GPU is found here; take --device cpu" in capsys.readouterr().err

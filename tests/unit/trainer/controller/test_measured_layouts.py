@@ -1,0 +1,102 @@
+"""What the phases of one layout say of another one, and what was measured there: the tables of `docs/measured.md`."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_trainer.controller.cost_model import fit
+from ppojob_trainer.controller.prediction import observations, predict
+from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.controller.step_time import Layout
+
+LARGEST_ERROR = 0.13
+LARGEST_ERROR_OF_A_CHANGE = 0.14
+"""As `recommendation.MIN_GAIN` and `docs/watching-a-run.md` have them, in shares of the step."""
+SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic"}
+PHASES = ("gen", "old_log_prob", "values", "ref", "adv", "update_critic", "update_actor", "update_weights")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of the phases, in the order of `PHASES`, and of the step."""
+
+    layout: Layout
+    phases: tuple[float | None, ...]
+    step_s: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{phase}": s for phase, s in zip(PHASES, self.phases, strict=True) if s is not None}
+
+
+def split(gpus: int, mode: ScheduleMode = ScheduleMode.OVERLAPPED) -> Layout:
+    return Layout(SPLIT, {"actor": gpus, "critic": gpus}, schedule_of(mode))
+
+
+def colocated(gpus: int) -> Layout:
+    return Layout(dict.fromkeys(SPLIT, "all"), {"all": gpus}, schedule_of(ScheduleMode.SERIAL))
+
+
+# With gradient checkpointing.
+HALF_B = {
+    "1+1": Measured(split(1), (2.41, 0.40, 0.33, 0.41, 0.03, 1.22, 1.56, 0.12), 4.89),
+    "colocated-2": Measured(colocated(2), (1.74, 0.22, 0.17, 0.22, 0.04, 0.81, 1.02, 0.18), 4.70),
+}
+MODES = {
+    "2+2": Measured(split(2), (1.71, 0.51, 0.48, 0.54, 0.04, 1.90, 2.17, 0.22), 5.24),
+    "2+2-parallel-update": Measured(
+        split(2, ScheduleMode.PARALLEL_UPDATE), (1.69, 0.50, 0.44, 0.53, 0.04, 1.90, 2.14, 0.18), 5.66
+    ),
+}
+# Without, on another host.
+ONE_AND_A_HALF_B = {
+    "2+2": Measured(split(2), (2.08, 0.56, 0.51, 0.62, None, 1.87, 1.93, 0.101), 5.12),
+    "colocated-4": Measured(colocated(4), (1.79, 0.29, 0.32, 0.31, None, 1.19, 1.11, 0.108), 5.63),
+}
+
+
+def predicted(source: Measured, layout: Layout) -> float:
+    return predict(fit(observations([source.metrics], source.layout)), layout).seconds
+
+
+@pytest.mark.parametrize(
+    ("table", "source", "target", "error"),
+    [
+        (HALF_B, "1+1", "colocated-2", -0.13),
+        (HALF_B, "colocated-2", "1+1", 0.04),
+        (ONE_AND_A_HALF_B, "2+2", "colocated-4", -0.10),
+        (ONE_AND_A_HALF_B, "colocated-4", "2+2", 0.02),
+        (MODES, "2+2", "2+2-parallel-update", 0.00),
+        (MODES, "2+2-parallel-update", "2+2", -0.04),
+    ],
+)
+def test_one_layouts_phases_say_another_ones_step(
+    table: dict[str, Measured], source: str, target: str, error: float
+) -> None:
+    step_s = table[target].step_s
+
+    found = predicted(table[source], table[target].layout)
+
+    assert found / step_s - 1 == pytest.approx(error, abs=0.01), "docs and the docstring of MIN_GAIN name it"
+    assert abs(found / step_s - 1) <= LARGEST_ERROR
+
+
+@pytest.mark.parametrize("table", [HALF_B, ONE_AND_A_HALF_B])
+def test_a_change_of_the_layout_is_wrong_by_no_more(table: dict[str, Measured]) -> None:
+    one, other = table.values()
+    for source, target in ((one, other), (other, one)):
+        change = predicted(source, target.layout) / predicted(source, source.layout) - 1
+
+        assert change == pytest.approx(target.step_s / source.step_s - 1, abs=LARGEST_ERROR_OF_A_CHANGE)
+
+
+def test_a_layouts_own_step_is_longer_than_its_phases_say_where_one_pool_does_all() -> None:
+    errors = [
+        predicted(measured, measured.layout) / measured.step_s - 1
+        for table in (HALF_B, ONE_AND_A_HALF_B)
+        for measured in table.values()
+    ]
+
+    # The tables leave out what is between the phases, and medians of phases need not add up to the median step.
+    assert errors == pytest.approx([-0.01, -0.06, 0.02, -0.09], abs=0.01)
