@@ -93,6 +93,7 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
     for name, remedy in _OWN_FIELD.items():
         if name in user:
             yield FieldError(f"{path}.{name}", user[name], remedy)
+    yield from _grace_problems(base["terminationGracePeriodSeconds"], user, path)
     for name, key in MERGE_KEYS.items():
         yield from _unkeyed(user, name, key, path)
     for name in ("volumes", "resourceClaims"):
@@ -106,6 +107,15 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
         yield from (problem for name, key in MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
         if container.get("name") == ray["name"]:
             yield from _ray_container_problems(ray, container, here)
+
+
+def _grace_problems(needed: int, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    """Yield a grace period in which the hook would be killed before the trainer has put its checkpoint down."""
+    name = "terminationGracePeriodSeconds"
+    given = user.get(name, needed)
+    if not isinstance(given, int) or given < needed:
+        remedy = f"spec.runPolicy.stopGracePeriodSeconds needs {needed} or more: lower that, or leave this one out"
+        yield FieldError(f"{path}.{name}", given, remedy)
 
 
 def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
