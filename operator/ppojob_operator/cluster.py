@@ -11,7 +11,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiRefused, ApiServer, ApiUnavailable
-from ppojob_operator.manifests import naming
+from ppojob_operator.manifests import naming, queues
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
 _ALL_JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/{constants.PLURAL}"
@@ -94,23 +94,25 @@ class Cluster:
 
         Raises:
             ApiRefused: the API server refuses it, or another's object has the name.
-            ApiUnavailable: the object of an earlier job of the name is not gone yet.
+            ApiUnavailable: the object of an earlier job of the name is not gone yet, or Kueue was writing it too.
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
         path, namespace = _COLLECTIONS[kind], metadata["namespace"]
         if kind == "Secret":
-            answer = await self._api.call("POST", path, namespace, body=manifest)
-            if answer.status != 409:
-                answer.expect(201)
+            # One that is there is ours, from a look that was cut short: nobody else can tell its name beforehand.
+            await self._api.create(path, manifest)
             return
-        # The name of a RayCluster is of the job's uid: nobody else can have it.
-        found = None if kind == "RayCluster" else await self._api.read(path, namespace, metadata["name"])
+        found = await self._api.read(path, namespace, metadata["name"])
         [owner] = metadata["ownerReferences"]
         if found is not None and not naming.is_owned(found, owner["uid"]):
             raise _taken(kind, found, owner)
+        if found is not None and kind == "RayCluster":
+            manifest = queues.with_kueues_part(manifest, found)
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
+        if answer.status == 409:
+            raise ApiUnavailable(f"{kind} {metadata['name']} changed while it was being written")
         answer.expect(200, 201)
 
     async def read_lease(self, namespace: str, name: str) -> Manifest | None:

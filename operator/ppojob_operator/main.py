@@ -123,7 +123,7 @@ async def run(settings: Settings) -> None:
 def _leaders_parts(settings: Settings, server: StatusServer) -> dict[str, Part]:
     """Return what the leader does besides looking after jobs."""
     name = settings.webhook_configuration
-    if not name:
+    if not name or not settings.webhook_trust:
         return {}
     return {"webhook": lambda api, stop: keep_trusted(AdmissionCluster(api), name, server.ca_bundle, stop)}
 

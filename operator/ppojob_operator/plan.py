@@ -107,6 +107,8 @@ class Cluster:
     """How often its spec was written."""
     spec: Manifest = field(default_factory=dict)
     """Its spec as it stands."""
+    made_of: str | None = None
+    """Digest of the spec that it was made with. None: it does not say so."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ class Settings(BaseModel):
     """ValidatingWebhookConfiguration of the admission webhook. Empty: there is none."""
     webhook_port: Port = 9443
     """HTTPS port of the admission webhook."""
+    webhook_trust: bool = True
+    """Write who signs its certificate into that configuration. False: cert-manager does."""
 
     lease_name: str = "ppojob-operator-leader"
     """Lease by which the replicas agree on one leader."""

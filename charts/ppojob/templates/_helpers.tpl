@@ -32,6 +32,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "%s-certificates" (include "ppojob.name" .) -}}
 {{- end -}}
 
+{{/* The Secret with certificates that somebody else makes: one of the user's, or that which cert-manager fills for us.
+Empty: the operator makes its own. */}}
+{{- define "ppojob.givenSecret" -}}
+{{- if .Values.certificates.certManager.issuerRef -}}
+{{- .Values.certificates.existingSecret | default (printf "%s-tls" (include "ppojob.name" .)) -}}
+{{- else -}}
+{{- .Values.certificates.existingSecret -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The Secret that the operator makes for the key of the dashboards' tokens. It is not the release's, because jobs that
 go on running after an uninstall need it when the operator comes back. */}}
 {{- define "ppojob.dashboardSecret" -}}

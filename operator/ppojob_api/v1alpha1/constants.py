@@ -24,6 +24,8 @@ LABEL_JOB = f"{GROUP}/job"
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
+ANNOTATION_MADE_OF = f"{GROUP}/made-of"
+"""On a RayCluster with a queue: digest of the spec that it was made with."""
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 """Asks a running job for a checkpoint. Any new value is a request of its own, and is answered once."""
 MAX_REQUEST_LENGTH = 64

@@ -1,10 +1,11 @@
 """Names, labels and owners of a job's objects.
 
-The status server asks here whom a token must belong to. Names are a function of the job alone, so that a look that was
-cut short finds again what it made.
+The status server asks here whom a token must belong to. Names are a function of the job and of the operator's key, so
+that a look that was cut short finds again what it made.
 """
 
 import hashlib
+import hmac
 from collections.abc import Mapping
 
 from ppojob_api.v1alpha1 import constants
@@ -14,7 +15,7 @@ HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
 DASHBOARD_PORT = 8265
 
-_HASH_LENGTH = 5
+_HASH_LENGTH = 10
 
 
 def service_account_name(job: str) -> str:
@@ -32,12 +33,13 @@ def network_policy_name(job: str) -> str:
     return f"{job}-ray"
 
 
-def cluster_name(job: str, uid: str, attempt: int) -> str:
-    """Return the RayCluster that is made for an attempt: a DNS-1035 label of at most 46 characters.
+def cluster_name(job: str, uid: str, attempt: int, secret: bytes) -> str:
+    """Return the RayCluster that is made for an attempt: a DNS-1035 label of at most 51 characters.
 
     KubeRay allows 53. Another object of the same name, or a later attempt on a new cluster, gives another name.
+    `secret` is the operator's key: nobody else can tell the name, and so that of its Secret, before it is there.
     """
-    digest = hashlib.sha256(f"{uid}/{attempt}".encode()).hexdigest()
+    digest = hmac.new(secret, f"RayCluster/{uid}/{attempt}".encode(), hashlib.sha256).hexdigest()
     return f"{job}-{digest[:_HASH_LENGTH]}"
 
 

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.validation import FieldError
 
 Template = dict[str, Any]
 
-_MERGE_KEYS = {
+MERGE_KEYS = {
     "containers": "name",
     "initContainers": "name",
     "volumes": "name",
@@ -93,7 +93,8 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
     for name, remedy in _OWN_FIELD.items():
         if name in user:
             yield FieldError(f"{path}.{name}", user[name], remedy)
-    for name, key in _MERGE_KEYS.items():
+    yield from _grace_problems(base["terminationGracePeriodSeconds"], user, path)
+    for name, key in MERGE_KEYS.items():
         yield from _unkeyed(user, name, key, path)
     for name in ("volumes", "resourceClaims"):
         taken = {item["name"] for item in base.get(name, [])}
@@ -103,9 +104,18 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
     ray = base["containers"][0]
     for index, container in enumerate(_items(user, "containers")):
         here = f"{path}.containers[{index}]"
-        yield from (problem for name, key in _MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
+        yield from (problem for name, key in MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
         if container.get("name") == ray["name"]:
             yield from _ray_container_problems(ray, container, here)
+
+
+def _grace_problems(needed: int, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    """Yield a grace period in which the hook would be killed before the trainer has put its checkpoint down."""
+    name = "terminationGracePeriodSeconds"
+    given = user.get(name, needed)
+    if not isinstance(given, int) or given < needed:
+        remedy = f"spec.runPolicy.stopGracePeriodSeconds needs {needed} or more: lower that, or leave this one out"
+        yield FieldError(f"{path}.{name}", given, remedy)
 
 
 def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
@@ -145,8 +155,8 @@ def _merge(base: Mapping[str, Any], user: Mapping[str, Any]) -> Template:
         old = result.get(name)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             result[name] = _merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list) and name in _MERGE_KEYS:
-            result[name] = _merge_lists(old, value, _MERGE_KEYS[name])
+        elif isinstance(old, list) and isinstance(value, list) and name in MERGE_KEYS:
+            result[name] = _merge_lists(old, value, MERGE_KEYS[name])
         elif isinstance(old, list) and isinstance(value, list) and name in _APPENDED:
             result[name] = old + value
         else:

@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 from ppojob_operator.manifests import naming, pod_template
 from ppojob_operator.manifests.pod import head_template, pool_template
-from ppojob_operator.manifests.queues import queue_labels
+from ppojob_operator.manifests.queues import queue_annotations, queue_labels
 from ppojob_operator.plan import JobKey
 
 API_VERSION = "ray.io/v1"
@@ -27,21 +27,19 @@ RAY_VERSION = "2.60.0"
 
 def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str, Any]:
     """Return the RayCluster. `spec` is resolved and `template_problems` found nothing in it."""
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": naming.metadata(name, key, uid, queue_labels(spec.run_policy, name)),
-        "spec": {
-            "rayVersion": RAY_VERSION,
-            "enableInTreeAutoscaling": False,
-            "authOptions": {"mode": "token", "secretName": naming.dashboard_secret_name(name)},
-            "headGroupSpec": {
-                "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-                "template": pod_template.merged(head_template(spec, key, uid), spec.head.pod_template),
-            },
-            "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
+    wanted = {
+        "rayVersion": RAY_VERSION,
+        "enableInTreeAutoscaling": False,
+        "authOptions": {"mode": "token", "secretName": naming.dashboard_secret_name(name)},
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+            "template": pod_template.merged(head_template(spec, key, uid), spec.head.pod_template),
         },
+        "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
     }
+    metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
+    metadata |= queue_annotations(spec.run_policy, wanted)
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": wanted}
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:

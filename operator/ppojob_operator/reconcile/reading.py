@@ -86,6 +86,7 @@ def read_cluster(raw: Manifest) -> Cluster:
         uid=metadata.get("uid", ""),
         generation=metadata.get("generation", 1),
         spec=raw.get("spec", {}),
+        made_of=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
     )
 
 

@@ -91,7 +91,13 @@ class Situation:
         """The RayCluster of the current attempt, which may have to be made."""
         if self.status.ray_cluster is not None:
             return self.status.ray_cluster.name
-        return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt)
+        return self.own_cluster_name
+
+    @property
+    def own_cluster_name(self) -> str:
+        """The RayCluster that is made for the current attempt, where it does not go on in an earlier one's."""
+        secret = self.observed.surroundings.dashboard_key
+        return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt, secret)
 
     @cached_property
     def cluster(self) -> Cluster | None:

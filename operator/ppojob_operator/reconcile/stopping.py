@@ -17,7 +17,6 @@ from typing import Any
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import layout_of
 from ppojob_api.v1alpha1.status import StopStatus
-from ppojob_operator.manifests import naming
 from ppojob_operator.plan import EventRecord
 from ppojob_operator.reconcile import admission, layout, pools, stall
 from ppojob_operator.reconcile.conditions import format_time
@@ -198,5 +197,5 @@ def _goes_on_from(situation: Situation) -> str:
 
 def _is_used(situation: Situation) -> bool:
     """Return whether the current attempt has a RayCluster of its own: another one needs another name."""
-    cluster, job = situation.status.ray_cluster, situation.job
-    return cluster is not None and cluster.name == naming.cluster_name(job.key.name, job.uid, situation.attempt)
+    cluster = situation.status.ray_cluster
+    return cluster is not None and cluster.name == situation.own_cluster_name

@@ -46,7 +46,11 @@ def release(kubectl: Any) -> Iterator[str]:
         (),
         ("--set=watchNamespace={namespace}",),
         ("--set=certificates.existingSecret=given", "--set=networkPolicy.enabled=true"),
-        ("--set=webhook.enabled=true", "--set=networkPolicy.enabled=true"),
+        (
+            "--set=webhook.enabled=true",
+            "--set=networkPolicy.enabled=true",
+            "--set=networkPolicy.webhookFrom[0].ipBlock.cidr=10.0.0.1/32",
+        ),
         ("--set=jobNetworkPolicy.enabled=true", "--set=metrics.dashboards.enabled=true"),
         ("--set=serviceAccount.create=false", "--set=priorityClassName=system-cluster-critical"),
     ],

@@ -138,7 +138,8 @@ class Rights:
         (folder / "kubeconfig").write_text(json.dumps(kubeconfig or self.kubeconfig))
         environment = {
             **self.environment,
-            "PATH": os.environ["PATH"],
+            # PYTHONPATH: of a working tree that is not the installed one.
+            **{name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
             "HOME": str(folder),
             "KUBECONFIG": str(folder / "kubeconfig"),
             "PPOJOB_PORT": str(free_port()),

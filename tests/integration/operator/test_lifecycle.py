@@ -96,12 +96,15 @@ def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubect
 
     patch = [{"op": "replace", "path": "/spec/workerGroupSpecs/0/maxReplicas", "value": before + 1}]
     patch.append({"op": "replace", "path": path, "value": before + 1})
+    patch.append({"op": "replace", "path": "/spec/authOptions/mode", "value": "disabled"})
     kubectl("patch", "raycluster", cluster, "--type=json", f"--patch={json.dumps(patch)}")
 
     jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
     kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
     event = jobs.event(name, Reason.CLUSTER_RESTORED)
     assert f".replicas was {before + 1} in place of {before}" in event["message"]
+    assert "spec.authOptions.mode was disabled in place of token" in event["message"]
+    assert kubectl.json("get", "raycluster", cluster)["spec"]["authOptions"]["mode"] == "token"
 
 
 def test_an_object_of_somebody_else_is_named_and_not_taken_over(kubectl: Any, jobs: Any) -> None:

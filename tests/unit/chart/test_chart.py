@@ -20,6 +20,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "no definition": {"crds.install": False},
     "definition that goes": {"crds.keep": False},
     "given certificates": {"certificates.existingSecret": "from-cert-manager"},
+    "cert-manager": {"certificates.certManager.issuerRef": {"name": "ca", "kind": "ClusterIssuer"}},
     "given account": {"serviceAccount.create": False, "serviceAccount.name": "mine"},
     "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
     "observed": {
@@ -221,6 +222,32 @@ def test_given_certificates_are_mounted_and_none_are_made(helm: Any) -> None:
     assert "Secret" not in {manifest["kind"] for manifest in objects}
 
 
+def test_cert_manager_makes_the_certificate_of_the_service_by_the_issuer_that_is_named(helm: Any) -> None:
+    issuer = {"name": "ca", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+    objects = helm.objects({"certificates.certManager.issuerRef": issuer})
+    certificate, spec = only(objects, "Certificate"), pod_of(objects)["spec"]
+    names = Settings.from_environment({**environment_of(objects), "POD_NAMESPACE": "system"})
+
+    assert certificate["apiVersion"] == "cert-manager.io/v1"
+    assert certificate["spec"]["issuerRef"] == issuer
+    assert certificate["spec"]["dnsNames"] == [
+        f"{names.service_name}.system.svc{end}" for end in ("", ".cluster.local")
+    ]
+    assert certificate["spec"]["secretName"] == "ppojob-tls"
+    assert {"name": "certificates", "secret": {"secretName": "ppojob-tls"}} in spec["volumes"]
+    assert names.certificate_folder == spec["containers"][0]["volumeMounts"][1]["mountPath"]
+    assert "Secret" not in {manifest["kind"] for manifest in objects}
+    assert "Certificate" not in {manifest["kind"] for manifest in helm.objects({})}
+
+
+def test_the_secret_that_cert_manager_fills_may_have_a_name_of_ones_own(helm: Any) -> None:
+    given = {"certificates.certManager.issuerRef": {"name": "ca"}, "certificates.existingSecret": "mine"}
+    objects = helm.objects(given)
+
+    assert only(objects, "Certificate")["spec"]["secretName"] == "mine"
+    assert {"name": "certificates", "secret": {"secretName": "mine"}} in pod_of(objects)["spec"]["volumes"]
+
+
 def test_the_operators_certificates_come_empty_so_that_an_upgrade_leaves_them_alone(helm: Any) -> None:
     secret = only(helm.objects({}), "Secret")
 
@@ -308,6 +335,10 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("crds.install", "no", "install"),
         ("crds.remove", True, "remove"),
         ("certificates.certManager", True, "certManager"),
+        ("certificates.certManager.issuerRef", {"kind": "Issuer"}, "name"),
+        ("certificates.certManager.issuerRef", {"name": ""}, "name"),
+        ("certificates.certManager.issuerRef", {"name": "ca", "issuer": "x"}, "issuer"),
+        ("networkPolicy.webhookFrom", [{"cidr": "10.0.0.1/32"}], "cidr"),
         ("certificates.existingSecret", "No_Name", "existingSecret"),
         ("metrics.enabled", True, "enabled"),
         ("metrics.serviceMonitor.interval", "often", "interval"),

@@ -104,3 +104,24 @@ def test_a_guarded_operator_lets_the_api_server_in(helm: Any) -> None:
     ingress = only(guarded, "NetworkPolicy")["spec"]["ingress"]
 
     assert ingress[2:] == [{"ports": [{"port": "webhook", "protocol": "TCP"}]}]
+
+
+def test_who_may_ask_a_guarded_webhook_is_a_value(helm: Any) -> None:
+    peers = [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    values = {"webhook.enabled": True, "networkPolicy.enabled": True, "networkPolicy.webhookFrom": peers}
+
+    ingress = only(helm.objects(values), "NetworkPolicy")["spec"]["ingress"]
+
+    assert ingress[2:] == [{"ports": [{"port": "webhook", "protocol": "TCP"}], "from": peers}]
+
+
+def test_cert_manager_alone_makes_the_api_server_trust_its_certificate(helm: Any) -> None:
+    objects = helm.objects({"webhook.enabled": True, "certificates.certManager.issuerRef": {"name": "ca"}})
+    configuration, certificate = only(objects, CONFIGURATION), only(objects, "Certificate")
+
+    place = f"{certificate['metadata']['namespace']}/{certificate['metadata']['name']}"
+    assert configuration["metadata"]["annotations"] == {"cert-manager.io/inject-ca-from": place}
+    assert not Settings.from_environment(environment_of(objects)).webhook_trust
+    resources = [rule["resources"] for rule in role_of(objects, "system-ppojob-webhook")["rules"]]
+    assert ["validatingwebhookconfigurations"] not in resources
+    assert "annotations" not in only(helm.objects({"webhook.enabled": True}), CONFIGURATION)["metadata"]

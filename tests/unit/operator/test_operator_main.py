@@ -10,6 +10,7 @@ from kubernetes.aio.client import Configuration
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.main import StartError, ask_environment_once, dashboard_key
+from ppojob_operator.settings import Settings
 
 
 class Secrets:
@@ -91,3 +92,18 @@ def test_the_environments_proxy_is_found_once(
     ask_environment_once(configuration)
 
     assert (configuration.proxy, configuration.client_session_kwargs) == (proxy, {"trust_env": False})
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({}, set()),
+        ({"webhook_configuration": "w"}, {"webhook"}),
+        ({"webhook_configuration": "w", "webhook_trust": False}, set()),
+    ],
+    ids=["no webhook", "ours to make trusted", "cert-manager's"],
+)
+def test_the_leader_writes_the_webhooks_authority_unless_somebody_else_does(
+    given: dict[str, Any], parts: set[str]
+) -> None:
+    assert set(main._leaders_parts(Settings(namespace="ns", **given), object())) == parts  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -20,9 +21,10 @@ from pathlib import Path
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
 from ppojob_api.v1alpha1.progress import FailureRecord
 from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.secrecy import secret_values
 from ppojob_trainer.main.failures import JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.main.run import run_job
-from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, tee_output
+from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, redacted, tee_output
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = _run(options, stop, output)
     if record is None:
         return 0
-    output.end(record.to_log_line())
+    output.end(record)
     return record.exit_code
 
 
@@ -53,13 +55,16 @@ class _Output:
 
     def __init__(self) -> None:
         self._tee: OutputTee | None = None
+        self._secrets: list[str] = []
 
-    def copy_to(self, path: Path) -> None:
-        """Copy everything from now on to a file too."""
-        self._tee = tee_output(path)
+    def copy_to(self, path: Path, secrets: list[str]) -> None:
+        """Copy everything from now on to a file too, and leave secrets out: the operator shows the end of the log."""
+        self._secrets = secrets
+        self._tee = tee_output(path, secrets)
 
-    def end(self, last_line: str) -> None:
-        """Write the line after all others: the operator reads it from the log, which outlives the connection."""
+    def end(self, record: FailureRecord) -> None:
+        """Write its line after all others: the operator reads it from the log, which outlives the connection."""
+        last_line = record.model_copy(update={"message": redacted(record.message, self._secrets)}).to_log_line()
         if self._tee is not None:
             # What was printed before is on its way through the copiers of two streams, and could come after it.
             self._tee.close()
@@ -97,7 +102,8 @@ def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) ->
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
         # Not before: the job says where its logs go.
-        output.copy_to(RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log")
+        log = RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log"
+        output.copy_to(log, secret_values(job.spec, os.environ))
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from ppojob_api.v1alpha1.constants import EnvName
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings
 from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.secrecy import shown
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
@@ -217,7 +218,7 @@ class Monitor:
     def _tracked(self) -> TrackedRun:
         job = self._job
         project = job.spec.telemetry.tracker_project
-        return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, job.spec.to_wire(), self._files.root)
+        return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, shown(job.spec), self._files.root)
 
     def _report(self, *, now: bool = False) -> None:
         if self._reporter is not None:

@@ -6,6 +6,7 @@ from ppojob_trainer.telemetry.logs import OutputTee, configure_logging, tee_outp
 from ppojob_trainer.telemetry.metrics import MetricLogger
 from ppojob_trainer.telemetry.progress import RunProgress
 from ppojob_trainer.telemetry.records import MetricsUnreadableError, read_metrics
+from ppojob_trainer.telemetry.redaction import redacted
 from ppojob_trainer.telemetry.reporter import ProgressReporter
 from ppojob_trainer.telemetry.run_files import RunFiles
 from ppojob_trainer.telemetry.trace import TraceWriter
@@ -27,6 +28,7 @@ __all__ = [
     "current_phase",
     "open_trackers",
     "read_metrics",
+    "redacted",
     "tee_output",
     "within_phase",
     "write_advice",

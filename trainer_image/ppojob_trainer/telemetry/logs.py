@@ -2,19 +2,23 @@
 
 Every role's process and the driver call `tee_output` first thing. The copy is made below Python, on the file
 descriptors, so it has what C++ libraries and child processes print, and the last words of a process that crashes:
-a `tee` child holds the other end of the pipe and outlives it. It refuses to be the only place of the output: what went
-to a terminal or to Ray's own log still goes there.
+a `tee` child holds the other end of the pipe and outlives it. Where there are secrets to be taken out, `redaction` is
+that child. It refuses to be the only place of the output: what went to a terminal or to Ray's own log still goes there.
 """
 
 import atexit
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from ppojob_trainer.telemetry import redaction
 
 _STDOUT, _STDERR = 1, 2
 _DRAIN_TIMEOUT_S = 10.0
@@ -23,9 +27,13 @@ _DRAIN_TIMEOUT_S = 10.0
 class OutputTee:
     """The copying of one process's output; `close` undoes it. Made by `tee_output`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self._command, self._environment = ["tee", "-a", str(path)], dict(os.environ)
+        if secrets:
+            self._command = [sys.executable, "-I", "-S", redaction.__file__, str(path)]
+            self._environment[redaction.SECRETS_VARIABLE] = json.dumps(list(secrets))
         self._flush()
         self._saved = {fd: os.dup(fd) for fd in (_STDOUT, _STDERR)}
         self._copiers = [self._redirect(fd) for fd in (_STDOUT, _STDERR)]
@@ -63,10 +71,11 @@ class OutputTee:
         self.close()
 
     def _redirect(self, fd: int) -> subprocess.Popen[bytes]:
-        """Put a pipe to `tee` in the place of `fd`; a session of its own keeps Ctrl-C from ending it before us."""
+        """Put a pipe to the copier in the place of `fd`; a session of its own keeps Ctrl-C from ending it before us."""
         read_end, write_end = os.pipe()
         copier = subprocess.Popen(
-            ["tee", "-a", str(self.path)],
+            self._command,
+            env=self._environment,
             stdin=read_end,
             stdout=self._saved[fd],
             stderr=self._saved[_STDERR],
@@ -83,13 +92,13 @@ class OutputTee:
         sys.stderr.flush()
 
 
-def tee_output(path: Path) -> OutputTee:
-    """Append everything that this process and its children print from now on to `path` too.
+def tee_output(path: Path, secrets: Sequence[str] = ()) -> OutputTee:
+    """Append everything that this process and its children print from now on to `path` too, in both without `secrets`.
 
     Raises:
         OSError: the folder cannot be made, or there is no `tee` program.
     """
-    return OutputTee(path)
+    return OutputTee(path, secrets)
 
 
 def configure_logging(level: int = logging.INFO) -> None:

@@ -125,6 +125,8 @@ def test_a_constraint_of_the_users_over_zones_stands_beside_ours_over_hosts(make
         {"initContainers": [{"name": "warm", "image": "x", "restartPolicy": "Always"}]},
         {"resourceClaims": [{"name": "nic", "resourceClaimName": "shared"}]},
         {"hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x"]}]},
+        {"terminationGracePeriodSeconds": 630},
+        {"terminationGracePeriodSeconds": 3600},
     ],
 )
 def test_what_has_no_field_of_its_own_goes_through_as_it_is(
@@ -212,3 +214,23 @@ def test_the_heads_template_is_looked_at_too(make_spec: MakeSpec) -> None:
     (problem,) = template_problems(spec, KEY, UID)
 
     assert problem.path == "spec.head.podTemplate.spec.containers[0].command"
+
+
+@pytest.mark.parametrize("given", [0, 30, 629, "3600"])
+def test_a_grace_period_that_cuts_the_checkpoint_short_is_refused(with_template: WithTemplate, given: object) -> None:
+    spec = with_template({"spec": {"terminationGracePeriodSeconds": given}})
+
+    [problem] = template_problems(spec, KEY, UID)
+
+    path = "spec.pools[0].podTemplate.spec.terminationGracePeriodSeconds"
+    remedy = "spec.runPolicy.stopGracePeriodSeconds needs 630 or more: lower that, or leave this one out"
+    assert str(problem) == f"{path}: {given!r}: {remedy}"
+
+
+def test_a_head_with_too_short_a_grace_period_is_refused_too(make_spec: MakeSpec) -> None:
+    head = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 30}}}
+
+    [problem] = template_problems(make_spec(head=head, runPolicy={"stopGracePeriodSeconds": 10}), KEY, UID)
+
+    assert str(problem).startswith("spec.head.podTemplate.spec.terminationGracePeriodSeconds: 30: ")
+    assert "needs 40 or more" in str(problem)

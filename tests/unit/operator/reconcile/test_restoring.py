@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import ANNOTATION_MADE_OF, Reason
 from tests.unit.operator.reconcile.worlds import World
 
 Edit = Callable[[dict[str, Any]], Any]
 ACTOR = "spec.workerGroupSpecs[actor]"
+HEAD = "spec.headGroupSpec.template.spec.containers[ray-head]"
 
 
 def actor(spec: dict[str, Any]) -> dict[str, Any]:
@@ -26,6 +27,16 @@ def head(spec: dict[str, Any]) -> dict[str, Any]:
 
 def container(spec: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = actor(spec)["template"]["spec"]["containers"][0]
+    return found
+
+
+def volume(spec: dict[str, Any], name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = actor(spec)["template"]["spec"]["volumes"]
+    return next(each for each in found if each["name"] == name)
+
+
+def tolerations(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = actor(spec)["template"]["spec"]["tolerations"]
     return found
 
 
@@ -44,7 +55,7 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
         (lambda spec: actor(spec).update(maxReplicas=9), f"{ACTOR}.maxReplicas was 9 in place of 1"),
         (
             lambda spec: head(spec)["resources"]["limits"].update(memory="1Gi"),
-            "spec.headGroupSpec.template.spec.containers[ray-head].resources.limits.memory was 1073741824 in place of",
+            "spec.headGroupSpec.template.spec.containers[ray-head].resources.limits.memory was 1Gi in place of 8Gi",
         ),
         (
             lambda spec: container(spec).update(image="other:2"),
@@ -52,7 +63,7 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
         ),
         (
             lambda spec: spec["workerGroupSpecs"].pop(),
-            "spec.workerGroupSpecs[critic].replicas was nothing in place of 1",
+            "spec.workerGroupSpecs[critic] was removed",
         ),
         (
             lambda spec: spec["workerGroupSpecs"].append({"groupName": "more", "replicas": 5}),
@@ -83,7 +94,7 @@ def test_an_edit_is_undone_and_told(edit: Edit, words: str) -> None:
         lambda spec: None,
         lambda spec: spec.update(suspend=False),
         lambda spec: actor(spec)["template"]["spec"].update(nodeSelector={"flavor": "h200"}),
-        lambda spec: actor(spec)["template"]["spec"].update(tolerations=[{"key": "gpu"}]),
+        lambda spec: actor(spec)["template"]["spec"].update(tolerations=[{"key": "gpu"}, *tolerations(spec)]),
         lambda spec: head(spec)["resources"]["limits"].update({"ephemeral-storage": "1Gi"}),
         lambda spec: head(spec)["resources"]["requests"].update(cpu="2000m"),
         lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"].append({"name": "proxy", "image": "p"}),
@@ -104,8 +115,133 @@ def test_a_spec_that_was_written_once_is_not_compared() -> None:
     assert plan.apply == ()
 
 
-def test_in_a_queue_what_kueue_let_in_is_left_to_kueue() -> None:
-    world = World(runPolicy={"queueName": "gpus"}).settle()
-    edited(world, lambda spec: actor(spec).update(replicas=3))
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda spec: spec["authOptions"].update(mode="disabled"),
+            "spec.authOptions.mode was disabled in place of token",
+        ),
+        (lambda spec: spec.pop("authOptions"), "spec.authOptions was removed"),
+        (lambda spec: head(spec)["env"].clear(), f"{HEAD}.env[RAY_USAGE_STATS_ENABLED] was removed"),
+        (
+            lambda spec: head(spec)["securityContext"].update(allowPrivilegeEscalation=True),
+            f"{HEAD}.securityContext.allowPrivilegeEscalation was True in place of False",
+        ),
+        (
+            lambda spec: head(spec)["securityContext"].pop("allowPrivilegeEscalation"),
+            f"{HEAD}.securityContext.allowPrivilegeEscalation was removed",
+        ),
+        (
+            lambda spec: container(spec)["securityContext"]["capabilities"].update(drop=[]),
+            f"{ACTOR}.template.spec.containers[ray-worker].securityContext.capabilities.drop was []",
+        ),
+        (
+            lambda spec: actor(spec)["template"]["spec"].update(serviceAccountName="admin"),
+            f"{ACTOR}.template.spec.serviceAccountName was admin in place of arithmetic-trainer",
+        ),
+        (lambda spec: tolerations(spec).pop(), f"{ACTOR}.template.spec.tolerations[1]"),
+        (lambda spec: head(spec).pop("lifecycle"), f"{HEAD}.lifecycle was removed"),
+        (
+            lambda spec: volume(spec, "storage").update(persistentVolumeClaim={"claimName": "other"}),
+            f"{ACTOR}.template.spec.volumes[storage].persistentVolumeClaim.claimName was other in place of data",
+        ),
+        (
+            lambda spec: volume(spec, "shared-memory")["emptyDir"].update(sizeLimit="1Mi"),
+            f"{ACTOR}.template.spec.volumes[shared-memory].emptyDir.sizeLimit was 1Mi in place of",
+        ),
+        (
+            lambda spec: actor(spec)["rayStartParams"].update({"num-gpus": "0"}),
+            f"{ACTOR}.rayStartParams.num-gpus was 0 in place of 2",
+        ),
+    ],
+)
+def test_no_field_that_the_operator_sets_can_be_edited(edit: Edit, words: str) -> None:
+    world = edited(World().run(), edit)
 
+    plan = world.plan()
+
+    assert plan.apply == (world.made[-1],)
+    [event] = [event for event in plan.events if event.reason == Reason.CLUSTER_RESTORED]
+    assert words in event.message
+
+
+def test_an_event_names_a_variable_and_not_what_it_holds() -> None:
+    world = World(env=[{"name": "WANDB_API_KEY", "value": "hunter22"}]).run()
+    edited(world, lambda spec: head(spec)["env"][-1].update(value="swordfish"))
+
+    [event] = [event for event in world.plan().events if event.reason == Reason.CLUSTER_RESTORED]
+
+    assert event.message.endswith(f"{HEAD}.env[WANDB_API_KEY].value was changed")
+
+
+USERS = {
+    "spec": {
+        "containers": [
+            {
+                "name": "ray-head",
+                "env": [{"name": "EMPTY", "value": ""}],
+                "ports": [
+                    {"name": "syslog", "containerPort": 514, "protocol": "UDP"},
+                    {"name": "syslog-tcp", "containerPort": 514, "protocol": "TCP"},
+                ],
+                "volumeMounts": [{"name": "scratch", "mountPath": "/scratch", "readOnly": False}],
+            },
+            {
+                "name": "proxy",
+                "image": "proxy:1",
+                "args": [],
+                "resources": {"requests": {"cpu": "0.5", "memory": "1.5Gi"}, "limits": {}},
+            },
+        ],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "hostPID": False,
+    }
+}
+
+
+def as_a_client_writes_it(value: Any, name: str = "") -> Any:
+    """Return an object as a typed client of Kubernetes stores it: no empty values, and quantities in its own way."""
+    pointers = {"allowPrivilegeEscalation", "automountServiceAccountToken", "enableServiceLinks", "emptyDir"}
+    if isinstance(value, dict):
+        kept = {each: as_a_client_writes_it(item, each) for each, item in value.items()}
+        return {each: item for each, item in kept.items() if item not in ("", 0, [], {}) or each in pointers}
+    if isinstance(value, list):
+        return [as_a_client_writes_it(item) for item in value]
+    return {"0.5": "500m", "1.5Gi": "1536Mi", "1024Mi": "1Gi", "2560Mi": "2560Mi"}.get(value, value)
+
+
+def test_a_cluster_that_another_client_has_written_is_not_an_edited_one() -> None:
+    world = World(head={"podTemplate": USERS}).run()
+    [cluster] = world.observed.clusters
+    spec = as_a_client_writes_it(deepcopy(dict(world.made[-1]["spec"])))
+    spec["headGroupSpec"]["template"]["metadata"]["creationTimestamp"] = None
+
+    world.see(clusters=(replace(cluster, spec=spec, generation=2),))
+
+    assert world.plan().apply == ()
+
+
+def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> None:
+    def lets_in(spec: dict[str, Any]) -> None:
+        spec["suspend"] = False
+        template = actor(spec)["template"]
+        template["metadata"]["labels"]["kueue.x-k8s.io/podset"] = "actor"
+        template["spec"] |= {"nodeSelector": {"flavor": "h200"}, "schedulingGates": [{"name": "topology"}]}
+        template["spec"]["tolerations"].append({"key": "spot", "operator": "Exists"})
+
+    world = World(runPolicy={"queueName": "gpus"}).settle()
+    made_of = world.made[-1]["metadata"]["annotations"][ANNOTATION_MADE_OF]
+    edited(world, lets_in)
+    [cluster] = world.observed.clusters
+    world.see(clusters=(replace(cluster, made_of=made_of),))
+    assert world.plan().apply == ()
+
+    [cluster] = world.observed.clusters
+    spec = {**cluster.spec, "authOptions": {"mode": "disabled"}}
+    world.see(clusters=(replace(cluster, spec=spec),))
+    assert world.plan().apply == (world.made[-1],)
+
+    # As an older operator made it, or before runPolicy was edited: Kueue would evict it for the difference.
+    world.see(clusters=(replace(cluster, spec=spec, made_of="other"),))
     assert world.plan().apply == ()

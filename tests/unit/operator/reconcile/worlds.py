@@ -231,4 +231,4 @@ class World:
 
 def first_cluster() -> str:
     """Return the name of the first attempt's RayCluster."""
-    return naming.cluster_name(KEY.name, UID, 0)
+    return naming.cluster_name(KEY.name, UID, 0, SURROUNDINGS.dashboard_key)

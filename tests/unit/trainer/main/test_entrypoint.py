@@ -33,7 +33,7 @@ RAW: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep this process's output, logging and signals as they are."""
-    monkeypatch.setattr(entrypoint, "tee_output", lambda path: None)
+    monkeypatch.setattr(entrypoint, "tee_output", lambda path, secrets: None)
     monkeypatch.setattr(entrypoint, "configure_logging", lambda: None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
@@ -107,6 +107,30 @@ def test_it_comes_after_what_the_copiers_still_had_in_the_log_and_in_its_copy(
         assert record.reason == Reason.WORKER_LOST
 
 
+def test_neither_the_log_nor_the_record_has_a_secret_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def print_and_fail(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
+        os.write(1, b"logging in with hun")
+        os.write(1, b"ter2-of-wandb\n")
+        raise WorkerLostError("401 for hunter2-of-wandb")
+
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2-of-wandb")
+    monkeypatch.setattr(entrypoint, "tee_output", tee_output)
+    monkeypatch.setattr(entrypoint, "run_job", print_and_fail)
+
+    assert entrypoint.main(arguments) == 1
+
+    copy = (tmp_path / "logs" / "attempt-2" / "driver.log").read_text()
+    captured = capfd.readouterr()
+    for log in (captured.out, captured.err, copy):
+        assert "hunter2" not in log
+    assert "logging in with [redacted]\n" in captured.out
+    record = FailureRecord.from_log(captured.out)
+    assert record is not None
+    assert "401 for [redacted]" in record.message
+
+
 def test_a_storage_that_fails_does_not_hide_the_record(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +140,7 @@ def test_a_storage_that_fails_does_not_hide_the_record(
         def close(self) -> None:
             """Nothing was copied."""
 
-    monkeypatch.setattr(entrypoint, "tee_output", lambda path: Full())
+    monkeypatch.setattr(entrypoint, "tee_output", lambda path, secrets: Full())
     run_as(monkeypatch, WorkerLostError("actor rank 1 was lost during update_actor"))
 
     assert entrypoint.main(arguments) == 1

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.main import monitor as monitor_module
 from ppojob_trainer.main.monitor import Monitor
-from ppojob_trainer.telemetry import RunFiles
+from ppojob_trainer.telemetry import RunFiles, TrackedRun
 
 RAW: dict[str, Any] = {
     "image": "i",
@@ -303,3 +303,18 @@ def test_a_run_that_begins_afresh_takes_out_what_an_attempt_without_checkpoint_w
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["val-core/score/mean"] for line in lines] == [0.2]
+
+
+def test_a_tracker_is_shown_the_job_without_its_secrets(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[TrackedRun] = []
+    monkeypatch.setattr(monitor_module, "open_trackers", lambda trackers, run: runs.append(run) or [])
+    monkeypatch.setitem(RAW, "env", [{"name": "WANDB_API_KEY", "value": "hunter2"}])
+    monitor = monitor_of(tmp_path, threading.Event())
+
+    monitor.record(1, {"actor/loss": 0.5})
+    monitor.close()
+
+    assert "hunter2" not in str(runs[0].config)
+    assert runs[0].config["pools"][0]["gpusPerNode"] == 4

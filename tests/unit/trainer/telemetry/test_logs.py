@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 
-def _run(path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def _run(path: Path, body: str, secrets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     head = f"""
         import os, subprocess, sys, logging
         from pathlib import Path
         from ppojob_trainer.telemetry import configure_logging, tee_output
-        tee = tee_output(Path({str(path)!r}))
+        tee = tee_output(Path({str(path)!r}), {list(secrets)!r})
     """
     program = textwrap.dedent(head) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -68,6 +68,20 @@ def test_another_attempt_appends(tmp_path: Path) -> None:
     _run(tmp_path / "x.log", 'print("second")')
 
     assert (tmp_path / "x.log").read_text() == "first\nsecond\n"
+
+
+def test_a_secret_is_in_neither_place_whoever_prints_it(tmp_path: Path) -> None:
+    body = """
+        print("one hunter2.")
+        os.write(2, b"two hunter2.")
+        subprocess.run(["echo", "three hunter2."], check=True)
+        os.kill(os.getpid(), 9)
+    """
+    done = _run(tmp_path / "x.log", textwrap.dedent(body), ("hunter2",))
+
+    assert done.stdout == "one [redacted].\nthree [redacted].\n"
+    assert done.stderr == "two [redacted]."
+    assert "hunter2" not in (tmp_path / "x.log").read_text()
 
 
 def test_nothing_is_left_running_when_a_child_lives_on(tmp_path: Path) -> None:
