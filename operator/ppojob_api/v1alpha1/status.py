@@ -109,6 +109,8 @@ class Progress(ApiModel):
     """When the first step was done."""
     last_update_time: Time | None = None
     """When the trainer reported last."""
+    last_change_time: Time | None = None
+    """When a report last said something else than the one before it: attempt, step, activity, checkpoint or model."""
     attempt: int | None = None
     """Attempt that reported last."""
     report: int | None = None

@@ -142,6 +142,8 @@ class Situation:
         since, progress = self.submitted_at, self.status.progress
         if since is None or progress is None or progress.last_update_time is None:
             return None
+        if progress.attempt not in (None, self.attempt):
+            return None
         reported = parse_time(progress.last_update_time)
         return reported if reported >= since else None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Reason
-from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord, ProgressReport
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import (
@@ -28,6 +28,7 @@ from ppojob_operator.plan import (
     Trouble,
 )
 from ppojob_operator.reconcile import dashboard_target, decide, read_job
+from ppojob_operator.status_server.fields import progress_status
 
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 KEY = JobKey("rl-team", "arithmetic")
@@ -124,11 +125,18 @@ class World:
         self.generation += 1
         return self
 
-    def trainer_reports(self, activity: str = "Training", step: int = 1) -> "World":
-        """Let the status server write a report."""
-        time = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.status["progress"] = {"activity": activity, "step": step, "totalSteps": 8, "lastUpdateTime": time}
+    def trainer_reports(self, activity: str = "Training", step: int | None = None, **fields: Any) -> "World":
+        """Let the status server write a report; without a step, of one step more than before."""
+        step = self.status.get("progress", {}).get("step", 0) + 1 if step is None else step
+        known = {"uid": UID, "attempt": self.status.get("attempt", 0), "totalSteps": 8}
+        report = ProgressReport.model_validate({**known, "activity": activity, "step": step, **fields})
+        self.status |= progress_status(report, self.raw, self.now) or {}
         return self
+
+    def trainer_repeats(self, **fields: Any) -> "World":
+        """Let the status server write the last report again, with more in it."""
+        last = self.status["progress"]
+        return self.trainer_reports(last["activity"], last["step"], **fields)
 
     # What the operator does.
 
