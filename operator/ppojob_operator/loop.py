@@ -87,6 +87,7 @@ class Loop:
         self._surroundings = surroundings
         self._hooks = hooks
         self._clock = clock
+        self._leading_since = clock()
         self._claims = Claims(cluster, own_identity(settings), settings.take_over_after)
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
@@ -216,7 +217,8 @@ class Loop:
         self._kept.pop(key, None)
 
     async def _observe(self, job: Job) -> Observed:
-        observed = replace(await self._objects(job), surroundings=self._surroundings(job.key))
+        observed = await self._objects(job)
+        observed = replace(observed, surroundings=self._surroundings(job.key), leading_since=self._leading_since)
         address = self._address(job, observed)
         return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
 

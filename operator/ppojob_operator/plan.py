@@ -198,6 +198,9 @@ class Observed:
     """All that one look at a job saw."""
 
     surroundings: Surroundings
+    leading_since: datetime | None = None
+    """When this operator took the lead: before it, there may have been nobody to take reports or to look. None: it has
+    always led."""
     is_kuberay_served: bool = True
     """Whether the API server knows KubeRay's RayCluster."""
     claim: Claim | None = None

@@ -1,5 +1,6 @@
 """docs/troubleshooting.md quotes what the product says: each sentence is made here, and must stand there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppojob_trainer.worker_groups.memory import explain_memory
 from ppojob_trainer.worker_groups.placement import bundle_resources, explain_shortage
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 from tests.bad_specs import GOOD
-from tests.unit.operator.reconcile.worlds import World
+from tests.unit.operator.reconcile.worlds import SURROUNDINGS, World
 
 PAGE = " ".join(Path("docs/troubleshooting.md").read_text().split())
 KL = {"kl": {"inReward": True}}
@@ -77,6 +78,14 @@ def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) ->
     world.pods_become(ready=False, pool="critic", trouble=Trouble(reason, words)).settle()
 
     assert f"{reason}: {world.condition(Condition.POOLS_READY).message}" in PAGE
+
+
+def test_reports_that_do_not_arrive() -> None:
+    url = "https://ppojob.ppojob-system.svc:443/v1alpha1"
+    world = World().see(surroundings=replace(SURROUNDINGS, report_url=url)).run().wait(61).settle()
+    condition = world.condition(Condition.PROGRESSING)
+
+    assert f"{condition.reason}: {condition.message}" in PAGE
 
 
 def test_a_job_of_another_operator() -> None:

@@ -99,6 +99,7 @@ class Reason:
     STARTING = "Starting"
     TRAINING = "Training"
     NO_PROGRESS = "NoProgress"
+    REPORTS_MISSING = "ReportsMissing"
     RESTARTING = "Restarting"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"

@@ -153,6 +153,8 @@ class RayClusterStatus(ApiModel):
     """Name of the RayCluster."""
     dashboard_url: Message | None = Field(default=None, alias="dashboardURL")
     """Ray's dashboard, inside the cluster."""
+    unreachable_since: Time | None = None
+    """When the dashboard ceased to answer while the trainer ran. Absent: it answers, or there is no trainer."""
 
 
 class LastFailure(ApiModel):

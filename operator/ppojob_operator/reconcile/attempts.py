@@ -79,10 +79,10 @@ def _lost_head(situation: Situation) -> Failure | None:
 
 
 def _is_silent(situation: Situation) -> bool:
-    ray, since = situation.observed.ray, situation.reported_at or situation.submitted_at
-    is_unreachable = ray is None or bool(ray.problem)
-    unknown_for = situation.age_of(Condition.PROGRESSING, "Unknown")
-    return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
+    since, unreachable_since = situation.reported_at or situation.submitted_at, situation.unreachable_since
+    if since is None or unreachable_since is None:
+        return False
+    return situation.now - unreachable_since > _SETTLING and situation.now - since > _SILENCE
 
 
 def _is_held(situation: Situation) -> bool:

@@ -51,6 +51,7 @@ _BAD_NEWS = {
     Reason.CLUSTER_REFUSED,
     Reason.CLUSTER_SUSPENDED,
     Reason.DASHBOARD_UNREACHABLE,
+    Reason.REPORTS_MISSING,
 }
 
 

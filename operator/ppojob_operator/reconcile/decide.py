@@ -28,6 +28,7 @@ from ppojob_operator.reconcile import (
     completion,
     conditions,
     deadlines,
+    hearing,
     layout,
     log_tail,
     phase,
@@ -118,7 +119,7 @@ def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step
         Condition.ADMITTED: admission.judge(situation),
         Condition.POOLS_READY: found.finding,
         Condition.SUBMITTED: step.finding,
-        Condition.PROGRESSING: stall.progressing(situation),
+        Condition.PROGRESSING: hearing.judge(situation),
         Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
         Condition.LAYOUT_APPLIED: layout.finding(situation),
         Condition.SUSPENDED: stopping.resumed(situation),
@@ -228,9 +229,8 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
 def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding) -> PPOJobStatus:
     """Return the status with the findings in it; of the trainer's part nothing is kept or needed."""
     old, job = situation.status, situation.job
-    address = submission.dashboard_address(situation)
     is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
-    cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
+    cluster = _cluster_status(situation) if is_due else old.ray_cluster
     return PPOJobStatus(
         operator=old.operator,
         observed_generation=job.generation,
@@ -248,6 +248,15 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         stop=old.stop,
         effective_pools=list(job.moved),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
+    )
+
+
+def _cluster_status(situation: Situation) -> RayClusterStatus:
+    since = situation.unreachable_since
+    return RayClusterStatus(
+        name=situation.cluster_name,
+        dashboard_url=submission.dashboard_address(situation),
+        unreachable_since=None if since is None else conditions.format_time(since),
     )
 
 

@@ -148,6 +148,15 @@ class Situation:
         return reported if reported >= since else None
 
     @property
+    def unreachable_since(self) -> datetime | None:
+        """When Ray's dashboard ceased to answer for the attempt that was sent to it; None: it answers."""
+        ray, cluster = self.observed.ray, self.status.ray_cluster
+        if self.submitted_at is None or (ray is not None and not ray.problem):
+            return None
+        since = cluster.unreachable_since if cluster is not None else None
+        return parse_time(since) if since is not None else self.now
+
+    @property
     def due(self) -> datetime:
         """When the current attempt may begin: after a failure there is a growing pause, after a stop in order none."""
         failure, stop, due = self.status.last_failure, self.status.stop, self.start_time

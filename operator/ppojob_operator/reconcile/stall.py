@@ -1,12 +1,12 @@
 """Policy: does the trainer get anywhere? It has stalled where its reports arrive and say the same for too long.
 
-Silence is no stall: whoever cannot be heard may train on.
+Silence is no stall: whoever cannot be heard may train on (`hearing.py`).
 """
 
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.progress import Activity, FailureKind
+from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import EventRecord
 from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -51,23 +51,6 @@ def _standstill(situation: Situation) -> str:
         f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if a step, or loading, "
         "really takes that long"
     )
-
-
-def progressing(situation: Situation) -> Finding:
-    """Return the condition Progressing of an attempt that has not failed."""
-    if situation.submitted_at is None:
-        if situation.attempt > 0:
-            return Finding("False", Reason.RESTARTING, f"attempt {situation.attempt} has not begun yet")
-        return Finding("False", Reason.STARTING, "the trainer has not begun yet")
-    ray = situation.observed.ray
-    if ray is None or ray.problem:
-        problem = ray.problem if ray else "the head pod is not ready"
-        return Finding("Unknown", Reason.DASHBOARD_UNREACHABLE, f"Ray's dashboard does not answer: {problem}")
-    if situation.reported_at is None:
-        return Finding("False", Reason.STARTING, "the trainer was started and has not reported yet")
-    if situation.status.progress is not None and situation.status.progress.activity == Activity.LOADING:
-        return Finding("True", Reason.STARTING, "the trainer loads models and data")
-    return Finding("True", Reason.TRAINING, "the trainer reports progress")
 
 
 def stalled(failure: Failure | None) -> Finding:
