@@ -98,6 +98,8 @@ class Cluster:
     """It is being deleted."""
     is_suspended: bool = False
     """Somebody suspended it: KubeRay deletes its pods."""
+    created: datetime | None = None
+    """When it was made, by the API server's clock."""
     problem: str = ""
     """KubeRay's words where it cannot make the pods; empty: none."""
     head_service: str = ""

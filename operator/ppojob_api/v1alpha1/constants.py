@@ -93,6 +93,7 @@ class Reason:
     HEAD_LOST = "HeadLost"
     POD_LOST = "PodLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
+    STARTUP_DELAYED = "StartupDelayed"
     ACTIVE_DEADLINE_EXCEEDED = "ActiveDeadlineExceeded"
     TRAINER_SUBMITTED = "TrainerSubmitted"
     NOT_SUBMITTED = "NotSubmitted"

@@ -93,7 +93,8 @@ class RunPolicy(ApiModel):
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
     """Retries after failures of the cluster, such as a lost node."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time from admission, by the queue too, to all pools being ready, in seconds."""
+    """Longest time from admission, by the queue too, to all pools being ready, in seconds, and from there to the
+    trainer's start. Then a job that has never run fails; one that has run waits on."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
     """Longest active time over all attempts, in seconds; it begins anew after a suspension or a time in the
     queue. Absent: none."""

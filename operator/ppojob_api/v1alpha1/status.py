@@ -180,7 +180,7 @@ class StopStatus(ApiModel):
     attempt: int
     """Number of the attempt that is to stop, or has stopped."""
     reason: Name
-    """Suspending, Reallocating or Preempted."""
+    """Suspending, Reallocating, Preempted, or StartupDelayed: autoBalance found no room for what it wanted."""
     time: Time
     """When it was asked for."""
     completion_time: Time | None = None

@@ -52,6 +52,7 @@ _BAD_NEWS = {
     Reason.CLUSTER_SUSPENDED,
     Reason.DASHBOARD_UNREACHABLE,
     Reason.REPORTS_MISSING,
+    Reason.STARTUP_DELAYED,
 }
 
 

@@ -78,13 +78,17 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
-    late = None if stopping.is_held(situation) else deadlines.judge(situation, found.finding, step.finding)
+    is_held = stopping.is_held(situation)
+    late = None if is_held else deadlines.judge(situation, found.finding, step)
     failure = late or _failure(situation)
     if failure is not None and log_tail.is_wanted(situation):
         return Plan(wanted_log=situation.submission_id)
     if late is not None:
         return _failed(situation, findings, late, late.reason, late.message)
-    if interruption := stopping.judge(situation, found, failure):
+    delay = None if is_held else deadlines.delay(situation, found.finding, step)
+    if delay is not None:
+        findings[Condition.PROGRESSING] = delay
+    if interruption := stopping.judge(situation, found, failure, is_late=delay is not None):
         return _interrupted(situation, findings, step, interruption)
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
@@ -293,7 +297,7 @@ def _interval(situation: Situation, found: PoolsFinding) -> float:
         return _QUEUED_INTERVAL if admission.knows_why(situation) else _ASKING_INTERVAL
     else:
         interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
-    deadline = deadlines.next_deadline(situation)
+    deadline = deadlines.next_deadline(situation, found.finding)
     if deadline is None:
         return interval
     left = (deadline - situation.now) / timedelta(seconds=1)

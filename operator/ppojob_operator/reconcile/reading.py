@@ -81,6 +81,7 @@ def read_cluster(raw: Manifest) -> Cluster:
         name=metadata["name"],
         is_going="deletionTimestamp" in metadata,
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
+        created=parse_time(metadata.get("creationTimestamp")),
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
         uid=metadata.get("uid", ""),

@@ -87,6 +87,13 @@ class Situation:
         return parse_time(self.status.start_time) if is_begun else self.now
 
     @property
+    def has_run(self) -> bool:
+        """Whether some attempt was ever sent to Ray: then there is something to go on from, and to lose."""
+        status, stop = self.status, self.status.stop
+        was_stopped = stop is not None and stop.reason in (Reason.SUSPENDING, Reason.PREEMPTED)
+        return was_stopped or status.progress is not None or status.last_failure is not None
+
+    @property
     def cluster_name(self) -> str:
         """The RayCluster of the current attempt, which may have to be made."""
         if self.status.ray_cluster is not None:

@@ -10,7 +10,7 @@ their preStop hook holds them meanwhile: the attempt is over when they are gone,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from ppojob_operator.reconcile.conditions import format_time
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.reconcile.sizes import with_nodes
 
 _LISTENING = 3.0
 _SOON = 1.0
@@ -48,13 +49,18 @@ def is_held(situation: Situation) -> bool:
     return is_suspended or admission.is_queued(situation)
 
 
-def judge(situation: Situation, found: PoolsFinding, failure: Failure | None) -> Interruption | None:
-    """Return what is to be done otherwise than for a job that goes on; None: nothing."""
+def judge(situation: Situation, found: PoolsFinding, failure: Failure | None, *, is_late: bool) -> Interruption | None:
+    """Return what is to be done otherwise than for a job that goes on; None: nothing.
+
+    is_late: the attempt could not be started in time.
+    """
     change = layout.change(situation)
     if situation.submitted_at is None:
         if situation.spec.run_policy.suspend:
             return _suspended(situation, None)
-        return _other_layout(situation, found, change) if change else None
+        if change:
+            return _other_layout(situation, found, change)
+        return _moved_back(situation, found) if is_late and not found.is_ready else None
     return _of_a_trainer(situation, found, failure, change)
 
 
@@ -133,10 +139,26 @@ def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: st
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
 
-def _other_layout(situation: Situation, found: PoolsFinding, change: str) -> Interruption:
-    """Change the layout of an attempt that has not begun."""
+def _moved_back(situation: Situation, found: PoolsFinding) -> Interruption | None:
+    """Go back to the nodes of the spec where there is no room for the more that autoBalance has given a pool."""
+    wanted, moved = situation.wanted, situation.job.moved
+    if wanted is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
+        return None
+    own = replace(situation, wanted=with_nodes(wanted, {pool.name: pool.spec_nodes for pool in moved}))
+    change = layout.change(own)
+    words = f"{found.finding.reason}: {found.finding.message}"
+    message = f"autoBalance goes back to the nodes of the spec ({change}), because there is no room for more: {words}"
+    event = EventRecord(Reason.REBALANCED, message, is_warning=True, action=Condition.LAYOUT_APPLIED)
+    back = _other_layout(own, found, change, Reason.STARTUP_DELAYED)
+    return replace(back, update={**back.update, "effective_pools": []}, events=(event,))
+
+
+def _other_layout(
+    situation: Situation, found: PoolsFinding, change: str, reason: str = Reason.REALLOCATING
+) -> Interruption:
+    """Change the layout of an attempt that has not begun; `reason` says in the status what for."""
     now = format_time(situation.now)
-    done = StopStatus(attempt=situation.attempt, reason=Reason.REALLOCATING, time=now, completion_time=now)
+    done = StopStatus(attempt=situation.attempt, reason=reason, time=now, completion_time=now)
     relaid = Finding("False", Reason.REALLOCATING, f"the next attempt has another layout ({change})")
     keeps_pods = not layout.needs_other_pods(situation)
     is_over = not keeps_pods and _is_used(situation)
