@@ -96,8 +96,8 @@ class RunPolicy(ApiModel):
     """Longest time from admission, by the queue too, to all pools being ready, in seconds, and from there to the
     trainer's start. Then a job that has never run fails; one that has run waits on."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
-    """Longest active time over all attempts, in seconds; it begins anew after a suspension or a time in the
-    queue. Absent: none."""
+    """Longest active time over all attempts, in seconds; it stands still while the job is suspended or in its queue.
+    Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
     """Longest time for which the trainer may report the same step, activity and checkpoint, in seconds; then the job is
     Stalled. It must be more than the longest step, loading, validation or checkpoint takes. Silence does not count."""

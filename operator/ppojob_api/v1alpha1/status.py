@@ -237,6 +237,8 @@ class PPOJobStatus(ApiModel):
     """Ray's submission of the current attempt."""
     start_time: Time | None = None
     """When the job was admitted, by its queue too, or went on after a suspension."""
+    active_seconds: int | None = Field(default=None, ge=0)
+    """For how long the job was active before it was suspended, or in its queue, last; since then startTime counts."""
     completion_time: Time | None = None
     """When the job ended."""
     retries: Retries | None = None

@@ -44,7 +44,7 @@ def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     """Return the next moment at which time alone may change the verdict."""
     active, moments = situation.spec.run_policy.active_deadline_seconds, []
     if active is not None:
-        moments.append(situation.start_time + timedelta(seconds=active))
+        moments.append(situation.now + timedelta(seconds=active) - situation.active_time)
     if situation.submitted_at is None:
         moments.append(situation.due)
         moments.append(_startup_deadline(situation, pools))
@@ -53,7 +53,7 @@ def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
 
 def _active(situation: Situation) -> Failure | None:
     limit = situation.spec.run_policy.active_deadline_seconds
-    if limit is None or situation.now < situation.start_time + timedelta(seconds=limit):
+    if limit is None or situation.active_time < timedelta(seconds=limit):
         return None
     message = f"the job was active for {limit} s (spec.runPolicy.activeDeadlineSeconds) and had not ended"
     return Failure(FailureKind.PERMANENT, Reason.ACTIVE_DEADLINE_EXCEEDED, message)

@@ -242,6 +242,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         attempt=situation.attempt,
         submission_id=situation.submission_id if findings[Condition.SUBMITTED].status == "True" else None,
         start_time=old.start_time if is_queued else conditions.format_time(situation.start_time),
+        active_seconds=stopping.active_seconds(situation) if is_queued else old.active_seconds,
         completion_time=old.completion_time,
         retries=old.retries or Retries(),
         ready=found.ready,

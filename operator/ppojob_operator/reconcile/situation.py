@@ -76,15 +76,22 @@ class Situation:
 
     @property
     def start_time(self) -> datetime:
-        """When the job was admitted, or went on after a suspension: now, if that is only just happening.
+        """When the job was admitted, or went on after a suspension or a queue: now, if that is only just happening."""
+        return parse_time(self.status.start_time) if self._was_active else self.now
 
-        So the active deadline begins anew after a suspension, as it does for a batch/v1 Job, and after a queue.
-        """
+    @property
+    def active_time(self) -> timedelta:
+        """For how long the job was active in all: it stands still while the job is suspended or queued."""
+        since = max(timedelta(0), self.now - self.start_time)
+        return timedelta(seconds=self.status.active_seconds or 0) + since
+
+    @property
+    def _was_active(self) -> bool:
+        """Whether the job was active at the last look: admitted, and neither suspended nor in its queue."""
         suspended, admitted = self.condition(Condition.SUSPENDED), self.condition(Condition.ADMITTED)
-        is_set_free = suspended is not None and suspended.status == "True"
-        is_let_in = admitted is not None and admitted.reason == Reason.QUEUED
-        is_begun = self.status.start_time and not is_set_free and not is_let_in
-        return parse_time(self.status.start_time) if is_begun else self.now
+        is_suspended = suspended is not None and suspended.status == "True"
+        is_queued = admitted is not None and admitted.reason == Reason.QUEUED
+        return self.status.start_time is not None and not is_suspended and not is_queued
 
     @property
     def has_run(self) -> bool:

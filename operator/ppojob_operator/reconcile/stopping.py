@@ -82,6 +82,11 @@ def _of_a_trainer(
     return _asked(situation, found, stop, change)
 
 
+def active_seconds(situation: Situation) -> int | None:
+    """Return what is kept of the active time of a job that is held: written once, when it comes to be held."""
+    return round(situation.active_time / timedelta(seconds=1)) or None
+
+
 def resumed(situation: Situation) -> Finding | None:
     """Return the condition Suspended of a job that goes on; None: it never was suspended."""
     if situation.condition(Condition.SUSPENDED) is None or situation.spec.run_policy.suspend:
@@ -194,6 +199,7 @@ def _suspended(situation: Situation, stop: StopStatus | None, *events: EventReco
         "ray_cluster": None,
         "effective_layout": situation.status.effective_layout,
         "start_time": situation.status.start_time,
+        "active_seconds": active_seconds(situation),
     }
     if stop is not None:
         update["stop"] = stop
