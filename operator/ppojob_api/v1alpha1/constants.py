@@ -88,6 +88,7 @@ class Reason:
     PODS_REFUSED = "PodsRefused"
     CLUSTER_REFUSED = "ClusterRefused"
     CLUSTER_RESTORED = "ClusterRestored"
+    CLUSTER_DELETED = "ClusterDeleted"
     CLUSTER_SUSPENDED = "ClusterSuspended"
     DASHBOARD_UNREACHABLE = "DashboardUnreachable"
     HEAD_LOST = "HeadLost"

@@ -65,8 +65,10 @@ class Retries(ApiModel):
     """After failures of the user's program."""
     infrastructure: int = 0
     """After failures of the cluster."""
+    deleted: int | None = None
+    """After somebody deleted the RayCluster of a running attempt, against no limit. Absent: none."""
     total: int = 0
-    """Both."""
+    """All of them."""
 
 
 class PoolStatus(ApiModel):
@@ -151,6 +153,8 @@ class RayClusterStatus(ApiModel):
 
     name: Name
     """Name of the RayCluster."""
+    uid: Name | None = None
+    """Its UID. Absent: it is being made."""
     dashboard_url: Message | None = Field(default=None, alias="dashboardURL")
     """Ray's dashboard, inside the cluster."""
     unreachable_since: Time | None = None

@@ -63,8 +63,9 @@ def _lost_head(situation: Situation) -> Failure | None:
     head, cluster = situation.head, situation.cluster
     message = ""
     if cluster is None:
-        message = f"the RayCluster {name} was deleted"
-    elif cluster.is_suspended:
+        message = f"somebody deleted the RayCluster {name}"
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, message)
+    if cluster.is_suspended:
         message = f"the RayCluster {name} was suspended"
     elif head is None:
         message = "" if _is_held(situation) else f"the head pod of the RayCluster {name} is gone"

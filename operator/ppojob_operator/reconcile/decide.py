@@ -93,6 +93,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
     status, move, restored = _status(situation, findings, found), balance.judge(situation), restoring.judge(situation)
+    told = (move.event if move else None, restored.event if restored else None, restoring.remade(situation))
     if move is not None:
         # The next look finds another layout in the spec.
         status = status.model_copy(update={"effective_pools": list(move.pools)})
@@ -101,12 +102,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
         plan,
         apply=(*step.apply, *((restored.manifest,) if restored else ())),
         submission=step.submission,
-        events=(
-            *stall.told(situation),
-            *((move.event,) if move else ()),
-            *((restored.event,) if restored else ()),
-            *plan.events,
-        ),
+        events=(*stall.told(situation), *filter(None, told), *plan.events),
         look_again_after=_SOON if move else _interval(situation, found),
     )
 
@@ -257,9 +253,10 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
 
 
 def _cluster_status(situation: Situation) -> RayClusterStatus:
-    since = situation.unreachable_since
+    cluster, since = situation.cluster, situation.unreachable_since
     return RayClusterStatus(
         name=situation.cluster_name,
+        uid=(cluster.uid or None) if cluster is not None else None,
         dashboard_url=submission.dashboard_address(situation),
         unreachable_since=None if since is None else conditions.format_time(since),
     )

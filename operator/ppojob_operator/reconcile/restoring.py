@@ -1,4 +1,4 @@
-"""Policy: a RayCluster that somebody else edited gets back what the job's layout says.
+"""Policy: a RayCluster that somebody else edited gets back what the job's layout says, and a deleted one is made again.
 
 What KubeRay acts upon is compared: which groups there are, how many pods each has, and what its containers run and
 ask for. In a queue that is Kueue's affair: written again, a RayCluster would lose what Kueue has added to its pods.
@@ -43,6 +43,19 @@ def judge(situation: Situation) -> Restoration | None:
     message = f"RayCluster {cluster.name} was edited by somebody else and is as the job wants it again: "
     message += "; ".join(edits[:_MAX_NAMED]) + (" ..." if len(edits) > _MAX_NAMED else "")
     return Restoration(wanted, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
+
+
+def remade(situation: Situation) -> EventRecord | None:
+    """Return what is told where a RayCluster that had no trainer yet was deleted, and is made again in this look.
+
+    With a trainer it is the end of the attempt (`attempts.py`).
+    """
+    known = situation.status.ray_cluster
+    is_missing = situation.cluster is None and known is not None and known.uid is not None
+    if not is_missing or situation.submitted_at is not None or situation.now < situation.due:
+        return None
+    message = f"RayCluster {situation.cluster_name} was deleted by somebody else and is made again"
+    return EventRecord(Reason.CLUSTER_RESTORED, message, is_warning=True, action=Condition.POOLS_READY)
 
 
 def edited(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:

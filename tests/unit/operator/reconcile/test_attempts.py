@@ -248,19 +248,19 @@ def test_a_pod_beyond_its_memory_is_the_users_to_mend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clusters", "words"),
+    ("clusters", "reason", "words"),
     [
-        ((), "was deleted"),
-        ((Cluster(first_cluster(), is_going=True),), "was deleted"),
-        ((Cluster(first_cluster(), is_suspended=True),), "was suspended"),
+        ((), Reason.CLUSTER_DELETED, "somebody deleted"),
+        ((Cluster(first_cluster(), is_going=True),), Reason.CLUSTER_DELETED, "somebody deleted"),
+        ((Cluster(first_cluster(), is_suspended=True),), Reason.HEAD_LOST, "was suspended"),
     ],
 )
-def test_a_lost_cluster_is_a_lost_head(clusters: tuple[Cluster, ...], words: str) -> None:
+def test_a_lost_cluster_ends_the_attempt(clusters: tuple[Cluster, ...], reason: str, words: str) -> None:
     world = World().run().see(clusters=clusters)
 
     world.look()
 
-    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST
+    assert world.status["lastFailure"]["reason"] == reason
     assert words in world.status["lastFailure"]["message"]
     assert world.status["attempt"] == 1
 
