@@ -4,12 +4,13 @@ A trainer that cannot be heard may train on: silence ends no attempt. That of tr
 head (`attempts.py`), and reports that say the same for too long are a stall (`stall.py`).
 """
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_operator.plan import RayState
+from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 _SILENCE = timedelta(seconds=60)
@@ -45,23 +46,26 @@ def _reported(situation: Situation) -> Finding:
 def _silence(situation: Situation) -> str:
     """Return in words since when a trainer that Ray says to run is not heard of; empty: it is, or may soon be.
 
-    Whoever has just taken the lead gives it the same time again: nobody may have listened before. What was missing
-    already stays so until a report is there.
+    Whoever has just taken the lead gives it the same time again: nobody may have listened before. What was said of the
+    same report already stays so.
     """
     since, ray_job = situation.reported_at or situation.submitted_at, situation.ray_job
     if since is None or ray_job is None or ray_job.state is not RayState.RUNNING:
         return ""
-    before, heard = situation.condition(Condition.PROGRESSING), since
-    if before is None or before.reason != Reason.REPORTS_MISSING:
-        heard = max(since, situation.observed.leading_since or since)
-    if situation.now - heard <= (_FIRST_SILENCE if situation.reported_at is None else _SILENCE):
-        return ""
+    words, before = _words(situation, since), situation.condition(Condition.PROGRESSING)
+    if before is not None and (before.reason, before.message) == (Reason.REPORTS_MISSING, words):
+        return words
+    patience = _FIRST_SILENCE if situation.reported_at is None else _SILENCE
+    return words if situation.now - max(since, situation.observed.leading_since or since) > patience else ""
+
+
+def _words(situation: Situation, since: datetime) -> str:
+    progress = situation.status.progress
+    if situation.reported_at is not None and progress is not None:
+        since = parse_time(progress.last_update_time)
     return (
         f"Ray says that the trainer runs, but no report of it has arrived since {since:%Y-%m-%d %H:%M:%S} UTC; nothing "
-        f"is restarted, and the next report catches up. Can its head pod reach {_endpoint(situation)}? See network "
-        "policies, the operator's Service, and in the trainer's log: progress did not arrive"
+        "is restarted, and the next report catches up. Can its head pod reach "
+        f"{urlsplit(situation.observed.surroundings.report_url).netloc}? See network policies, the operator's Service, "
+        "and in the trainer's log: progress did not arrive"
     )
-
-
-def _endpoint(situation: Situation) -> str:
-    return urlsplit(situation.observed.surroundings.report_url).netloc

@@ -40,11 +40,12 @@ def _restarts(situation: Situation) -> bool:
 
 def _standstill(situation: Situation) -> str:
     """Return in words for how long the reports that arrived have said the same; empty: not for too long."""
-    progress, reported_at = situation.status.progress, situation.reported_at
-    if progress is None or reported_at is None or progress.last_change_time is None:
+    progress = situation.status.progress
+    if progress is None or situation.reported_at is None or progress.last_change_time is None:
         return ""
     limit = situation.spec.run_policy.stall_timeout_seconds
-    if reported_at - parse_time(progress.last_change_time) <= timedelta(seconds=limit):
+    # Between two reports, both by the clock of who took them, and never up to now.
+    if parse_time(progress.last_update_time) - parse_time(progress.last_change_time) <= timedelta(seconds=limit):
         return ""
     return (
         f"for {limit} s (spec.runPolicy.stallTimeoutSeconds) the trainer has reported nothing but step "
