@@ -17,6 +17,7 @@ _SETTLING = timedelta(seconds=30)
 _SILENCE = timedelta(seconds=120)
 """How long neither dashboard nor trainer may answer before the head counts as lost."""
 
+_ALIVE = (RayState.PENDING, RayState.RUNNING)
 _SIGKILL = (137, -9)
 _USERS_TROUBLES = {Reason.OUT_OF_MEMORY}
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
@@ -79,10 +80,16 @@ def _lost_head(situation: Situation) -> Failure | None:
 
 
 def _is_silent(situation: Situation) -> bool:
-    ray, since = situation.observed.ray, situation.reported_at or situation.submitted_at
+    ray = situation.observed.ray
     is_unreachable = ray is None or bool(ray.problem)
     unknown_for = situation.age_of(Condition.PROGRESSING, "Unknown")
-    return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
+    return is_unreachable and unknown_for > _SETTLING and not _is_reporting(situation)
+
+
+def _is_reporting(situation: Situation) -> bool:
+    """Return whether reports of the running attempt arrive, or it has had no time yet for the first one."""
+    since = situation.reported_at or situation.submitted_at
+    return since is not None and situation.now - since <= _SILENCE
 
 
 def _is_held(situation: Situation) -> bool:
@@ -91,8 +98,7 @@ def _is_held(situation: Situation) -> bool:
     Another attempt now would fence it out before its checkpoint.
     """
     is_leaving = any(pod.is_going and pod.cluster == situation.cluster_name for pod in situation.observed.pods)
-    since = situation.reported_at or situation.submitted_at
-    return is_leaving and since is not None and situation.now - since <= _SILENCE
+    return is_leaving and _is_reporting(situation)
 
 
 def _pods_failure(situation: Situation) -> Failure | None:
@@ -128,18 +134,24 @@ def _all_pods(situation: Situation) -> list[Pod]:
 
 
 def lost_pods(situation: Situation) -> str:
-    """Return which pools have lost pods that the attempt began with; empty: none, or it has not begun."""
+    """Return which pools have lost pods that the attempt began with; empty: none, or it has not begun.
+
+    A pod that is there and only not ready is not lost while a trainer that runs reports: the kubelet may have begun
+    anew, or a probe come too late under load.
+    """
     if situation.submitted_at is None or situation.ray_job is None:
         return ""
+    is_alive = situation.ray_job.state in _ALIVE and _is_reporting(situation)
     lines = []
     for pool in situation.spec.pools:
         pods = [pod for pod in situation.pods if pod.pool == pool.name]
+        kept = [pod for pod in pods if pod.is_ready or (is_alive and pod.trouble is None)]
         num_ready = sum(pod.is_ready for pod in pods)
         words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
         known = situation.ray_job.metadata.get(pods_key(pool.name))
-        if num_ready < pool.nodes:
+        if len(kept) < pool.nodes:
             lines.append(f"pool {pool.name} has only {num_ready} of its {pool.nodes} pods ready{words}")
-        elif known is not None and known != pods_digest(situation.pod_names(pool.name)):
+        elif known is not None and known != pods_digest(pod.name for pod in kept):
             lines.append(f"pool {pool.name} has other pods than the trainer began with")
     return "; ".join(lines)
 

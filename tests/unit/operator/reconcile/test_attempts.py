@@ -207,13 +207,18 @@ def test_a_wrong_path_stays_a_wrong_path_though_pods_were_lost() -> None:
     assert world.verdict(Condition.FAILED) == ("True", Reason.MODEL_NOT_FOUND)
 
 
-@pytest.mark.parametrize("change", ["gone", "unready", "replaced"])
+DEAD = Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 1")
+
+
+@pytest.mark.parametrize("change", ["gone", "failed", "replaced", "replaced and unready"])
 def test_lost_pods_are_seen_at_once_and_fail_the_attempt_if_the_trainer_does_not(change: str) -> None:
     world = World().run()
     if change == "gone":
         world.pod_is_gone("critic")
+    elif change == "failed":
+        world.pods_become(ready=False, pool="critic", trouble=DEAD)
     else:
-        world.pods_become(ready=change == "replaced", pool="critic", suffix="-new" if change == "replaced" else "")
+        world.pods_become(ready=change == "replaced", pool="critic", suffix="-new")
 
     world.settle()
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.POD_LOST)
@@ -223,6 +228,30 @@ def test_lost_pods_are_seen_at_once_and_fail_the_attempt_if_the_trainer_does_not
     assert world.status["attempt"] == 1
     assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
     assert world.status["retries"]["infrastructure"] == 1
+
+
+def test_pods_that_are_there_and_not_ready_are_not_lost_while_the_trainer_reports() -> None:
+    world = World().run().pods_become(ready=False, pool="critic")
+
+    for step in range(2, 62):
+        world.wait(10).trainer_reports(step=step).settle()
+        assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    assert world.status["attempt"] == 0
+    assert world.cluster_name == first_cluster()
+
+    world.pods_become(ready=True, pool="critic").settle()
+    assert world.verdict(Condition.POOLS_READY) == ("True", Reason.PODS_READY)
+
+
+def test_pods_that_are_not_ready_are_lost_once_nobody_reports_any_more() -> None:
+    world = World().run().pods_become(ready=False, pool="critic").settle()
+
+    world.wait(119).settle()
+    assert world.status["attempt"] == 0
+    world.wait(2).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
+    assert world.observed.clusters == (), "the node may be lost"
 
 
 def test_pods_that_come_back_in_time_do_no_harm() -> None:
