@@ -68,6 +68,10 @@ class Trouble:
     """One of `constants.Reason`."""
     words: str
     """In the words of whoever found it: the scheduler, the kubelet, KubeRay."""
+    container: str = ""
+    """The container that it is about; empty: the pod as a whole."""
+    exit_code: int | None = None
+    """Exit code of that container, if it has ended."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Pod:
     created: datetime | None = None
     """When it was made, by the API server's clock."""
     trouble: Trouble | None = None
+    out_of_memory: Trouble | None = None
+    """Its container that was killed for want of memory, even if that runs again."""
 
 
 @dataclass(frozen=True)

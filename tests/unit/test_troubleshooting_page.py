@@ -68,7 +68,6 @@ def test_memory_that_is_short_in_a_phase(error: Exception, role: str, method: st
             "0/12 nodes are available: 12 node(s) didn't match Pod's node affinity/selector.",
             {"nodeSelector": {"gpu-type": "a100"}},
         ),
-        (Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed", {}),
     ],
 )
 def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) -> None:
@@ -77,6 +76,17 @@ def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) ->
     world.pods_become(ready=False, pool="critic", trouble=Trouble(reason, words)).settle()
 
     assert f"{reason}: {world.condition(Condition.POOLS_READY).message}" in PAGE
+
+
+def test_a_pod_that_wanted_more_memory_than_it_may_have() -> None:
+    words = "container ray-worker went beyond its memory limit of 64Gi and was killed"
+    world, killed = World().run(), Trouble(Reason.OUT_OF_MEMORY, words, "ray-worker", 137)
+    pod = f"{world.cluster_name}-critic"
+    world.pods_become(ready=False, pool="critic", trouble=killed).settle()
+
+    failure = world.status["lastFailure"]
+    message = failure["message"].replace(pod, "products-1a2b3-critic-worker-x7k2p")
+    assert f"{failure['reason']}: {message}" in PAGE
 
 
 def test_a_job_of_another_operator() -> None:

@@ -1,13 +1,15 @@
 """Policy: has the current attempt failed, whom is that counted against, and why?
 
 The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
-code must do. It looks at submitted attempts only.
+code must do. A pod that wanted more memory than it may have comes first: to the trainer it looks like a lost machine.
+It looks at submitted attempts only.
 """
 
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.submission import pods_digest, pods_key
 from ppojob_operator.plan import Pod, RayJob, RayState
 from ppojob_operator.reconcile.situation import Failure, Situation
@@ -19,7 +21,6 @@ _SILENCE = timedelta(seconds=120)
 
 _ALIVE = (RayState.PENDING, RayState.RUNNING)
 _SIGKILL = (137, -9)
-_USERS_TROUBLES = {Reason.OUT_OF_MEMORY}
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 
 
@@ -33,12 +34,16 @@ def judge(situation: Situation) -> Failure | None:
     if ray_job is not None and ray_job.state is RayState.STOPPED:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
-    return _lost_head(situation) or _pods_failure(situation)
+    loss = _lost_head(situation) or _lost_workers(situation)
+    is_starved = any(pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in _all_pods(situation))
+    return (_starved(situation) or loss) if (loss or is_starved) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
     lost = lost_pods(situation)
+    if _may_come_of_a_loss(record, lost) and (starved := _starved(situation)):
+        return starved
     if record is not None and (record.kind is not FailureKind.USER or not lost):
         suspect = record.kind is FailureKind.INFRASTRUCTURE and not (lost and are_lost_pods_replaced(situation))
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=suspect)
@@ -56,6 +61,34 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
         return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
     message = f"the trainer ended without naming its failure: {_last_words(situation, ray_job)}"
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
+
+
+def _may_come_of_a_loss(record: FailureRecord | None, lost: str) -> bool:
+    """Return whether the end of the trainer, as it names it, may come of the end of a pod."""
+    if record is None:
+        return True
+    if record.kind is FailureKind.INFRASTRUCTURE:
+        return record.reason != Reason.INTERRUPTED
+    return record.kind is FailureKind.USER and bool(lost)
+
+
+def _starved(situation: Situation) -> Failure | None:
+    """Return the failure of an attempt of which a pod wanted more memory than it may have; None: no pod did."""
+    killed = next(((pod, pod.out_of_memory) for pod in _all_pods(situation) if pod.out_of_memory), None)
+    if killed is None:
+        return None
+    pod, trouble = killed
+    message = f"pod {pod.name}: {trouble.words}: {_more_memory(pod, trouble.container)}"
+    return Failure(FailureKind.USER, trouble.reason, message, trouble.exit_code)
+
+
+def _more_memory(pod: Pod, container: str) -> str:
+    where = "the head" if pod.pool is None else f"pool {pod.pool}"
+    if container == naming.HEAD_CONTAINER:
+        return "raise spec.head.resources.memory"
+    if container == naming.WORKER_CONTAINER:
+        return f"raise memory of resourcesPerGPU of {where}"
+    return f"raise the memory limit of that container in podTemplate of {where}"
 
 
 def _lost_head(situation: Situation) -> Failure | None:
@@ -97,16 +130,11 @@ def _is_held(situation: Situation) -> bool:
 
     Another attempt now would fence it out before its checkpoint.
     """
-    is_leaving = any(pod.is_going and pod.cluster == situation.cluster_name for pod in situation.observed.pods)
-    return is_leaving and _is_reporting(situation)
+    return any(pod.is_going for pod in _all_pods(situation)) and _is_reporting(situation)
 
 
-def _pods_failure(situation: Situation) -> Failure | None:
+def _lost_workers(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer had time to notice, and did not."""
-    killed = next((pod for pod in _all_pods(situation) if pod.trouble and pod.trouble.reason in _USERS_TROUBLES), None)
-    if killed is not None and killed.trouble is not None:
-        message = f"pod {killed.name}: {killed.trouble.words}: raise memory of resourcesPerGPU of pool {killed.pool}"
-        return Failure(FailureKind.USER, killed.trouble.reason, message)
     lost = lost_pods(situation)
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
     patience = _SETTLING + grace if _is_held(situation) else _SETTLING
@@ -129,8 +157,8 @@ def are_lost_pods_replaced(situation: Situation) -> bool:
 
 
 def _all_pods(situation: Situation) -> list[Pod]:
-    """Return the worker pods of the attempt with those that are being deleted: KubeRay is quick to clear up."""
-    return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name and pod.pool is not None]
+    """Return the pods of the attempt with those that are being deleted: KubeRay is quick to clear up."""
+    return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name]
 
 
 def lost_pods(situation: Situation) -> str:

@@ -88,7 +88,8 @@ class World:
             if pool in ("", group):
                 is_head = group == "head"
                 pod = Pod(f"{name}-{group}{suffix}", name, None if is_head else group, ready, trouble=trouble)
-                kept.append(pod)
+                is_starved = trouble is not None and trouble.reason == Reason.OUT_OF_MEMORY
+                kept.append(replace(pod, out_of_memory=trouble if is_starved else None))
         return self.see(pods=tuple(kept))
 
     def pod_is_gone(self, pool: str) -> "World":
