@@ -43,6 +43,7 @@ from ppojob_operator.reconcile import (
     read_workload,
     was_accepted,
 )
+from ppojob_operator.report_times import ReportTimes
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.work_queue import WorkQueue, wait
 
@@ -88,6 +89,7 @@ class Loop:
         self._hooks = hooks
         self._clock = clock
         self._claims = Claims(cluster, own_identity(settings), settings.take_over_after)
+        self._report_times = ReportTimes()
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
         self._phases: dict[JobKey, str] = {}
@@ -212,11 +214,14 @@ class Loop:
 
     def _forget(self, key: JobKey) -> None:
         self._phases.pop(key, None)
+        self._report_times.forget(key)
         self._num_errors.pop(key, None)
         self._kept.pop(key, None)
 
     async def _observe(self, job: Job) -> Observed:
-        observed = replace(await self._objects(job), surroundings=self._surroundings(job.key))
+        reported_at = self._report_times.seen(job, self._clock())
+        found = await self._objects(job)
+        observed = replace(found, surroundings=self._surroundings(job.key), reported_at=reported_at)
         address = self._address(job, observed)
         return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
 

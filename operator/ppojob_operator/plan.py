@@ -218,6 +218,8 @@ class Observed:
     """None: not asked, because there is no head that could answer."""
     log_tail: str | None = None
     """Last lines of the driver's log. None: not asked for."""
+    reported_at: datetime | None = None
+    """When the report in the status was seen to change last, by the clock of the looks. None: there is none."""
     last_error: str = ""
     """What went wrong in the last look at this job; empty: nothing."""
 

@@ -1,6 +1,7 @@
 """An attempt that fails is counted against whom it belongs to, named, and tried again or not."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -430,6 +431,34 @@ def test_a_silent_dashboard_does_no_harm_while_the_trainer_reports() -> None:
         world.wait(10).trainer_reports().settle()
 
     assert world.status["attempt"] == 0
+
+
+@pytest.mark.parametrize("minutes", [-3, 3])
+def test_clocks_of_replicas_that_differ_do_no_harm_while_the_trainer_reports(minutes: int) -> None:
+    world = World()
+    world.skew = timedelta(minutes=minutes)
+    world.run().see(ray=Ray(problem="no answer"))
+
+    for _ in range(30):
+        world.wait(10).trainer_reports().settle()
+    assert world.status["attempt"] == 0
+
+    world.wait(119).settle()
+    assert world.status["attempt"] == 0
+    world.wait(2).settle()
+    assert world.status["lastFailure"]["reason"] == Reason.HEAD_LOST, "by one clock, whatever the other says"
+
+
+@pytest.mark.parametrize("minutes", [-3, 3])
+def test_a_report_belongs_to_the_attempt_that_it_names_whatever_its_time(minutes: int) -> None:
+    world = World()
+    world.skew = timedelta(minutes=minutes)
+    world.run()
+    assert world.verdict(Condition.PROGRESSING) == ("True", Reason.TRAINING)
+
+    world.trainer_fails(Reason.REWARD_FAILED, FailureKind.USER).settle()
+    world.wait(10).settle()
+    assert world.verdict(Condition.PROGRESSING) == ("False", Reason.STARTING)
 
 
 def test_a_head_from_which_nobody_answers_is_lost() -> None:

@@ -28,6 +28,7 @@ from ppojob_operator.plan import (
     Trouble,
 )
 from ppojob_operator.reconcile import dashboard_target, decide, read_job
+from ppojob_operator.report_times import ReportTimes
 
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 KEY = JobKey("rl-team", "arithmetic")
@@ -61,6 +62,10 @@ class World:
         self.status: dict[str, Any] = {}
         self.now = START
         self.observed = Observed(SURROUNDINGS, claim=Claim("data", "Bound"))
+        self.report_times = ReportTimes()
+        self.num_reports = 0
+        self.skew = timedelta(0)
+        """By how much the clock of the replica that takes the reports is ahead of the leader's."""
         self.log: str = ""
         self.is_going = False
         self.is_deleted = False
@@ -127,15 +132,23 @@ class World:
 
     def trainer_reports(self, activity: str = "Training", step: int = 1) -> "World":
         """Let the status server write a report."""
-        time = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.status["progress"] = {"activity": activity, "step": step, "totalSteps": 8, "lastUpdateTime": time}
+        self.num_reports += 1
+        self.status["progress"] = {
+            "activity": activity,
+            "step": step,
+            "totalSteps": 8,
+            "lastUpdateTime": (self.now + self.skew).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "attempt": self.status["attempt"],
+            "report": self.num_reports,
+        }
         return self
 
     # What the operator does.
 
     def plan(self) -> Plan:
         """Decide, without doing anything."""
-        job, observed = read_job(self.raw), self.observed
+        job = read_job(self.raw)
+        observed = replace(self.observed, reported_at=self.report_times.seen(job, self.now))
         if observed.ray is not None and dashboard_target(job, observed) is None:
             observed = replace(observed, ray=None)
         plan = decide(job, observed, self.now)
