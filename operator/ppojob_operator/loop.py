@@ -308,11 +308,22 @@ class Loop:
     async def _bring_forward(self, job: Job, observed: Observed, plan: Plan) -> None:
         for manifest in plan.apply:
             await self._cluster.apply(manifest)
+        for submission_id in plan.stop_submissions:
+            await self._stop(job, observed, submission_id)
         if plan.submission is not None:
             address = self._address(job, observed)
             assert address is not None
             await self._dashboard.submit(address, plan.submission)
             self._hooks.count_submission()
+
+    async def _stop(self, job: Job, observed: Observed, submission_id: str) -> None:
+        """Have Ray end an earlier attempt. If it cannot be asked, the next look asks again, and nothing waits."""
+        address = self._address(job, observed)
+        assert address is not None
+        try:
+            await self._dashboard.stop(address, submission_id)
+        except DashboardError as error:
+            logger.warning("%s: %s could not be ended in Ray: %s", job.key, submission_id, error)
 
     async def _write(self, job: Job, plan: Plan) -> bool:
         """Write status and Events; False if the object is gone, or another has its name."""

@@ -148,6 +148,10 @@ class RayState(StrEnum):
     FAILED = "FAILED"
 
 
+ALIVE = (RayState.PENDING, RayState.RUNNING)
+"""States of a job that has not ended."""
+
+
 @dataclass(frozen=True)
 class RayJob:
     """A submission as Ray's dashboard knows it."""
@@ -250,9 +254,11 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done, in this order: apply, submit, write the status, delete, emit."""
+    """What is to be done, in this order: apply, stop, submit, write the status, delete, emit."""
 
     apply: tuple[Manifest, ...] = ()
+    stop_submissions: tuple[str, ...] = ()
+    """Submissions of earlier attempts that Ray still runs."""
     submission: Submission | None = None
     status: Mapping[str, Any] | None = None
     """The operator's own part of the status, whole. None: it stays as it is."""

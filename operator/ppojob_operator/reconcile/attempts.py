@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.submission import pods_digest, pods_key
-from ppojob_operator.plan import Pod, RayJob, RayState
+from ppojob_operator.plan import ALIVE, Pod, RayJob, RayState
 from ppojob_operator.reconcile.situation import Failure, Situation
 
 _SETTLING = timedelta(seconds=30)
@@ -19,7 +19,6 @@ _SETTLING = timedelta(seconds=30)
 _SILENCE = timedelta(seconds=120)
 """How long neither dashboard nor trainer may answer before the head counts as lost."""
 
-_ALIVE = (RayState.PENDING, RayState.RUNNING)
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 
@@ -169,7 +168,7 @@ def lost_pods(situation: Situation) -> str:
     """
     if situation.submitted_at is None or situation.ray_job is None:
         return ""
-    is_alive = situation.ray_job.state in _ALIVE and _is_reporting(situation)
+    is_alive = situation.ray_job.state in ALIVE and _is_reporting(situation)
     lines = []
     for pool in situation.spec.pools:
         pods = [pod for pod in situation.pods if pod.pool == pool.name]

@@ -95,6 +95,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     return replace(
         plan,
         apply=(*step.apply, *((restored.manifest,) if restored else ())),
+        stop_submissions=step.stop_submissions,
         submission=step.submission,
         events=(
             *stall.told(situation),

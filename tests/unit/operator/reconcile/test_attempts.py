@@ -7,7 +7,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
-from ppojob_operator.plan import Cluster, Pod, Ray, RayState, Trouble
+from ppojob_operator.plan import Cluster, Pod, Ray, RayJob, RayState, Trouble
 from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 
@@ -82,6 +82,61 @@ def test_a_worker_that_is_replaced_costs_the_others_neither_their_pods_nor_their
 
     assert sent is not None
     assert sent.submission_id == f"ppojob-{UID}-1"
+
+
+def lose_the_critic_under_a_trainer_that_goes_on() -> World:
+    """Return a job whose next attempt gets the same RayCluster, in which the old driver still runs."""
+    world = World().run().pod_is_gone("critic")
+    new = Pod(f"{first_cluster()}-critic-new", first_cluster(), "critic", created=world.now)
+    world.settle().see(pods=(*world.observed.pods, new)).wait(31).trainer_reports()
+    world.look()
+    assert world.status["attempt"] == 1
+    return world
+
+
+def test_a_driver_that_still_runs_is_ended_before_the_next_one_is_sent() -> None:
+    world = lose_the_critic_under_a_trainer_that_goes_on()
+    world.hangs = True
+    world.wait(1).look()
+    assert world.stopped == [f"ppojob-{UID}-0"], "at once, in the pause too"
+
+    world.wait(30).pods_become(ready=True, pool="critic", suffix="-new")
+    for _ in range(5):
+        assert world.wait(3).look().submission is None
+    assert world.condition(Condition.SUBMITTED).message == f"Ray has not ended ppojob-{UID}-0 yet"
+
+    world.hangs = False
+    world.look()
+    plan = world.look()
+    assert plan.submission is not None
+    assert plan.submission.submission_id == f"ppojob-{UID}-1"
+    assert plan.stop_submissions == ()
+
+
+def test_a_driver_that_ray_cannot_end_holds_the_next_one_up_for_a_minute_only() -> None:
+    world = lose_the_critic_under_a_trainer_that_goes_on()
+    world.hangs = True
+    world.wait(300).look()
+    world.pods_become(ready=True, pool="critic", suffix="-new")
+
+    world.look()
+    assert world.wait(59).look().submission is None
+    plan = world.wait(1).look()
+
+    assert plan.submission is not None
+    assert plan.stop_submissions == (f"ppojob-{UID}-0",), "asked once more"
+
+
+def test_what_others_have_sent_to_ray_is_left_alone() -> None:
+    world = World().run()
+    assert world.observed.ray is not None
+    others = RayJob("somebodys", RayState.RUNNING)
+    world.see(ray=Ray((others, *world.observed.ray.jobs)))
+
+    world.ray_says(RayState.STOPPED).settle().wait(10).settle()
+
+    assert world.status["attempt"] == 1
+    assert world.stopped == []
 
 
 def test_a_worker_that_is_there_and_silent_may_be_on_a_lost_node() -> None:

@@ -69,6 +69,9 @@ class World:
         self.log: str = ""
         self.is_going = False
         self.is_deleted = False
+        self.hangs = False
+        """Ray does not end what it is asked to end."""
+        self.stopped: list[str] = []
         self.said: list[str] = []
         self.words: list[str] = []
         self.made: list[dict[str, Any]] = []
@@ -162,6 +165,11 @@ class World:
         plan = self.plan()
         for manifest in plan.apply:
             self._apply(manifest)
+        self.stopped += plan.stop_submissions
+        if self.observed.ray is not None and not self.hangs:
+            jobs, asked = self.observed.ray.jobs, plan.stop_submissions
+            ended = (replace(job, state=RayState.STOPPED) if job.submission_id in asked else job for job in jobs)
+            self.see(ray=replace(self.observed.ray, jobs=tuple(ended)))
         if plan.submission is not None:
             sent = RayJob(plan.submission.submission_id, RayState.RUNNING, metadata=plan.submission.metadata)
             self.see(ray=Ray((*(self.observed.ray.jobs if self.observed.ray else ()), sent)))
