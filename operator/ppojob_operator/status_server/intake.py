@@ -112,7 +112,7 @@ def _is_rfc3339(text: str) -> bool:
 def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) -> RawObject:
     """Return the job if it takes this report.
 
-    A report of an attempt that the status does not know yet is taken: the operator's own write may lag behind it.
+    An attempt is in the status before its trainer is sent to Ray; a later one would hide all reports that are true.
     """
     if job is None:
         raise refusals.job_not_found(str(key))
@@ -124,4 +124,6 @@ def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) 
     attempt = job.get("status", {}).get("attempt", 0)
     if report.attempt < attempt:
         raise refusals.stale_attempt(str(key), report.attempt, attempt)
+    if report.attempt > attempt:
+        raise refusals.unknown_attempt(str(key), report.attempt, attempt)
     return job

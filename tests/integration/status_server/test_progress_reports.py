@@ -160,12 +160,14 @@ async def test_bodies_that_are_huge_or_malformed_are_refused(serve: Any, trainer
     assert "progress" not in trainer.status()
 
 
-async def test_an_older_attempt_is_fenced_out(serve: Any, trainer: Any) -> None:
+async def test_an_older_attempt_is_fenced_out_and_a_later_one_refused(serve: Any, trainer: Any) -> None:
     trainer.set_status(attempt=2)
     token = trainer.token()
     async with serve() as running:
         status, answer = await running.post(trainer, token, attempt=1)
         assert (status, answer["reason"]) == (409, "StaleAttempt")
+        status, answer = await running.post(trainer, token, attempt=3)
+        assert (status, answer["reason"]) == (422, "UnknownAttempt")
         assert (await running.post(trainer, token, attempt=2))[0] == 200
 
 
@@ -222,6 +224,7 @@ async def test_a_restarted_trainer_does_not_wipe_what_the_last_attempt_reached(s
     async with serve(write_interval_seconds=0.1) as running:
         await running.post(trainer, token, checkpoint=checkpoint, firstValidationReward=0.2)
         await until(lambda: "checkpoint" in trainer.status())
+        trainer.set_status(attempt=1)
         loading = {"uid": trainer.job["metadata"]["uid"], "attempt": 1, "activity": "Loading", "totalSteps": 8}
         assert (await running.post(trainer, token, json.dumps(loading)))[0] == 200
         await until(lambda: trainer.status()["progress"]["activity"] == "Loading")

@@ -218,7 +218,7 @@ async def test_a_report_for_an_earlier_object_of_the_same_name_is_refused(send: 
     assert (refusal.status, refusal.reason) == (409, "OtherObject")
 
 
-@pytest.mark.parametrize(("attempt", "is_taken"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("attempt", "is_taken"), [(0, False), (1, False), (2, True)])
 async def test_an_attempt_that_was_replaced_is_fenced_out(send: Send, attempt: int, is_taken: bool) -> None:
     if is_taken:
         await send(attempt=attempt)
@@ -228,6 +228,20 @@ async def test_an_attempt_that_was_replaced_is_fenced_out(send: Send, attempt: i
 
     assert (refusal.status, refusal.reason) == (409, "StaleAttempt")
     assert "replaced by attempt 2" in refusal.message
+
+
+@pytest.mark.parametrize("attempt", [3, 10**9])
+async def test_an_attempt_that_has_not_begun_is_refused_and_hides_nothing(
+    send: Send, cluster: Any, writer: ProgressWriter, attempt: int
+) -> None:
+    refusal = await refusal_of(send(attempt=attempt))
+    assert (refusal.status, refusal.reason) == (422, "UnknownAttempt"), "409 and 410 would stop a trainer"
+    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not begun")
+
+    await send()
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert status["progress"]["attempt"] == 2
 
 
 async def test_the_first_report_may_come_before_the_first_status_write(send: Send, job: dict[str, Any]) -> None:
