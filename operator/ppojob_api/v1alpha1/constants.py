@@ -23,6 +23,8 @@ FIELD_MANAGER_PROGRESS = "ppojob-progress"
 LABEL_JOB = f"{GROUP}/job"
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_RAY_CLUSTER = "ray.io/cluster"
+"""KubeRay's own: the RayCluster of a pod."""
 
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 """Asks a running job for a checkpoint. Any new value is a request of its own, and is answered once."""

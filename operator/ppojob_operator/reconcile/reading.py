@@ -110,7 +110,7 @@ def read_pod(raw: Manifest) -> Pod:
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
     return Pod(
         name=metadata["name"],
-        cluster=labels.get("ray.io/cluster", ""),
+        cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
         pool=labels.get(constants.LABEL_POOL),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_going="deletionTimestamp" in metadata,

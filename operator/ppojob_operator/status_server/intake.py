@@ -65,7 +65,7 @@ class Intake:
             raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
         # Whoever reports for a job that is gone hears that it is over, whatever account the one of its name has now.
         current = _check_job(job, key, report)
-        self._authenticator.check_account(sender, key, job)
+        self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):

@@ -60,7 +60,7 @@ async def test_reports_and_operator_write_side_by_side(serve: Any, trainer: Any)
     fields = trainer.kubectl.json("get", "ppojob", trainer.name, "--show-managed-fields")["metadata"]["managedFields"]
     owners = {entry["manager"]: set(entry["fieldsV1"]["f:status"]) for entry in fields if entry.get("subresource")}
     assert owners["ppojob-progress"] == {"f:progress", "f:metrics", "f:pools"}
-    assert owners["ppojob-operator"] == {"f:phase", "f:pools"}
+    assert owners["ppojob-operator"] == {"f:phase", "f:pools", "f:rayCluster"}
 
 
 async def test_a_token_for_another_audience_is_refused(serve: Any, trainer: Any) -> None:
@@ -97,6 +97,15 @@ async def test_a_pod_that_is_not_labelled_with_the_job_is_refused(serve: Any, ma
 
     assert status == 403
     assert "ppojob.dev/job=None" in answer["message"]
+
+
+async def test_a_pod_of_an_earlier_attempts_ray_cluster_is_refused(serve: Any, make_trainer: Any) -> None:
+    trainer = make_trainer(is_current=False)
+    async with serve() as running:
+        status, answer = await running.post(trainer, trainer.token())
+
+    assert status == 403
+    assert answer["message"].endswith("come from another")
 
 
 async def test_the_token_of_a_deleted_pod_is_refused_at_once(serve: Any, trainer: Any) -> None:
