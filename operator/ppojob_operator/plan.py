@@ -93,6 +93,8 @@ class Pod:
     trouble: Trouble | None = None
     out_of_memory: Trouble | None = None
     """Its container that was killed for want of memory, even if that runs again."""
+    disruption: Trouble | None = None
+    """Who takes it away, or that its node does not answer: its containers may run meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """docs/troubleshooting.md quotes what the product says: each sentence is made here, and must stand there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_a_pod_that_wanted_more_memory_than_it_may_have() -> None:
     world, killed = World().run(), Trouble(Reason.OUT_OF_MEMORY, words, "ray-worker", 137)
     pod = f"{world.cluster_name}-critic"
     world.pods_become(ready=False, pool="critic", trouble=killed).settle()
+
+    failure = world.status["lastFailure"]
+    message = failure["message"].replace(pod, "products-1a2b3-critic-worker-x7k2p")
+    assert f"{failure['reason']}: {message}" in PAGE
+
+
+def test_a_pod_on_a_node_that_was_lost() -> None:
+    world = World().run()
+    pod = f"{world.cluster_name}-critic"
+    lost = Trouble(Reason.NODE_LOST, "DeletionByTaintManager: deleting due to NoExecute taint")
+    pods = (replace(each, disruption=lost, is_going=True) if each.name == pod else each for each in world.observed.pods)
+    world.see(pods=tuple(pods)).settle().pod_is_gone("critic").wait(31).trainer_reports().settle()
 
     failure = world.status["lastFailure"]
     message = failure["message"].replace(pod, "products-1a2b3-critic-worker-x7k2p")

@@ -94,6 +94,7 @@ class Reason:
     DASHBOARD_UNREACHABLE = "DashboardUnreachable"
     HEAD_LOST = "HeadLost"
     POD_LOST = "PodLost"
+    NODE_LOST = "NodeLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     ACTIVE_DEADLINE_EXCEEDED = "ActiveDeadlineExceeded"
     TRAINER_SUBMITTED = "TrainerSubmitted"

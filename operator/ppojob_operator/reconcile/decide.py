@@ -30,6 +30,7 @@ from ppojob_operator.reconcile import (
     deadlines,
     layout,
     log_tail,
+    losses,
     phase,
     pools,
     restoring,
@@ -71,8 +72,8 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
     found = pools.judge(situation)
-    if lost := attempts.lost_pods(situation):
-        found = replace(found, finding=Finding("False", Reason.POD_LOST, lost))
+    if lost := losses.judge(situation):
+        found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
@@ -142,7 +143,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
 def _attempt_failed(
     situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
 ) -> Plan:
-    is_whole = found.is_ready or attempts.are_lost_pods_replaced(situation)
+    is_whole = found.is_ready or losses.are_replaced(situation)
     verdict = retry.judge(situation, failure, is_cluster_whole=is_whole)
     if verdict.is_final:
         return _failed(situation, findings, failure, verdict.reason, verdict.message)

@@ -23,6 +23,8 @@ from ppojob_operator.reconcile import sizes
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
 _SIGKILL_BY_KERNEL = "OOMKilled"
+_LOST_NODES = {"DeletionByTaintManager", "DeletionByPodGC"}
+"""Reasons of DisruptionTarget: the node was given up, or is gone."""
 _RAY_CONTAINERS = {naming.HEAD_CONTAINER, naming.WORKER_CONTAINER}
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 _NO_DEVICES = "cannot allocate all claims"
@@ -118,6 +120,7 @@ def read_pod(raw: Manifest) -> Pod:
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
         out_of_memory=next(_killed_for_memory(raw), None),
+        disruption=_disruption(status, conditions),
     )
 
 
@@ -184,6 +187,22 @@ def _scheduling_reason(raw: Manifest, words: str) -> str:
     extended = {name for limit in limits for name in limit if "/" in name}
     lacking = _NO_DEVICES in words or any(f"Insufficient {name}" in words for name in extended)
     return Reason.INSUFFICIENT_GPUS if lacking else Reason.UNSCHEDULABLE
+
+
+def _disruption(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:
+    """Return what the condition DisruptionTarget says, or that the pod's node does not answer."""
+    target, ready = conditions.get("DisruptionTarget", {}), conditions.get("Ready", {})
+    if target.get("status") == "True":
+        reason = str(target.get("reason", ""))
+        # The kubelet ends pods where its node is short of something, and where the node shuts down.
+        is_node = reason in _LOST_NODES or (reason == "TerminationByKubelet" and status.get("reason") != "Evicted")
+        words = f"{reason}: {target.get('message', '')}".rstrip(": ")
+        return Trouble(Reason.NODE_LOST if is_node else Reason.PREEMPTED, words)
+    # The kubelet gives a reason, or says not ready of containers too: without either it is the node's controller.
+    are_containers_ready = conditions.get("ContainersReady", {}).get("status") == "True"
+    if ready.get("status") == "False" and are_containers_ready and not ready.get("reason"):
+        return Trouble(Reason.NODE_LOST, "its node does not answer")
+    return None
 
 
 def _killed_for_memory(raw: Manifest) -> Iterator[Trouble]:

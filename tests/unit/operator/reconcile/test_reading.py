@@ -108,6 +108,56 @@ def test_a_pod_that_does_not_run_says_why(status: dict[str, Any], trouble: Troub
     assert found.trouble == trouble
 
 
+def disrupted(why: str, message: str = "", **status: Any) -> dict[str, Any]:
+    """Return the status of a pod that somebody takes away."""
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": why, "message": message}
+    return {"phase": "Running", "conditions": [condition], **status}
+
+
+@pytest.mark.parametrize(
+    ("status", "disruption"),
+    [
+        (
+            disrupted("PreemptionByScheduler", "default-scheduler: preempting to accommodate a higher priority pod"),
+            Trouble(
+                Reason.PREEMPTED,
+                "PreemptionByScheduler: default-scheduler: preempting to accommodate a higher priority pod",
+            ),
+        ),
+        (disrupted("EvictionByEvictionAPI"), Trouble(Reason.PREEMPTED, "EvictionByEvictionAPI")),
+        (disrupted("TerminationByKubelet", reason="Evicted"), Trouble(Reason.PREEMPTED, "TerminationByKubelet")),
+        (disrupted("TerminationByKubelet", reason="Terminated"), Trouble(Reason.NODE_LOST, "TerminationByKubelet")),
+        (disrupted("DeletionByTaintManager"), Trouble(Reason.NODE_LOST, "DeletionByTaintManager")),
+        (disrupted("DeletionByPodGC"), Trouble(Reason.NODE_LOST, "DeletionByPodGC")),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "False", "reason": "PreemptionByScheduler"}]}, None),
+    ],
+)
+def test_who_takes_a_pod_away_is_in_its_conditions(status: dict[str, Any], disruption: Trouble | None) -> None:
+    found = pod(status)
+
+    assert found.disruption == disruption
+    assert found.trouble is None, "its containers may run until the trainer has stopped in order"
+
+
+@pytest.mark.parametrize(
+    ("ready", "containers", "is_lost"),
+    [
+        ({"status": "False"}, "True", True),  # As the controller of nodes writes it.
+        ({"status": "False", "reason": "ContainersNotReady"}, "False", False),
+        ({"status": "False", "reason": "ReadinessGatesNotReady"}, "True", False),
+        ({"status": "True"}, "True", False),
+    ],
+)
+def test_a_pod_whose_node_does_not_answer_is_known_by_its_containers(
+    ready: dict[str, str], containers: str, is_lost: bool
+) -> None:
+    conditions = [{"type": "Ready", **ready}, {"type": "ContainersReady", "status": containers}]
+
+    found = pod({"phase": "Running", "conditions": conditions}).disruption
+
+    assert (found == Trouble(Reason.NODE_LOST, "its node does not answer")) is is_lost
+
+
 def test_a_gpu_may_have_another_name() -> None:
     found = pod(unscheduled("0/1 nodes are available: 1 Insufficient amd.com/gpu."), gpu="amd.com/gpu")
 

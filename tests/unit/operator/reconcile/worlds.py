@@ -104,6 +104,14 @@ class World:
         """Take a pool's pods away ("head" is the head's)."""
         return self.see(pods=tuple(pod for pod in self.observed.pods if (pod.pool or "head") != pool))
 
+    def pod_leaves(self, pool: str) -> "World":
+        """Let a pool's pods be deleted ("head" is the head's): their hook holds them."""
+        return self.see(
+            pods=tuple(
+                replace(pod, is_going=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
+            )
+        )
+
     def ray_says(self, state: RayState, **fields: Any) -> "World":
         """Let Ray say something else of the attempt that was sent last."""
         assert self.observed.ray is not None
