@@ -171,7 +171,7 @@ class LastFailure(ApiModel):
     message: Message
     """A sentence for people."""
     exit_code: int | None = None
-    """Exit code of the trainer, where it is known."""
+    """Exit code of the trainer, or of the pod's container that has ended; absent where it is not known."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
     time: Time

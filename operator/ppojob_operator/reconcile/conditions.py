@@ -42,6 +42,7 @@ _BAD_NEWS = {
     Reason.KUEUE_MISSING,
     Reason.NOT_QUEUED,
     Reason.PREEMPTED,
+    Reason.NODE_LOST,
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
     Reason.IMAGE_PULL_FAILED,

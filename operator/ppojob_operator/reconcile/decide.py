@@ -31,6 +31,7 @@ from ppojob_operator.reconcile import (
     hearing,
     layout,
     log_tail,
+    losses,
     phase,
     pools,
     restoring,
@@ -72,8 +73,8 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
     found = pools.judge(situation)
-    if lost := attempts.lost_pods(situation):
-        found = replace(found, finding=Finding("False", Reason.POD_LOST, lost))
+    if lost := losses.judge(situation):
+        found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
@@ -101,6 +102,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     return replace(
         plan,
         apply=(*step.apply, *((restored.manifest,) if restored else ())),
+        stop_submissions=step.stop_submissions,
         submission=step.submission,
         events=(*stall.told(situation), *filter(None, told), *plan.events),
         look_again_after=_SOON if move else _interval(situation, found),
@@ -142,7 +144,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
 def _attempt_failed(
     situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
 ) -> Plan:
-    is_whole = found.is_ready or attempts.are_lost_pods_replaced(situation)
+    is_whole = found.is_ready or losses.are_replaced(situation)
     verdict = retry.judge(situation, failure, is_cluster_whole=is_whole)
     if verdict.is_final:
         return _failed(situation, findings, failure, verdict.reason, verdict.message)

@@ -152,14 +152,10 @@ class Situation:
 
     @property
     def reported_at(self) -> datetime | None:
-        """When the trainer of the current attempt reported last; None: not yet."""
-        since, progress = self.submitted_at, self.status.progress
-        if since is None or progress is None or progress.last_update_time is None:
-            return None
-        if progress.attempt not in (None, self.attempt):
-            return None
-        reported = parse_time(progress.last_update_time)
-        return reported if reported >= since else None
+        """When the trainer of the current attempt was seen to report last; None: not yet."""
+        progress = self.status.progress
+        is_of_this = self.submitted_at is not None and progress is not None and progress.attempt == self.attempt
+        return self.observed.reported_at if is_of_this else None
 
     @property
     def unreachable_since(self) -> datetime | None:

@@ -36,7 +36,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
-    if report.number and (report.attempt, report.number) < _newest(old_progress):
+    if report.number and (report.attempt, report.number) < _newest(previous):
         return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
@@ -98,9 +98,11 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _newest(progress: Mapping[str, Any]) -> tuple[int, int]:
-    """Return attempt and number of the report that the status has."""
-    return progress.get("attempt", -1), progress.get("report", 0)
+def _newest(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Return attempt and number of the report that the status has; one of an attempt that never began counts not."""
+    progress = status.get("progress", {})
+    attempt = progress.get("attempt", -1)
+    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else (-1, 0)
 
 
 def _progress(report: ProgressReport, now: datetime) -> Progress:

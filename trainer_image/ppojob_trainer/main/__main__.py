@@ -19,10 +19,10 @@ from pathlib import Path
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
 from ppojob_api.v1alpha1.progress import FailureRecord
-from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.resolve import JobFile, driver_log
 from ppojob_trainer.main.failures import JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.main.run import run_job
-from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, tee_output
+from ppojob_trainer.telemetry import OutputTee, configure_logging, tee_output
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) ->
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
         # Not before: the job says where its logs go.
-        output.copy_to(RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log")
+        output.copy_to(Path(driver_log(job.root, options.attempt)))
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
         )

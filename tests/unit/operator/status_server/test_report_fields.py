@@ -270,7 +270,6 @@ def test_a_job_without_a_status_is_not_over() -> None:
         (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
         (2, 18, True),
         (1, 99, False),  # Of an attempt that was replaced.
-        (3, 1, True),
         (2, 0, True),  # A trainer that does not number them.
     ],
 )
@@ -281,3 +280,15 @@ def test_an_older_report_never_replaces_a_newer_one(
     late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
 
     assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written
+
+
+def test_the_next_attempt_begins_to_count_its_reports_anew(report: dict[str, Any], job: dict[str, Any]) -> None:
+    job["status"] |= status_of(report, job) | {"attempt": 3}
+
+    assert status_of({**report, "attempt": 3, "number": 1}, job)["progress"]["report"] == 1
+
+
+def test_a_report_of_an_attempt_that_never_began_hides_no_other(report: dict[str, Any], job: dict[str, Any]) -> None:
+    job["status"] |= status_of({**report, "attempt": 10**9}, job)  # An older operator took it.
+
+    assert status_of({**report, "number": 1}, job)["progress"]["attempt"] == 2
