@@ -1,13 +1,15 @@
-"""Ray's dashboard: submit the trainer, ask how it is, read the end of its log.
+"""Ray's dashboard: submit the trainer, ask how it is, read the end of its log, end it.
 
 The only module that talks to Ray, over HTTP and with the token of that RayCluster. Every call has a limit. Source of
 the addresses: Ray's job submission REST API, and the log endpoint of its state API (which alone can read a log's end).
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -22,6 +24,10 @@ _LOG_LINES = 1000
 
 class DashboardError(Exception):
     """The dashboard did not answer, or refused; the message has its words."""
+
+
+class _NotThereError(DashboardError):
+    """The dashboard does not know what it was asked about."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Dashboard:
         Args:
             session: the connections.
             timeout: of one call, in seconds.
-            guard: called before a job is submitted; what it raises is raised, and nothing is sent.
+            guard: called before a job is submitted or ended; what it raises is raised, and nothing is sent.
         """
         self._session = session
         self._timeout = timeout
@@ -85,6 +91,18 @@ class Dashboard:
             ray = await self.look(address)
             if not any(job.submission_id == submission.submission_id for job in ray.jobs):
                 raise
+
+    async def stop(self, address: Address, submission_id: str) -> None:
+        """Have Ray end a job: it gets SIGTERM, and SIGKILL seconds later. One that has ended, or is gone, is no error.
+
+        Raises:
+            DashboardError: Ray could not be asked.
+            Exception: whatever the guard raises.
+        """
+        self._guard()
+        with contextlib.suppress(_NotThereError):
+            # The answer says whether it ran, and comes before it has ended.
+            await self._json("POST", address, f"/api/jobs/{submission_id}/stop")
 
     async def log_tail(self, address: Address, job: RayJob) -> str:
         """Return the last lines of the driver's log; where they cannot be read, what Ray has in the job's message."""
@@ -124,7 +142,8 @@ class Dashboard:
             raise DashboardError(f"{where}: {type(error).__name__} {error}") from error
         if answer.status >= 400:
             words = data.decode(errors="replace").strip().splitlines()
-            raise DashboardError(f"{where}: {answer.status} {(words[-1] if words else '')[:_MAX_WORDS]}")
+            kind = _NotThereError if answer.status == HTTPStatus.NOT_FOUND else DashboardError
+            raise kind(f"{where}: {answer.status} {(words[-1] if words else '')[:_MAX_WORDS]}")
         return data
 
 

@@ -43,6 +43,7 @@ from ppojob_operator.reconcile import (
     read_workload,
     was_accepted,
 )
+from ppojob_operator.report_times import ReportTimes
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.work_queue import WorkQueue, wait
 
@@ -87,7 +88,9 @@ class Loop:
         self._surroundings = surroundings
         self._hooks = hooks
         self._clock = clock
+        self._leading_since = clock()
         self._claims = Claims(cluster, own_identity(settings), settings.take_over_after)
+        self._report_times = ReportTimes()
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
         self._phases: dict[JobKey, str] = {}
@@ -212,11 +215,19 @@ class Loop:
 
     def _forget(self, key: JobKey) -> None:
         self._phases.pop(key, None)
+        self._report_times.forget(key)
         self._num_errors.pop(key, None)
         self._kept.pop(key, None)
 
     async def _observe(self, job: Job) -> Observed:
-        observed = replace(await self._objects(job), surroundings=self._surroundings(job.key))
+        reported_at = self._report_times.seen(job, self._clock())
+        found = await self._objects(job)
+        observed = replace(
+            found,
+            surroundings=self._surroundings(job.key),
+            leading_since=self._leading_since,
+            reported_at=reported_at,
+        )
         address = self._address(job, observed)
         return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
 
@@ -303,11 +314,22 @@ class Loop:
     async def _bring_forward(self, job: Job, observed: Observed, plan: Plan) -> None:
         for manifest in plan.apply:
             await self._cluster.apply(manifest)
+        for submission_id in plan.stop_submissions:
+            await self._stop(job, observed, submission_id)
         if plan.submission is not None:
             address = self._address(job, observed)
             assert address is not None
             await self._dashboard.submit(address, plan.submission)
             self._hooks.count_submission()
+
+    async def _stop(self, job: Job, observed: Observed, submission_id: str) -> None:
+        """Have Ray end an earlier attempt. If it cannot be asked, the next look asks again, and nothing waits."""
+        address = self._address(job, observed)
+        assert address is not None
+        try:
+            await self._dashboard.stop(address, submission_id)
+        except DashboardError as error:
+            logger.warning("%s: %s could not be ended in Ray: %s", job.key, submission_id, error)
 
     async def _write(self, job: Job, plan: Plan) -> bool:
         """Write status and Events; False if the object is gone, or another has its name."""

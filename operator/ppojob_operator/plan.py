@@ -68,6 +68,10 @@ class Trouble:
     """One of `constants.Reason`."""
     words: str
     """In the words of whoever found it: the scheduler, the kubelet, KubeRay."""
+    container: str = ""
+    """The container that it is about; empty: the pod as a whole."""
+    exit_code: int | None = None
+    """Exit code of that container, if it has ended."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,10 @@ class Pod:
     created: datetime | None = None
     """When it was made, by the API server's clock."""
     trouble: Trouble | None = None
+    out_of_memory: Trouble | None = None
+    """Its container that was killed for want of memory, even if that runs again."""
+    disruption: Trouble | None = None
+    """Who takes it away, or that its node does not answer: its containers may run meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class Cluster:
     """It is being deleted."""
     is_suspended: bool = False
     """Somebody suspended it: KubeRay deletes its pods."""
+    created: datetime | None = None
+    """When it was made, by the API server's clock."""
     problem: str = ""
     """KubeRay's words where it cannot make the pods; empty: none."""
     head_service: str = ""
@@ -142,6 +152,10 @@ class RayState(StrEnum):
     STOPPED = "STOPPED"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
+
+
+ALIVE = (RayState.PENDING, RayState.RUNNING)
+"""States of a job that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +214,9 @@ class Observed:
     """All that one look at a job saw."""
 
     surroundings: Surroundings
+    leading_since: datetime | None = None
+    """When this operator took the lead: before it, there may have been nobody to take reports or to look. None: it has
+    always led."""
     is_kuberay_served: bool = True
     """Whether the API server knows KubeRay's RayCluster."""
     claim: Claim | None = None
@@ -214,6 +231,8 @@ class Observed:
     """None: not asked, because there is no head that could answer."""
     log_tail: str | None = None
     """Last lines of the driver's log. None: not asked for."""
+    reported_at: datetime | None = None
+    """When the report in the status was seen to change last, by the clock of the looks. None: there is none."""
     last_error: str = ""
     """What went wrong in the last look at this job; empty: nothing."""
 
@@ -244,9 +263,11 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done, in this order: apply, submit, write the status, delete, emit."""
+    """What is to be done, in this order: apply, stop, submit, write the status, delete, emit."""
 
     apply: tuple[Manifest, ...] = ()
+    stop_submissions: tuple[str, ...] = ()
+    """Submissions of earlier attempts that Ray still runs."""
     submission: Submission | None = None
     status: Mapping[str, Any] | None = None
     """The operator's own part of the status, whole. None: it stays as it is."""

@@ -1,5 +1,6 @@
 """docs/troubleshooting.md quotes what the product says: each sentence is made here, and must stand there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppojob_trainer.worker_groups.memory import explain_memory
 from ppojob_trainer.worker_groups.placement import bundle_resources, explain_shortage
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 from tests.bad_specs import GOOD
-from tests.unit.operator.reconcile.worlds import World
+from tests.unit.operator.reconcile.worlds import SURROUNDINGS, World
 
 PAGE = " ".join(Path("docs/troubleshooting.md").read_text().split())
 KL = {"kl": {"inReward": True}}
@@ -68,7 +69,6 @@ def test_memory_that_is_short_in_a_phase(error: Exception, role: str, method: st
             "0/12 nodes are available: 12 node(s) didn't match Pod's node affinity/selector.",
             {"nodeSelector": {"gpu-type": "a100"}},
         ),
-        (Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed", {}),
     ],
 )
 def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) -> None:
@@ -77,6 +77,37 @@ def test_pods_that_do_not_come(reason: str, words: str, pool: dict[str, Any]) ->
     world.pods_become(ready=False, pool="critic", trouble=Trouble(reason, words)).settle()
 
     assert f"{reason}: {world.condition(Condition.POOLS_READY).message}" in PAGE
+
+
+def test_reports_that_do_not_arrive() -> None:
+    url = "https://ppojob.ppojob-system.svc:443/v1alpha1"
+    world = World().see(surroundings=replace(SURROUNDINGS, report_url=url)).run().wait(61).settle()
+    condition = world.condition(Condition.PROGRESSING)
+
+    assert f"{condition.reason}: {condition.message}" in PAGE
+
+
+def test_a_pod_that_wanted_more_memory_than_it_may_have() -> None:
+    words = "container ray-worker went beyond its memory limit of 64Gi and was killed"
+    world, killed = World().run(), Trouble(Reason.OUT_OF_MEMORY, words, "ray-worker", 137)
+    pod = f"{world.cluster_name}-critic"
+    world.pods_become(ready=False, pool="critic", trouble=killed).settle()
+
+    failure = world.status["lastFailure"]
+    message = failure["message"].replace(pod, "products-1a2b3-critic-worker-x7k2p")
+    assert f"{failure['reason']}: {message}" in PAGE
+
+
+def test_a_pod_on_a_node_that_was_lost() -> None:
+    world = World().run()
+    pod = f"{world.cluster_name}-critic"
+    lost = Trouble(Reason.NODE_LOST, "DeletionByTaintManager: deleting due to NoExecute taint")
+    pods = (replace(each, disruption=lost, is_going=True) if each.name == pod else each for each in world.observed.pods)
+    world.see(pods=tuple(pods)).settle().pod_is_gone("critic").wait(31).trainer_reports().settle()
+
+    failure = world.status["lastFailure"]
+    message = failure["message"].replace(pod, "products-1a2b3-critic-worker-x7k2p")
+    assert f"{failure['reason']}: {message}" in PAGE
 
 
 def test_a_job_of_another_operator() -> None:

@@ -49,7 +49,7 @@ class ProgressReport(ApiModel):
     uid: Annotated[str, Field(max_length=64)]
     """UID of the PPOJob."""
     attempt: int = Field(ge=0)
-    """Number of the attempt; a report of an older one is refused."""
+    """Number of the attempt; a report of any but the current one is refused."""
     number: int = Field(default=0, ge=0)
     """Number of the report within the attempt, from 1: an older one never replaces a newer one, whichever replica of
     the operator takes it. 0: not numbered."""

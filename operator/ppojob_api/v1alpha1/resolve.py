@@ -83,6 +83,11 @@ def job_root(mount_path: str, namespace: str, name: str) -> str:
     return str(PurePosixPath(mount_path) / constants.JOBS_FOLDER / namespace / name)
 
 
+def driver_log(root: str, attempt: int) -> str:
+    """Return where an attempt of the trainer writes the log of its driver, below the job's own folder."""
+    return str(PurePosixPath(root) / "logs" / f"attempt-{attempt}" / "driver.log")
+
+
 def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource.
 

@@ -93,12 +93,14 @@ class RunPolicy(ApiModel):
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
     """Retries after failures of the cluster, such as a lost node."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time from admission, by the queue too, to all pools being ready, in seconds."""
+    """Longest time from admission, by the queue too, to all pools being ready, in seconds, and from there to the
+    trainer's start. Then a job that has never run fails; one that has run waits on."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
-    """Longest active time over all attempts, in seconds; it begins anew after a suspension or a time in the
-    queue. Absent: none."""
+    """Longest active time over all attempts, in seconds; it stands still while the job is suspended or in its queue.
+    Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
-    """Longest time without a report of the trainer, in seconds; then the job is Stalled."""
+    """Longest time for which the trainer may report the same step, activity and checkpoint, in seconds; then the job is
+    Stalled. It must be more than the longest step, loading, validation or checkpoint takes. Silence does not count."""
     restart_on_stall: bool = True
     """A stalled attempt is stopped and counts as failed. false only says so, in the condition Stalled."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)

@@ -65,8 +65,10 @@ class Retries(ApiModel):
     """After failures of the user's program."""
     infrastructure: int = 0
     """After failures of the cluster."""
+    deleted: int | None = None
+    """After somebody deleted the RayCluster of a running attempt, against no limit. Absent: none."""
     total: int = 0
-    """Both."""
+    """All of them."""
 
 
 class PoolStatus(ApiModel):
@@ -109,6 +111,8 @@ class Progress(ApiModel):
     """When the first step was done."""
     last_update_time: Time | None = None
     """When the trainer reported last."""
+    last_change_time: Time | None = None
+    """When a report last said something else than the one before it: attempt, step, activity, checkpoint or model."""
     attempt: int | None = None
     """Attempt that reported last."""
     report: int | None = None
@@ -149,8 +153,12 @@ class RayClusterStatus(ApiModel):
 
     name: Name
     """Name of the RayCluster."""
+    uid: Name | None = None
+    """Its UID. Absent: it is being made."""
     dashboard_url: Message | None = Field(default=None, alias="dashboardURL")
     """Ray's dashboard, inside the cluster."""
+    unreachable_since: Time | None = None
+    """When the dashboard ceased to answer while the trainer ran. Absent: it answers, or there is no trainer."""
 
 
 class LastFailure(ApiModel):
@@ -163,7 +171,7 @@ class LastFailure(ApiModel):
     message: Message
     """A sentence for people."""
     exit_code: int | None = None
-    """Exit code of the trainer, where it is known."""
+    """Exit code of the trainer, or of the pod's container that has ended; absent where it is not known."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
     time: Time
@@ -176,7 +184,7 @@ class StopStatus(ApiModel):
     attempt: int
     """Number of the attempt that is to stop, or has stopped."""
     reason: Name
-    """Suspending, Reallocating or Preempted."""
+    """Suspending, Reallocating, Preempted, or StartupDelayed: autoBalance found no room for what it wanted."""
     time: Time
     """When it was asked for."""
     completion_time: Time | None = None
@@ -233,6 +241,8 @@ class PPOJobStatus(ApiModel):
     """Ray's submission of the current attempt."""
     start_time: Time | None = None
     """When the job was admitted, by its queue too, or went on after a suspension."""
+    active_seconds: int | None = Field(default=None, ge=0)
+    """For how long the job was active before it was suspended, or in its queue, last; since then startTime counts."""
     completion_time: Time | None = None
     """When the job ended."""
     retries: Retries | None = None

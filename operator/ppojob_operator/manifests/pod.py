@@ -185,7 +185,7 @@ def _lost_node_tolerations(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _spread(pool: Pool, cluster: str) -> dict[str, Any]:
-    selector = {"matchLabels": {"ray.io/cluster": cluster, constants.LABEL_POOL: pool.name}}
+    selector = {"matchLabels": {constants.LABEL_RAY_CLUSTER: cluster, constants.LABEL_POOL: pool.name}}
     if pool.spread is Spread.REQUIRED:
         term = {"labelSelector": selector, "topologyKey": _HOSTNAME}
         return {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}

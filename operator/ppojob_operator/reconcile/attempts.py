@@ -1,24 +1,25 @@
 """Policy: has the current attempt failed, whom is that counted against, and why?
 
 The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
-code must do. It looks at submitted attempts only.
+code must do. A pod that wanted more memory than it may have comes first: to the trainer it looks like a lost machine.
+It looks at submitted attempts only.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
-from ppojob_operator.manifests.submission import pods_digest, pods_key
-from ppojob_operator.plan import Pod, RayJob, RayState
-from ppojob_operator.reconcile.situation import Failure, Situation
+from ppojob_api.v1alpha1.resolve import driver_log, job_root
+from ppojob_operator.manifests import naming
+from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
+from ppojob_operator.reconcile import losses
+from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
 """How long Ray may not yet know a job that it took, and the trainer may look for the words for a lost pod."""
-_SILENCE = timedelta(seconds=120)
-"""How long neither dashboard nor trainer may answer before the head counts as lost."""
 
 _SIGKILL = (137, -9)
-_USERS_TROUBLES = {Reason.OUT_OF_MEMORY}
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 
 
@@ -32,20 +33,24 @@ def judge(situation: Situation) -> Failure | None:
     if ray_job is not None and ray_job.state is RayState.STOPPED:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
-    return _lost_head(situation) or _pods_failure(situation)
+    loss = _lost_head(situation) or _lost_workers(situation)
+    is_starved = any(pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in losses.all_pods(situation))
+    return (_starved(situation) or loss) if (loss or is_starved) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
-    lost = lost_pods(situation)
-    if record is not None and (record.kind is not FailureKind.USER or not lost):
-        suspect = record.kind is FailureKind.INFRASTRUCTURE and not (lost and are_lost_pods_replaced(situation))
-        return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=suspect)
-    if lost:
-        message, suspect = f"the trainer failed while pods were lost: {lost}", not are_lost_pods_replaced(situation)
-        return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, message, ray_job.exit_code, suspect)
+    lost = losses.judge(situation)
+    is_suspect = lost is None or not losses.are_replaced(situation)
+    if _may_come_of_a_loss(record, is_lost=lost is not None) and (starved := _starved(situation)):
+        return starved
+    if record is not None and (record.kind is not FailureKind.USER or lost is None):
+        return _named(situation, record, lost, is_suspect=is_suspect)
+    if lost is not None:
+        message = f"the trainer failed while pods were lost: {lost.message}"
+        return Failure(FailureKind.INFRASTRUCTURE, lost.reason, message, ray_job.exit_code, is_suspect)
     if ray_job.error_type not in _USERS_ERRORS:
-        message = f"Ray lost the trainer: {_first_line(ray_job.message)}"
+        message = _with_log(situation, f"Ray lost the trainer: {_first_line(ray_job.message)}")
         return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message, ray_job.exit_code)
     if ray_job.exit_code in _SIGKILL:
         message = (
@@ -57,91 +62,101 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
 
 
+def _may_come_of_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
+    """Return whether the end of the trainer, as it names it, may come of the end of a pod."""
+    if record is None:
+        return True
+    if record.kind is FailureKind.INFRASTRUCTURE:
+        return record.reason != Reason.INTERRUPTED
+    return record.kind is FailureKind.USER and is_lost
+
+
+def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *, is_suspect: bool) -> Failure:
+    """Return the failure as the trainer names it; where somebody has taken its pods, by that name."""
+    if record.kind is not FailureKind.INFRASTRUCTURE:
+        return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
+    if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
+        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect)
+    message = f"{lost.message}; the trainer: {record.reason}: {record.message}"
+    return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
+
+
+def _starved(situation: Situation) -> Failure | None:
+    """Return the failure of an attempt of which a pod wanted more memory than it may have; None: no pod did."""
+    killed = next(((pod, pod.out_of_memory) for pod in losses.all_pods(situation) if pod.out_of_memory), None)
+    if killed is None:
+        return None
+    pod, trouble = killed
+    message = f"pod {pod.name}: {trouble.words}: {_more_memory(pod, trouble.container)}"
+    return Failure(FailureKind.USER, trouble.reason, message, trouble.exit_code)
+
+
+def _more_memory(pod: Pod, container: str) -> str:
+    where = "the head" if pod.pool is None else f"pool {pod.pool}"
+    if container == naming.HEAD_CONTAINER:
+        return "raise spec.head.resources.memory"
+    if container == naming.WORKER_CONTAINER:
+        return f"raise memory of resourcesPerGPU of {where}"
+    return f"raise the memory limit of that container in podTemplate of {where}"
+
+
 def _lost_head(situation: Situation) -> Failure | None:
     """Return the loss of the head, with which the attempt is gone: Ray's memory of it lives there."""
+    if situation.cluster is None:
+        words = _with_log(situation, f"somebody deleted the RayCluster {situation.cluster_name}")
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
+    message = f"the RayCluster {situation.cluster_name} was suspended" if situation.cluster.is_suspended else ""
+    taken = None if message else losses.taken(situation)
+    message = message or _words_of_a_lost_head(situation)
+    if not message:
+        return None
+    reason, words = (taken.reason, f"{message}: {taken.message}") if taken else (Reason.HEAD_LOST, message)
+    heads = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is None)
+    return Failure(FailureKind.INFRASTRUCTURE, reason, _with_log(situation, words), _exit_code(heads))
+
+
+def _with_log(situation: Situation, words: str) -> str:
+    key = situation.job.key
+    root = job_root(situation.spec.storage.mount_path, key.namespace, key.name)
+    return f"{words}; what the driver has written is in the storage, in {driver_log(root, situation.attempt)}"
+
+
+def _words_of_a_lost_head(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
-    head, cluster = situation.head, situation.cluster
-    message = ""
-    if cluster is None:
-        message = f"the RayCluster {name} was deleted"
-    elif cluster.is_suspended:
-        message = f"the RayCluster {name} was suspended"
-    elif head is None:
-        message = "" if _is_held(situation) else f"the head pod of the RayCluster {name} is gone"
-    elif head.trouble is not None:
-        message = f"the head pod {head.name} failed: {head.trouble.words}"
-    elif ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
-        message = f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
-    elif _is_silent(situation):
+    head = situation.head
+    if head is None:
+        return "" if losses.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
+    if head.trouble is not None:
+        return f"the head pod {head.name} failed: {head.trouble.words}"
+    if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
+        return f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
+    if _is_silent(situation):
         problem = ray.problem if ray else "the head pod is not ready"
-        message = f"neither Ray's dashboard nor the trainer answered for {_SILENCE.seconds} s: {problem}"
-    return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message) if message else None
+        return f"neither Ray's dashboard nor the trainer answered for {losses.SILENCE.seconds} s: {problem}"
+    return ""
 
 
 def _is_silent(situation: Situation) -> bool:
-    ray, since = situation.observed.ray, situation.reported_at or situation.submitted_at
-    is_unreachable = ray is None or bool(ray.problem)
-    unknown_for = situation.age_of(Condition.PROGRESSING, "Unknown")
-    return is_unreachable and unknown_for > _SETTLING and since is not None and situation.now - since > _SILENCE
+    unreachable_since = situation.unreachable_since
+    is_over = unreachable_since is not None and situation.now - unreachable_since > _SETTLING
+    return is_over and not losses.is_reporting(situation)
 
 
-def _is_held(situation: Situation) -> bool:
-    """Return whether pods are leaving and a trainer that reports makes their hook hold them.
-
-    Another attempt now would fence it out before its checkpoint.
-    """
-    is_leaving = any(pod.is_going and pod.cluster == situation.cluster_name for pod in situation.observed.pods)
-    since = situation.reported_at or situation.submitted_at
-    return is_leaving and since is not None and situation.now - since <= _SILENCE
-
-
-def _pods_failure(situation: Situation) -> Failure | None:
+def _lost_workers(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer had time to notice, and did not."""
-    killed = next((pod for pod in _all_pods(situation) if pod.trouble and pod.trouble.reason in _USERS_TROUBLES), None)
-    if killed is not None and killed.trouble is not None:
-        message = f"pod {killed.name}: {killed.trouble.words}: raise memory of resourcesPerGPU of pool {killed.pool}"
-        return Failure(FailureKind.USER, killed.trouble.reason, message)
-    lost = lost_pods(situation)
+    # Without a head nobody knows with which pods the attempt began.
+    lost = losses.judge(situation) if situation.ray_job is not None else None
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
-    patience = _SETTLING + grace if _is_held(situation) else _SETTLING
-    if not lost or situation.age_of(Condition.POOLS_READY, "False") < patience:
+    patience = _SETTLING + grace if losses.is_held(situation) else _SETTLING
+    if lost is None or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
-    suspect = not are_lost_pods_replaced(situation)
-    return Failure(FailureKind.INFRASTRUCTURE, Reason.POD_LOST, lost, is_cluster_suspect=suspect)
+    troubles = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is not None)
+    is_suspect = not losses.are_replaced(situation)
+    return Failure(FailureKind.INFRASTRUCTURE, lost.reason, lost.message, _exit_code(troubles), is_suspect)
 
 
-def are_lost_pods_replaced(situation: Situation) -> bool:
-    """Return whether the RayCluster is sound but for worker pods that are gone: KubeRay makes those anew.
-
-    A pod that the attempt began with and that is there, but not ready, may be on a node that was lost; it would be
-    waited for until Kubernetes gives the node up.
-    """
-    head, since = situation.head, situation.submitted_at
-    if head is None or not head.is_ready or since is None:
-        return False
-    return all(pod.is_ready or (pod.created is not None and pod.created >= since) for pod in situation.pods)
-
-
-def _all_pods(situation: Situation) -> list[Pod]:
-    """Return the worker pods of the attempt with those that are being deleted: KubeRay is quick to clear up."""
-    return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name and pod.pool is not None]
-
-
-def lost_pods(situation: Situation) -> str:
-    """Return which pools have lost pods that the attempt began with; empty: none, or it has not begun."""
-    if situation.submitted_at is None or situation.ray_job is None:
-        return ""
-    lines = []
-    for pool in situation.spec.pools:
-        pods = [pod for pod in situation.pods if pod.pool == pool.name]
-        num_ready = sum(pod.is_ready for pod in pods)
-        words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
-        known = situation.ray_job.metadata.get(pods_key(pool.name))
-        if num_ready < pool.nodes:
-            lines.append(f"pool {pool.name} has only {num_ready} of its {pool.nodes} pods ready{words}")
-        elif known is not None and known != pods_digest(situation.pod_names(pool.name)):
-            lines.append(f"pool {pool.name} has other pods than the trainer began with")
-    return "; ".join(lines)
+def _exit_code(troubles: Iterable[Trouble | None]) -> int | None:
+    return next((trouble.exit_code for trouble in troubles if trouble and trouble.exit_code is not None), None)
 
 
 def _last_words(situation: Situation, ray_job: RayJob) -> str:

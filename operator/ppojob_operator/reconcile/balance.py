@@ -38,7 +38,7 @@ def judge(situation: Situation) -> Move | None:
     if situation.now - since < timedelta(minutes=spec.auto_balance.interval_minutes):
         return None
     own = {pool.name: pool.spec_nodes for pool in situation.job.moved}
-    advice = _best(spec, own, situation.status.layout_advice)
+    advice = _best(spec, own, [each for each in situation.status.layout_advice if _has_room(situation, each)])
     if advice is None:
         return None
     nodes = _nodes(advice)
@@ -55,6 +55,17 @@ def _best(spec: PPOJobSpec, own: Mapping[str, int], advice: list[LayoutAdvice]) 
     """Return the advice that saves most time, and of those that save none the one with the fewest GPUs."""
     allowed = (each for each in advice if _is_allowed(spec, own, each))
     return min(allowed, key=lambda each: (min(0, each.step_time_percent), each.gpus), default=None)
+
+
+def _has_room(situation: Situation, advice: LayoutAdvice) -> bool:
+    """Return whether the advice may be tried. Where there was no room for more, more is not asked for again.
+
+    That holds until the job is stopped for another reason: by an edit of its layout, a suspension or a pre-emption.
+    """
+    stop, nodes = situation.status.stop, _nodes(advice)
+    if stop is None or stop.reason != Reason.STARTUP_DELAYED:
+        return True
+    return all(nodes.get(pool.name, pool.nodes) <= pool.nodes for pool in situation.spec.pools)
 
 
 def _is_allowed(spec: PPOJobSpec, own: Mapping[str, int], advice: LayoutAdvice) -> bool:

@@ -42,6 +42,7 @@ _BAD_NEWS = {
     Reason.KUEUE_MISSING,
     Reason.NOT_QUEUED,
     Reason.PREEMPTED,
+    Reason.NODE_LOST,
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
     Reason.IMAGE_PULL_FAILED,
@@ -51,6 +52,8 @@ _BAD_NEWS = {
     Reason.CLUSTER_REFUSED,
     Reason.CLUSTER_SUSPENDED,
     Reason.DASHBOARD_UNREACHABLE,
+    Reason.REPORTS_MISSING,
+    Reason.STARTUP_DELAYED,
 }
 
 

@@ -1,48 +1,92 @@
-"""Policy: the time that a job may take to start, and to run. Beyond either it fails for good."""
+"""Policy: the time that a job may take to start, and to run.
+
+Beyond the active deadline it fails for good, and beyond the startup deadline where it has never run. A job that has run
+waits on instead: it has something to lose, and room comes back. Where autoBalance has asked for too much, `stopping.py`
+takes that back.
+"""
 
 from datetime import datetime, timedelta
 
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.reconcile.submission import Step
 
 
-def judge(situation: Situation, pools: Finding, submitted: Finding) -> Failure | None:
+def judge(situation: Situation, pools: Finding, step: Step) -> Failure | None:
     """Return the failure of a job that is past one of its deadlines, else None."""
-    return _active(situation) or _startup(situation, pools, submitted)
+    if failure := _active(situation):
+        return failure
+    if situation.has_run or not _is_late(situation, pools, step):
+        return None
+    limit = situation.spec.run_policy.startup_deadline_seconds
+    message = (
+        f"the trainer could not be started within {limit} s (spec.runPolicy.startupDeadlineSeconds): "
+        f"{_cause(pools, step)}"
+    )
+    return Failure(FailureKind.PERMANENT, Reason.STARTUP_DEADLINE_EXCEEDED, message)
 
 
-def next_deadline(situation: Situation) -> datetime | None:
+def delay(situation: Situation, pools: Finding, step: Step) -> Finding | None:
+    """Return the condition Progressing of a job that has run and whose next attempt is late; None: it is not."""
+    if not situation.has_run or not _is_late(situation, pools, step):
+        return None
+    checkpoint = situation.status.checkpoint
+    where = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "its last checkpoint"
+    message = (
+        f"attempt {situation.attempt} waits since {_begin(situation, pools):%Y-%m-%d %H:%M:%S} UTC to be started; it "
+        f"waits on, nothing is lost, and it will go on from {where}: {_cause(pools, step)}"
+    )
+    return Finding("False", Reason.STARTUP_DELAYED, message)
+
+
+def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     """Return the next moment at which time alone may change the verdict."""
     active, moments = situation.spec.run_policy.active_deadline_seconds, []
     if active is not None:
-        moments.append(situation.start_time + timedelta(seconds=active))
+        moments.append(situation.now + timedelta(seconds=active) - situation.active_time)
     if situation.submitted_at is None:
         moments.append(situation.due)
-        moments.append(_startup_deadline(situation))
+        moments.append(_startup_deadline(situation, pools))
     return min((moment for moment in moments if moment > situation.now), default=None)
 
 
 def _active(situation: Situation) -> Failure | None:
     limit = situation.spec.run_policy.active_deadline_seconds
-    if limit is None or situation.now < situation.start_time + timedelta(seconds=limit):
+    if limit is None or situation.active_time < timedelta(seconds=limit):
         return None
     message = f"the job was active for {limit} s (spec.runPolicy.activeDeadlineSeconds) and had not ended"
     return Failure(FailureKind.PERMANENT, Reason.ACTIVE_DEADLINE_EXCEEDED, message)
 
 
-def _startup(situation: Situation, pools: Finding, submitted: Finding) -> Failure | None:
-    if situation.submitted_at is not None or situation.now < _startup_deadline(situation):
-        return None
-    limit = situation.spec.run_policy.startup_deadline_seconds
-    cause = submitted if pools.status == "True" else pools
-    message = (
-        f"the trainer could not be started within {limit} s (spec.runPolicy.startupDeadlineSeconds): "
-        f"{cause.reason}: {cause.message}"
-    )
-    return Failure(FailureKind.PERMANENT, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+def _is_late(situation: Situation, pools: Finding, step: Step) -> bool:
+    """Return whether the attempt is past its startup deadline, and this look does not bring it forward either."""
+    is_made_now = situation.cluster is None and not situation.observed.last_error
+    if situation.submitted_at is not None or step.submission is not None or is_made_now:
+        return False
+    return situation.now >= _startup_deadline(situation, pools)
 
 
-def _startup_deadline(situation: Situation) -> datetime:
-    """Each attempt has the whole time: a later one may need new pods on other nodes."""
-    return situation.due + timedelta(seconds=situation.spec.run_policy.startup_deadline_seconds)
+def _startup_deadline(situation: Situation, pools: Finding) -> datetime:
+    return _begin(situation, pools) + timedelta(seconds=situation.spec.run_policy.startup_deadline_seconds)
+
+
+def _begin(situation: Situation, pools: Finding) -> datetime:
+    """Return since when the attempt waits for what it lacks. Each has the whole time: its pods may be on other nodes.
+
+    Where it is the operator's turn (the RayCluster is not there, or its pods are ready), no time counts in which there
+    was no operator.
+    """
+    moments, cluster, leading_since = [situation.due], situation.cluster, situation.observed.leading_since
+    if pools.status == "True":
+        moments.append(situation.now - situation.age_of(Condition.POOLS_READY, "True"))
+    if (pools.status == "True" or cluster is None) and leading_since is not None:
+        moments.append(leading_since)
+    if cluster is not None and cluster.created is not None:
+        moments.append(cluster.created)
+    return max(moments)
+
+
+def _cause(pools: Finding, step: Step) -> str:
+    cause = step.finding if pools.status == "True" else pools
+    return f"{cause.reason}: {cause.message}"

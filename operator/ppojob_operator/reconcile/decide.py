@@ -28,8 +28,10 @@ from ppojob_operator.reconcile import (
     completion,
     conditions,
     deadlines,
+    hearing,
     layout,
     log_tail,
+    losses,
     phase,
     pools,
     restoring,
@@ -71,23 +73,28 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
     found = pools.judge(situation)
-    if lost := attempts.lost_pods(situation):
-        found = replace(found, finding=Finding("False", Reason.POD_LOST, lost))
+    if lost := losses.judge(situation):
+        found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
-    late = None if stopping.is_held(situation) else deadlines.judge(situation, found.finding, step.finding)
+    is_held = stopping.is_held(situation)
+    late = None if is_held else deadlines.judge(situation, found.finding, step)
     failure = late or _failure(situation)
     if failure is not None and log_tail.is_wanted(situation):
         return Plan(wanted_log=situation.submission_id)
     if late is not None:
         return _failed(situation, findings, late, late.reason, late.message)
-    if interruption := stopping.judge(situation, found, failure):
+    delay = None if is_held else deadlines.delay(situation, found.finding, step)
+    if delay is not None:
+        findings[Condition.PROGRESSING] = delay
+    if interruption := stopping.judge(situation, found, failure, is_late=delay is not None):
         return _interrupted(situation, findings, step, interruption)
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
     status, move, restored = _status(situation, findings, found), balance.judge(situation), restoring.judge(situation)
+    told = (move.event if move else None, restored.event if restored else None, restoring.remade(situation))
     if move is not None:
         # The next look finds another layout in the spec.
         status = status.model_copy(update={"effective_pools": list(move.pools)})
@@ -95,13 +102,9 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     return replace(
         plan,
         apply=(*step.apply, *((restored.manifest,) if restored else ())),
+        stop_submissions=step.stop_submissions,
         submission=step.submission,
-        events=(
-            *stall.told(situation),
-            *((move.event,) if move else ()),
-            *((restored.event,) if restored else ()),
-            *plan.events,
-        ),
+        events=(*stall.told(situation), *filter(None, told), *plan.events),
         look_again_after=_SOON if move else _interval(situation, found),
     )
 
@@ -118,7 +121,7 @@ def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step
         Condition.ADMITTED: admission.judge(situation),
         Condition.POOLS_READY: found.finding,
         Condition.SUBMITTED: step.finding,
-        Condition.PROGRESSING: stall.progressing(situation),
+        Condition.PROGRESSING: hearing.judge(situation),
         Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
         Condition.LAYOUT_APPLIED: layout.finding(situation),
         Condition.SUSPENDED: stopping.resumed(situation),
@@ -141,7 +144,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
 def _attempt_failed(
     situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
 ) -> Plan:
-    is_whole = found.is_ready or attempts.are_lost_pods_replaced(situation)
+    is_whole = found.is_ready or losses.are_replaced(situation)
     verdict = retry.judge(situation, failure, is_cluster_whole=is_whole)
     if verdict.is_final:
         return _failed(situation, findings, failure, verdict.reason, verdict.message)
@@ -228,9 +231,8 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
 def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding) -> PPOJobStatus:
     """Return the status with the findings in it; of the trainer's part nothing is kept or needed."""
     old, job = situation.status, situation.job
-    address = submission.dashboard_address(situation)
     is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
-    cluster = RayClusterStatus(name=situation.cluster_name, dashboard_url=address) if is_due else old.ray_cluster
+    cluster = _cluster_status(situation) if is_due else old.ray_cluster
     return PPOJobStatus(
         operator=old.operator,
         observed_generation=job.generation,
@@ -238,6 +240,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         attempt=situation.attempt,
         submission_id=situation.submission_id if findings[Condition.SUBMITTED].status == "True" else None,
         start_time=old.start_time if is_queued else conditions.format_time(situation.start_time),
+        active_seconds=stopping.active_seconds(situation) if is_queued else old.active_seconds,
         completion_time=old.completion_time,
         retries=old.retries or Retries(),
         ready=found.ready,
@@ -248,6 +251,16 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         stop=old.stop,
         effective_pools=list(job.moved),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
+    )
+
+
+def _cluster_status(situation: Situation) -> RayClusterStatus:
+    cluster, since = situation.cluster, situation.unreachable_since
+    return RayClusterStatus(
+        name=situation.cluster_name,
+        uid=(cluster.uid or None) if cluster is not None else None,
+        dashboard_url=submission.dashboard_address(situation),
+        unreachable_since=None if since is None else conditions.format_time(since),
     )
 
 
@@ -284,7 +297,7 @@ def _interval(situation: Situation, found: PoolsFinding) -> float:
         return _QUEUED_INTERVAL if admission.knows_why(situation) else _ASKING_INTERVAL
     else:
         interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
-    deadline = deadlines.next_deadline(situation)
+    deadline = deadlines.next_deadline(situation, found.finding)
     if deadline is None:
         return interval
     left = (deadline - situation.now) / timedelta(seconds=1)

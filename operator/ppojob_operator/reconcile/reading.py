@@ -16,12 +16,16 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec
+from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble, Workload
 from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
 _SIGKILL_BY_KERNEL = "OOMKilled"
+_LOST_NODES = {"DeletionByTaintManager", "DeletionByPodGC"}
+"""Reasons of DisruptionTarget: the node was given up, or is gone."""
+_RAY_CONTAINERS = {naming.HEAD_CONTAINER, naming.WORKER_CONTAINER}
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 _NO_DEVICES = "cannot allocate all claims"
 """The scheduler's words where no node has the devices of a pod's claims left."""
@@ -81,6 +85,7 @@ def read_cluster(raw: Manifest) -> Cluster:
         name=metadata["name"],
         is_going="deletionTimestamp" in metadata,
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
+        created=parse_time(metadata.get("creationTimestamp")),
         problem=_cluster_problem(status, conditions),
         head_service=status.get("head", {}).get("serviceName", ""),
         uid=metadata.get("uid", ""),
@@ -109,13 +114,15 @@ def read_pod(raw: Manifest) -> Pod:
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
     return Pod(
         name=metadata["name"],
-        cluster=labels.get("ray.io/cluster", ""),
+        cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
         pool=labels.get(constants.LABEL_POOL),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_going="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
+        out_of_memory=next(_killed_for_memory(raw), None),
+        disruption=_disruption(status, conditions),
     )
 
 
@@ -166,7 +173,7 @@ def _pod_trouble(raw: Manifest, conditions: Mapping[str, Mapping[str, Any]]) -> 
     if scheduled.get("status") == "False":
         words = str(scheduled.get("message", ""))
         return Trouble(_scheduling_reason(raw, words), words)
-    troubles = list(_container_troubles(raw.get("status", {})))
+    troubles = [*_out_of_memory(raw, "state"), *_container_troubles(raw.get("status", {}))]
     if troubles:
         return troubles[0]
     status = raw.get("status", {})
@@ -184,20 +191,59 @@ def _scheduling_reason(raw: Manifest, words: str) -> str:
     return Reason.INSUFFICIENT_GPUS if lacking else Reason.UNSCHEDULABLE
 
 
+def _disruption(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:
+    """Return what the condition DisruptionTarget says, or that the pod's node does not answer."""
+    target, ready = conditions.get("DisruptionTarget", {}), conditions.get("Ready", {})
+    if target.get("status") == "True":
+        reason = str(target.get("reason", ""))
+        # The kubelet ends pods where its node is short of something, and where the node shuts down.
+        is_node = reason in _LOST_NODES or (reason == "TerminationByKubelet" and status.get("reason") != "Evicted")
+        words = f"{reason}: {target.get('message', '')}".rstrip(": ")
+        return Trouble(Reason.NODE_LOST if is_node else Reason.PREEMPTED, words)
+    # The kubelet gives a reason, or says not ready of containers too: without either it is the node's controller.
+    are_containers_ready = conditions.get("ContainersReady", {}).get("status") == "True"
+    if ready.get("status") == "False" and are_containers_ready and not ready.get("reason"):
+        return Trouble(Reason.NODE_LOST, "its node does not answer")
+    return None
+
+
+def _killed_for_memory(raw: Manifest) -> Iterator[Trouble]:
+    """Yield the containers that were killed for want of memory: now, or one of Ray's before it was started anew."""
+    yield from _out_of_memory(raw, "state")
+    yield from (trouble for trouble in _out_of_memory(raw, "lastState") if trouble.container in _RAY_CONTAINERS)
+
+
+def _out_of_memory(raw: Manifest, state: str) -> Iterator[Trouble]:
+    spec = raw.get("spec", {})
+    limits = {
+        container.get("name", ""): container.get("resources", {}).get("limits", {}).get("memory")
+        for container in [*spec.get("initContainers", []), *spec.get("containers", [])]
+    }
+    for container in _container_statuses(raw.get("status", {})):
+        name, terminated = container.get("name", ""), container.get(state, {}).get("terminated", {})
+        if terminated.get("reason") == _SIGKILL_BY_KERNEL:
+            limit = f" of {limits[name]}" if limits.get(name) else ""
+            words = f"container {name} went beyond its memory limit{limit} and was killed"
+            yield Trouble(Reason.OUT_OF_MEMORY, words, name, terminated.get("exitCode"))
+
+
+def _container_statuses(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+
+
 def _container_troubles(status: Mapping[str, Any]) -> Iterator[Trouble]:
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+    for container in _container_statuses(status):
         state, name = container.get("state", {}), container.get("name", "")
         waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
         reason = waiting.get("reason", "")
         words = f"{reason}: {waiting.get('message', '')}".rstrip(": ")
         if reason in _PULL_REASONS:
-            yield Trouble(Reason.IMAGE_PULL_FAILED, words)
+            yield Trouble(Reason.IMAGE_PULL_FAILED, words, name)
         elif reason not in _HARMLESS_WAITS:
-            yield Trouble(Reason.POD_FAILED, f"container {name}: {words}")
-        if terminated.get("reason") == _SIGKILL_BY_KERNEL:
-            yield Trouble(Reason.OUT_OF_MEMORY, f"container {name} went beyond its memory limit and was killed")
-        elif terminated.get("exitCode", 0) != 0:
-            yield Trouble(Reason.POD_FAILED, f"container {name} ended: {_last_words(terminated)}")
+            yield Trouble(Reason.POD_FAILED, f"container {name}: {words}", name)
+        if terminated.get("exitCode", 0) != 0:
+            words = f"container {name} ended: {_last_words(terminated)}"
+            yield Trouble(Reason.POD_FAILED, words, name, terminated["exitCode"])
 
 
 def _last_words(terminated: Mapping[str, Any]) -> str:

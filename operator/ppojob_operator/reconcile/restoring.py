@@ -1,4 +1,4 @@
-"""Policy: a RayCluster that somebody else edited gets back what the job's layout says.
+"""Policy: a RayCluster that somebody else edited gets back what the job's layout says, and a deleted one is made again.
 
 Every field that the operator has set is compared (`edits`). In a queue too: Kueue only adds to pod templates and writes
 `spec.suspend`, which we never set, and `manifests.queues` sees to it that what it added stays. There it is done only to
@@ -43,6 +43,19 @@ def judge(situation: Situation) -> Restoration | None:
     message = f"RayCluster {cluster.name} was edited by somebody else and is as the job wants it again: "
     message += "; ".join(found[:_MAX_NAMED]) + (" ..." if len(found) > _MAX_NAMED else "")
     return Restoration(wanted, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
+
+
+def remade(situation: Situation) -> EventRecord | None:
+    """Return what is told where a RayCluster that had no trainer yet was deleted, and is made again in this look.
+
+    With a trainer it is the end of the attempt (`attempts.py`).
+    """
+    known = situation.status.ray_cluster
+    is_missing = situation.cluster is None and known is not None and known.uid is not None
+    if not is_missing or situation.submitted_at is not None or situation.now < situation.due:
+        return None
+    message = f"RayCluster {situation.cluster_name} was deleted by somebody else and is made again"
+    return EventRecord(Reason.CLUSTER_RESTORED, message, is_warning=True, action=Condition.POOLS_READY)
 
 
 def _added_groups(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,10 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.reconcile.situation import Failure, Situation
 
+_DELETIONS = 5
+"""How often the RayCluster may be deleted by hand and the limits stay as they are. Beyond that it is no hand but some
+machine, which is to end like any other failure of the cluster."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -29,6 +33,11 @@ def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> 
     retries, policy = situation.status.retries or Retries(), situation.spec.run_policy
     if failure.kind is FailureKind.PERMANENT:
         return Verdict(True, failure.reason, failure.message, retries)
+    num_deleted = retries.deleted or 0
+    if failure.reason == Reason.CLUSTER_DELETED and num_deleted < _DELETIONS:
+        counted = retries.model_copy(update={"deleted": num_deleted + 1, "total": retries.total + 1})
+        message = f"attempt {situation.attempt} has ended ({failure.headline}); the next one counts against no limit"
+        return Verdict(False, Reason.RESTARTING, message, counted)
     is_user = failure.kind is FailureKind.USER
     used, limit = (
         (retries.user, policy.backoff_limit)
@@ -45,6 +54,7 @@ def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> 
     counted = Retries(
         user=retries.user + is_user,
         infrastructure=retries.infrastructure + (not is_user),
+        deleted=retries.deleted,
         total=retries.total + 1,
     )
     message = f"attempt {situation.attempt} failed ({failure.headline})"

@@ -76,15 +76,29 @@ class Situation:
 
     @property
     def start_time(self) -> datetime:
-        """When the job was admitted, or went on after a suspension: now, if that is only just happening.
+        """When the job was admitted, or went on after a suspension or a queue: now, if that is only just happening."""
+        return parse_time(self.status.start_time) if self._was_active else self.now
 
-        So the active deadline begins anew after a suspension, as it does for a batch/v1 Job, and after a queue.
-        """
+    @property
+    def active_time(self) -> timedelta:
+        """For how long the job was active in all: it stands still while the job is suspended or queued."""
+        since = max(timedelta(0), self.now - self.start_time)
+        return timedelta(seconds=self.status.active_seconds or 0) + since
+
+    @property
+    def _was_active(self) -> bool:
+        """Whether the job was active at the last look: admitted, and neither suspended nor in its queue."""
         suspended, admitted = self.condition(Condition.SUSPENDED), self.condition(Condition.ADMITTED)
-        is_set_free = suspended is not None and suspended.status == "True"
-        is_let_in = admitted is not None and admitted.reason == Reason.QUEUED
-        is_begun = self.status.start_time and not is_set_free and not is_let_in
-        return parse_time(self.status.start_time) if is_begun else self.now
+        is_suspended = suspended is not None and suspended.status == "True"
+        is_queued = admitted is not None and admitted.reason == Reason.QUEUED
+        return self.status.start_time is not None and not is_suspended and not is_queued
+
+    @property
+    def has_run(self) -> bool:
+        """Whether some attempt was ever sent to Ray: then there is something to go on from, and to lose."""
+        status, stop = self.status, self.status.stop
+        was_stopped = stop is not None and stop.reason in (Reason.SUSPENDING, Reason.PREEMPTED)
+        return was_stopped or status.progress is not None or status.last_failure is not None
 
     @property
     def cluster_name(self) -> str:
@@ -144,12 +158,19 @@ class Situation:
 
     @property
     def reported_at(self) -> datetime | None:
-        """When the trainer of the current attempt reported last; None: not yet."""
-        since, progress = self.submitted_at, self.status.progress
-        if since is None or progress is None or progress.last_update_time is None:
+        """When the trainer of the current attempt was seen to report last; None: not yet."""
+        progress = self.status.progress
+        is_of_this = self.submitted_at is not None and progress is not None and progress.attempt == self.attempt
+        return self.observed.reported_at if is_of_this else None
+
+    @property
+    def unreachable_since(self) -> datetime | None:
+        """When Ray's dashboard ceased to answer for the attempt that was sent to it; None: it answers."""
+        ray, cluster = self.observed.ray, self.status.ray_cluster
+        if self.submitted_at is None or (ray is not None and not ray.problem):
             return None
-        reported = parse_time(progress.last_update_time)
-        return reported if reported >= since else None
+        since = cluster.unreachable_since if cluster is not None else None
+        return parse_time(since) if since is not None else self.now
 
     @property
     def due(self) -> datetime:

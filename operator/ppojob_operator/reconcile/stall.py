@@ -1,22 +1,26 @@
-"""Policy: does the trainer get anywhere? It reports at least every ten seconds; silence means that it hangs."""
+"""Policy: does the trainer get anywhere? It has stalled where its reports arrive and say the same for too long.
+
+Silence is no stall: whoever cannot be heard may train on (`hearing.py`).
+"""
 
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.progress import Activity, FailureKind
+from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import EventRecord
+from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 
 def judge(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt whose trainer has been silent for too long and is to be replaced, else None."""
-    words = _silence(situation)
+    """Return the failure of an attempt whose trainer has stood still for too long and is to be replaced, else None."""
+    words = _standstill(situation)
     return Failure(FailureKind.USER, Reason.NO_PROGRESS, words) if words and _restarts(situation) else None
 
 
 def overdue(situation: Situation) -> Finding:
     """Return the condition Stalled of an attempt that goes on."""
-    words = _silence(situation)
+    words = _standstill(situation)
     if not words:
         return stalled(None)
     return Finding("True", Reason.NO_PROGRESS, f"{words}; it goes on, as spec.runPolicy.restartOnStall is false")
@@ -34,34 +38,20 @@ def _restarts(situation: Situation) -> bool:
     return situation.spec.run_policy.restart_on_stall
 
 
-def _silence(situation: Situation) -> str:
-    """Return in words for how long the trainer has been silent; empty: not for too long."""
-    since = situation.reported_at or situation.submitted_at
-    limit = situation.spec.run_policy.stall_timeout_seconds
-    if since is None or situation.now - since <= timedelta(seconds=limit):
+def _standstill(situation: Situation) -> str:
+    """Return in words for how long the reports that arrived have said the same; empty: not for too long."""
+    progress = situation.status.progress
+    if progress is None or situation.reported_at is None or progress.last_change_time is None:
         return ""
-    what = "has not reported once" if situation.reported_at is None else "has reported no progress"
+    limit = situation.spec.run_policy.stall_timeout_seconds
+    # Between two reports, both by the clock of who took them, and never up to now.
+    if parse_time(progress.last_update_time) - parse_time(progress.last_change_time) <= timedelta(seconds=limit):
+        return ""
     return (
-        f"the trainer {what} for {limit} s (spec.runPolicy.stallTimeoutSeconds): see its logs in the storage, "
-        "or raise the limit if a phase of the step really takes that long"
+        f"for {limit} s (spec.runPolicy.stallTimeoutSeconds) the trainer has reported nothing but step "
+        f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if a step, or loading, "
+        "really takes that long"
     )
-
-
-def progressing(situation: Situation) -> Finding:
-    """Return the condition Progressing of an attempt that has not failed."""
-    if situation.submitted_at is None:
-        if situation.attempt > 0:
-            return Finding("False", Reason.RESTARTING, f"attempt {situation.attempt} has not begun yet")
-        return Finding("False", Reason.STARTING, "the trainer has not begun yet")
-    ray = situation.observed.ray
-    if ray is None or ray.problem:
-        problem = ray.problem if ray else "the head pod is not ready"
-        return Finding("Unknown", Reason.DASHBOARD_UNREACHABLE, f"Ray's dashboard does not answer: {problem}")
-    if situation.reported_at is None:
-        return Finding("False", Reason.STARTING, "the trainer was started and has not reported yet")
-    if situation.status.progress is not None and situation.status.progress.activity == Activity.LOADING:
-        return Finding("True", Reason.STARTING, "the trainer loads models and data")
-    return Finding("True", Reason.TRAINING, "the trainer reports progress")
 
 
 def stalled(failure: Failure | None) -> Finding:

@@ -8,8 +8,8 @@ from typing import Any
 from ppojob_api.v1alpha1.status import PPOJobStatus
 
 OWNED = (
-    "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "completionTime",
-    "retries", "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout", "effectivePools",
+    "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
+    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 

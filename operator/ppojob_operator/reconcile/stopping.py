@@ -10,7 +10,7 @@ their preStop hook holds them meanwhile: the attempt is over when they are gone,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from ppojob_operator.reconcile.conditions import format_time
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.reconcile.sizes import with_nodes
 
 _LISTENING = 3.0
 _SOON = 1.0
@@ -47,13 +48,18 @@ def is_held(situation: Situation) -> bool:
     return is_suspended or admission.is_queued(situation)
 
 
-def judge(situation: Situation, found: PoolsFinding, failure: Failure | None) -> Interruption | None:
-    """Return what is to be done otherwise than for a job that goes on; None: nothing."""
+def judge(situation: Situation, found: PoolsFinding, failure: Failure | None, *, is_late: bool) -> Interruption | None:
+    """Return what is to be done otherwise than for a job that goes on; None: nothing.
+
+    is_late: the attempt could not be started in time.
+    """
     change = layout.change(situation)
     if situation.submitted_at is None:
         if situation.spec.run_policy.suspend:
             return _suspended(situation, None)
-        return _other_layout(situation, found, change) if change else None
+        if change:
+            return _other_layout(situation, found, change)
+        return _moved_back(situation, found) if is_late and not found.is_ready else None
     return _of_a_trainer(situation, found, failure, change)
 
 
@@ -73,6 +79,11 @@ def _of_a_trainer(
         limit = situation.spec.run_policy.stop_grace_period_seconds
         return _over(situation, found, stop, f"it had not ended {limit} s after it was asked to stop")
     return _asked(situation, found, stop, change)
+
+
+def active_seconds(situation: Situation) -> int | None:
+    """Return what is kept of the active time of a job that is held: written once, when it comes to be held."""
+    return round(situation.active_time / timedelta(seconds=1)) or None
 
 
 def resumed(situation: Situation) -> Finding | None:
@@ -132,10 +143,26 @@ def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: st
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
 
-def _other_layout(situation: Situation, found: PoolsFinding, change: str) -> Interruption:
-    """Change the layout of an attempt that has not begun."""
+def _moved_back(situation: Situation, found: PoolsFinding) -> Interruption | None:
+    """Go back to the nodes of the spec where there is no room for the more that autoBalance has given a pool."""
+    wanted, moved = situation.wanted, situation.job.moved
+    if wanted is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
+        return None
+    own = replace(situation, wanted=with_nodes(wanted, {pool.name: pool.spec_nodes for pool in moved}))
+    change = layout.change(own)
+    words = f"{found.finding.reason}: {found.finding.message}"
+    message = f"autoBalance goes back to the nodes of the spec ({change}), because there is no room for more: {words}"
+    event = EventRecord(Reason.REBALANCED, message, is_warning=True, action=Condition.LAYOUT_APPLIED)
+    back = _other_layout(own, found, change, Reason.STARTUP_DELAYED)
+    return replace(back, update={**back.update, "effective_pools": []}, events=(event,))
+
+
+def _other_layout(
+    situation: Situation, found: PoolsFinding, change: str, reason: str = Reason.REALLOCATING
+) -> Interruption:
+    """Change the layout of an attempt that has not begun; `reason` says in the status what for."""
     now = format_time(situation.now)
-    done = StopStatus(attempt=situation.attempt, reason=Reason.REALLOCATING, time=now, completion_time=now)
+    done = StopStatus(attempt=situation.attempt, reason=reason, time=now, completion_time=now)
     relaid = Finding("False", Reason.REALLOCATING, f"the next attempt has another layout ({change})")
     keeps_pods = not layout.needs_other_pods(situation)
     is_over = not keeps_pods and _is_used(situation)
@@ -171,6 +198,7 @@ def _suspended(situation: Situation, stop: StopStatus | None, *events: EventReco
         "ray_cluster": None,
         "effective_layout": situation.status.effective_layout,
         "start_time": situation.status.start_time,
+        "active_seconds": active_seconds(situation),
     }
     if stop is not None:
         update["stop"] = stop

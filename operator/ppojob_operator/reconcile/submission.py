@@ -1,9 +1,10 @@
 """Policy: what the attempt needs before the trainer can be sent to Ray, and whether it is time to send it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.config_map import config_map, job_file
 from ppojob_operator.manifests.dashboard_secret import dashboard_secret, dashboard_token
@@ -11,9 +12,12 @@ from ppojob_operator.manifests.network_policy import network_policy
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
 from ppojob_operator.manifests.submission import submission
-from ppojob_operator.plan import Manifest, Submission
+from ppojob_operator.plan import ALIVE, Manifest, Submission
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Finding, Situation
+
+_LONGEST_END = timedelta(seconds=60)
+"""How long the next attempt waits for an earlier one. Ray kills what has not ended three seconds after it was asked."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,18 @@ class Step:
     finding: Finding
     apply: tuple[Manifest, ...] = ()
     submission: Submission | None = None
+    stop_submissions: tuple[str, ...] = ()
+    """Earlier attempts that Ray still runs: they hold the placement groups that the next one needs."""
 
 
 def next_step(situation: Situation, pools: PoolsFinding) -> Step:
     """Return what brings the attempt forward: its objects, the submission, or nothing but patience."""
     if situation.submitted_at is not None:
         return Step(_sent(situation), apply=_renewed_ca(situation))
+    return replace(_towards_sending(situation, pools), stop_submissions=_running_before(situation))
+
+
+def _towards_sending(situation: Situation, pools: PoolsFinding) -> Step:
     if situation.now < situation.due:
         failure = situation.status.last_failure
         words = f"attempt {failure.attempt} failed ({failure.reason})" if failure else "the last attempt failed"
@@ -41,10 +51,8 @@ def next_step(situation: Situation, pools: PoolsFinding) -> Step:
     repair = _companions(situation) if situation.cluster.problem else ()
     if not pools.is_ready:
         return Step(_waiting("the pools are not ready"), apply=(*repair, *changed))
-    problem = situation.observed.ray.problem if situation.observed.ray else "it was not asked yet"
-    if problem or situation.observed.last_error:
-        words = problem or situation.observed.last_error
-        return Step(_waiting(f"Ray's dashboard does not take the trainer: {words}"), apply=changed)
+    if obstacle := _obstacle(situation):
+        return Step(_waiting(obstacle), apply=changed)
     sent = submission(
         situation.job,
         attempt=situation.attempt,
@@ -53,6 +61,23 @@ def next_step(situation: Situation, pools: PoolsFinding) -> Step:
         pods={pool.name: situation.pod_names(pool.name) for pool in situation.spec.pools},
     )
     return Step(_sent(situation), apply=changed, submission=sent)
+
+
+def _obstacle(situation: Situation) -> str:
+    """Return why Ray cannot be given the trainer, though the pods are ready; empty: it can."""
+    problem = situation.observed.ray.problem if situation.observed.ray else "it was not asked yet"
+    if problem or situation.observed.last_error:
+        return f"Ray's dashboard does not take the trainer: {problem or situation.observed.last_error}"
+    running = _running_before(situation)
+    is_patient = min(situation.now - situation.due, situation.age_of(Condition.POOLS_READY, "True")) < _LONGEST_END
+    return f"Ray has not ended {', '.join(running)} yet" if running and is_patient else ""
+
+
+def _running_before(situation: Situation) -> tuple[str, ...]:
+    """Return the submissions of earlier attempts that Ray still runs: their pods were lost, or they hang."""
+    earlier = {naming.submission_id(situation.job.uid, attempt) for attempt in range(situation.attempt)}
+    jobs = situation.observed.ray.jobs if situation.observed.ray else ()
+    return tuple(job.submission_id for job in jobs if job.submission_id in earlier and job.state in ALIVE)
 
 
 def _sent(situation: Situation) -> Finding:

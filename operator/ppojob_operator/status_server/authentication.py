@@ -1,4 +1,4 @@
-"""Who sends a report: the token is good for this job's audience, the job's own account, and a live pod of the job.
+"""Who sends a report: the token is good for this job's audience, the job's own account, and a live pod of its attempt.
 
 `intake.py` calls it. Tokens are kept as hashes only and are never logged. The API server's word on a token is believed
 for a short time, so that a thousand jobs do not ask it a hundred times a second; the pod is looked at each time.
@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from ppojob_api.v1alpha1 import constants
@@ -21,6 +22,14 @@ _MAX_REVIEWS = 16
 _REFUSED_SECONDS = 10.0
 """How long a refused token is believed to be so: an attacker's flood costs one review in this time."""
 _ENDED = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who sends a report: a live pod that is labelled with the job."""
+
+    username: str
+    pod: RawObject
 
 
 class TokenReviews:
@@ -68,8 +77,8 @@ class Authenticator:
         self._reviews = reviews
         self._account_of = account_of
 
-    async def check(self, authorization: str | None, key: JobIdentity) -> TokenIdentity:
-        """Return who the sender is, if it is a live pod of the job; `check_account` comes next.
+    async def check(self, authorization: str | None, key: JobIdentity) -> Sender:
+        """Return who the sender is, if it is a live pod of the job; `check_sender` comes next.
 
         Args:
             authorization: the request's header of that name.
@@ -89,19 +98,20 @@ class Authenticator:
             )
         if not identity.pod_name or not identity.pod_uid:
             raise refusals.forbidden("the token is not bound to a pod: use the token that is projected into the pod")
-        _check_pod(await self._port.read_pod(key.namespace, identity.pod_name), identity, key)
-        return identity
+        pod = await self._port.read_pod(key.namespace, identity.pod_name)
+        return Sender(identity.username, _live_pod(pod, identity, key))
 
-    def check_account(self, identity: TokenIdentity, key: JobIdentity, job: RawObject | None) -> None:
-        """Return if the sender has the ServiceAccount of the job's pods, which the job may name.
+    def check_sender(self, sender: Sender, key: JobIdentity, job: RawObject) -> None:
+        """Return if the sender has the ServiceAccount of the job's pods, which the job may name, and is one of them.
 
         Raises:
-            Refusal: it has another.
+            Refusal: it has another, or is a pod of another RayCluster than the current attempt's.
         """
-        named = job.get("spec", {}).get("serviceAccountName") if job is not None else None
+        named = job.get("spec", {}).get("serviceAccountName")
         account = f"system:serviceaccount:{key.namespace}:{named or self._account_of(key.name)}"
-        if identity.username != account:
-            raise refusals.forbidden(f"the token belongs to {identity.username}: reports of {key} come from {account}")
+        if sender.username != account:
+            raise refusals.forbidden(f"the token belongs to {sender.username}: reports of {key} come from {account}")
+        _check_cluster(sender.pod["metadata"], key, job)
 
 
 def _bearer_token(authorization: str | None) -> str:
@@ -111,8 +121,8 @@ def _bearer_token(authorization: str | None) -> str:
     return token.strip()
 
 
-def _check_pod(pod: RawObject | None, identity: TokenIdentity, key: JobIdentity) -> None:
-    """Refuse a token whose pod is gone, has ended, or is not the job's.
+def _live_pod(pod: RawObject | None, identity: TokenIdentity, key: JobIdentity) -> RawObject:
+    """Return the pod of a token; refuse one whose pod is gone, has ended, or is not the job's.
 
     A pod that is being deleted still counts: in its grace period it puts its last checkpoint down and says so.
     """
@@ -122,4 +132,17 @@ def _check_pod(pod: RawObject | None, identity: TokenIdentity, key: JobIdentity)
     if owner != key.name:
         raise refusals.forbidden(
             f"pod {identity.pod_name} is labelled {constants.LABEL_JOB}={owner}: only pods of {key.name} report for it"
+        )
+    return pod
+
+
+def _check_cluster(pod: RawObject, key: JobIdentity, job: RawObject) -> None:
+    """Refuse a pod that is not of the current attempt's RayCluster, by its label and by who made it."""
+    cluster = job.get("status", {}).get("rayCluster", {}).get("name")
+    labelled = pod.get("labels", {}).get(constants.LABEL_RAY_CLUSTER)
+    owners = [owner["name"] for owner in pod.get("ownerReferences", []) if owner["kind"] == "RayCluster"]
+    if cluster is None or labelled != cluster or owners != [cluster]:
+        owner = ", ".join(owners) or "none"
+        raise refusals.forbidden(
+            f"pod {pod['name']} is of RayCluster {owner} (labelled {labelled}): reports of {key} come from {cluster}"
         )

@@ -15,6 +15,9 @@ from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 # What a report may not know yet, such as while the model of a new attempt is being loaded.
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
+# What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
+_GETS_ON = ("attempt", "step", "activity")
+_BRINGS_OUT = ("checkpoint", "model")
 
 
 def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
@@ -33,7 +36,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
-    if report.number and (report.attempt, report.number) < _newest(old_progress):
+    if report.number and (report.attempt, report.number) < _newest(previous):
         return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
@@ -44,6 +47,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "model": {"path": report.model_path} if report.model_path else previous.get("model"),
         **_recommendation(report, previous),
     }
+    fields["progress"]["lastChangeTime"] = _last_change(fields, previous)
     return {name: value for name, value in fields.items() if value}
 
 
@@ -94,9 +98,11 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _newest(progress: Mapping[str, Any]) -> tuple[int, int]:
-    """Return attempt and number of the report that the status has."""
-    return progress.get("attempt", -1), progress.get("report", 0)
+def _newest(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Return attempt and number of the report that the status has; one of an attempt that never began counts not."""
+    progress = status.get("progress", {})
+    attempt = progress.get("attempt", -1)
+    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else (-1, 0)
 
 
 def _progress(report: ProgressReport, now: datetime) -> Progress:
@@ -115,6 +121,16 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         attempt=report.attempt,
         report=report.number,
     )
+
+
+def _last_change(fields: Mapping[str, Any], previous: Mapping[str, Any]) -> str:
+    """Return when the trainer got on last, as its reports say: silence is no standstill."""
+    new, old = fields["progress"], previous.get("progress", {})
+    is_same = all(new[name] == old.get(name) for name in _GETS_ON) and all(
+        (fields[name] or None) == previous.get(name) for name in _BRINGS_OUT
+    )
+    now: str = new["lastUpdateTime"]
+    return old.get("lastChangeTime", now) if is_same else now
 
 
 def _checkpoint(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:

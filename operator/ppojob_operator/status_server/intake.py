@@ -65,7 +65,7 @@ class Intake:
             raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
         # Whoever reports for a job that is gone hears that it is over, whatever account the one of its name has now.
         current = _check_job(job, key, report)
-        self._authenticator.check_account(sender, key, job)
+        self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
@@ -112,7 +112,7 @@ def _is_rfc3339(text: str) -> bool:
 def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) -> RawObject:
     """Return the job if it takes this report.
 
-    A report of an attempt that the status does not know yet is taken: the operator's own write may lag behind it.
+    An attempt is in the status before its trainer is sent to Ray; a later one would hide all reports that are true.
     """
     if job is None:
         raise refusals.job_not_found(str(key))
@@ -124,4 +124,6 @@ def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) 
     attempt = job.get("status", {}).get("attempt", 0)
     if report.attempt < attempt:
         raise refusals.stale_attempt(str(key), report.attempt, attempt)
+    if report.attempt > attempt:
+        raise refusals.unknown_attempt(str(key), report.attempt, attempt)
     return job

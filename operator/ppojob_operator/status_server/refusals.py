@@ -58,6 +58,12 @@ def stale_attempt(job: str, told: int, current: int) -> Refusal:
     return Refusal(409, "StaleAttempt", message)
 
 
+def unknown_attempt(job: str, told: int, current: int) -> Refusal:
+    """Return the answer to an attempt that has not begun. It stops no trainer: what is known of the job may lag."""
+    message = f"attempt {told} of PPOJob {job} has not begun, the current one is {current}: send the report again"
+    return Refusal(422, "UnknownAttempt", message)
+
+
 def job_finished(job: str, condition: str) -> Refusal:
     """Return the answer where the job is over."""
     message = f"PPOJob {job} is {condition} and takes no more reports: stop the trainer"

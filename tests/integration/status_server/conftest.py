@@ -79,6 +79,7 @@ class Trainer:
     job: dict[str, Any]
     pod: dict[str, Any]
     account: str
+    cluster: str
 
     @property
     def name(self) -> str:
@@ -125,7 +126,7 @@ class Trainer:
                 "apiVersion": constants.API_VERSION,
                 "kind": constants.KIND,
                 "metadata": {"name": self.name},
-                "status": status,
+                "status": {"rayCluster": {"name": self.cluster}, **status},
             }
         )
         manager = f"--field-manager={constants.FIELD_MANAGER_OPERATOR}"
@@ -136,24 +137,41 @@ class Trainer:
 def make_trainer(kubectl: Any, manifest: dict[str, Any]) -> Callable[..., Trainer]:
     """Return a function that makes a job with its service account and pod."""
 
-    def make(*, labels: dict[str, str] | None = None) -> Trainer:
+    def make(*, labels: dict[str, str] | None = None, is_current: bool = True) -> Trainer:
         name = f"job-{uuid.uuid4().hex[:8]}"
         account = naming.service_account_name(name)
         job = kubectl.create({**manifest, "metadata": {"name": name}})
         kubectl("create", "serviceaccount", account)
+        cluster = kubectl.create(_ray_cluster(f"{name}-ray"))["metadata"]
+        own = {constants.LABEL_JOB: name, constants.LABEL_RAY_CLUSTER: cluster["name"]}
+        owner = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": cluster["name"], "uid": cluster["uid"]}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": f"{name}-head", "labels": {constants.LABEL_JOB: name} if labels is None else labels},
+            "metadata": {
+                "name": f"{name}-head",
+                "labels": own if labels is None else labels,
+                "ownerReferences": [{**owner, "controller": True}],
+            },
             "spec": {
                 "serviceAccountName": account,
                 "nodeSelector": {"no": "such-node"},
                 "containers": [{"name": "ray-head", "image": "none"}],
             },
         }
-        return Trainer(kubectl, job, kubectl.create(pod), account)
+        trainer = Trainer(kubectl, job, kubectl.create(pod), account, cluster["name"] if is_current else "another")
+        trainer.set_status()
+        return trainer
 
     return make
+
+
+def _ray_cluster(name: str) -> dict[str, Any]:
+    """Return a RayCluster that KubeRay leaves alone, so that its only pod is the test's."""
+    template = {"spec": {"containers": [{"name": "ray-head", "image": "none"}]}}
+    head = {"rayStartParams": {}, "template": template}
+    spec = {"managedBy": "kueue.x-k8s.io/multikueue", "headGroupSpec": head}
+    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name}, "spec": spec}
 
 
 @pytest.fixture

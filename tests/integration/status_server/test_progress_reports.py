@@ -60,7 +60,7 @@ async def test_reports_and_operator_write_side_by_side(serve: Any, trainer: Any)
     fields = trainer.kubectl.json("get", "ppojob", trainer.name, "--show-managed-fields")["metadata"]["managedFields"]
     owners = {entry["manager"]: set(entry["fieldsV1"]["f:status"]) for entry in fields if entry.get("subresource")}
     assert owners["ppojob-progress"] == {"f:progress", "f:metrics", "f:pools"}
-    assert owners["ppojob-operator"] == {"f:phase", "f:pools"}
+    assert owners["ppojob-operator"] == {"f:phase", "f:pools", "f:rayCluster"}
 
 
 async def test_a_token_for_another_audience_is_refused(serve: Any, trainer: Any) -> None:
@@ -97,6 +97,15 @@ async def test_a_pod_that_is_not_labelled_with_the_job_is_refused(serve: Any, ma
 
     assert status == 403
     assert "ppojob.dev/job=None" in answer["message"]
+
+
+async def test_a_pod_of_an_earlier_attempts_ray_cluster_is_refused(serve: Any, make_trainer: Any) -> None:
+    trainer = make_trainer(is_current=False)
+    async with serve() as running:
+        status, answer = await running.post(trainer, trainer.token())
+
+    assert status == 403
+    assert answer["message"].endswith("come from another")
 
 
 async def test_the_token_of_a_deleted_pod_is_refused_at_once(serve: Any, trainer: Any) -> None:
@@ -160,12 +169,14 @@ async def test_bodies_that_are_huge_or_malformed_are_refused(serve: Any, trainer
     assert "progress" not in trainer.status()
 
 
-async def test_an_older_attempt_is_fenced_out(serve: Any, trainer: Any) -> None:
+async def test_an_older_attempt_is_fenced_out_and_a_later_one_refused(serve: Any, trainer: Any) -> None:
     trainer.set_status(attempt=2)
     token = trainer.token()
     async with serve() as running:
         status, answer = await running.post(trainer, token, attempt=1)
         assert (status, answer["reason"]) == (409, "StaleAttempt")
+        status, answer = await running.post(trainer, token, attempt=3)
+        assert (status, answer["reason"]) == (422, "UnknownAttempt")
         assert (await running.post(trainer, token, attempt=2))[0] == 200
 
 
@@ -222,6 +233,7 @@ async def test_a_restarted_trainer_does_not_wipe_what_the_last_attempt_reached(s
     async with serve(write_interval_seconds=0.1) as running:
         await running.post(trainer, token, checkpoint=checkpoint, firstValidationReward=0.2)
         await until(lambda: "checkpoint" in trainer.status())
+        trainer.set_status(attempt=1)
         loading = {"uid": trainer.job["metadata"]["uid"], "attempt": 1, "activity": "Loading", "totalSteps": 8}
         assert (await running.post(trainer, token, json.dumps(loading)))[0] == 200
         await until(lambda: trainer.status()["progress"]["activity"] == "Loading")

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
 from ppojob_api.v1alpha1.progress import FailureRecord
-from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.resolve import JobFile, driver_log
 from ppojob_api.v1alpha1.secrecy import secret_values
 from ppojob_trainer.main.failures import JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.main.run import run_job
-from ppojob_trainer.telemetry import OutputTee, RunFiles, configure_logging, redacted, tee_output
+from ppojob_trainer.telemetry import OutputTee, configure_logging, redacted, tee_output
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) ->
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
         # Not before: the job says where its logs go.
-        log = RunFiles(Path(job.root)).logs / f"attempt-{options.attempt}" / "driver.log"
-        output.copy_to(log, secret_values(job.spec, os.environ))
+        output.copy_to(Path(driver_log(job.root, options.attempt)), secret_values(job.spec, os.environ))
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
         )

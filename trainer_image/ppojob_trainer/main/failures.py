@@ -61,7 +61,10 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
     (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),
     (PoolNotPlacedError, Reason.POOL_NOT_PLACED, FailureKind.INFRASTRUCTURE),
-    (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.USER),
+    # Of a collective that hangs, the phase and the call run out of the same limit, and either may be first. Both count
+    # as the cluster's: the next attempt then gets other pods, and not the connection that hung. A limit that is too
+    # short for the work looks the same; its message names the key.
+    (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
     (CallTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
     (WorkerLostError, Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE),
     (WorkerOutOfMemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),

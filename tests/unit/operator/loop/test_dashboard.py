@@ -147,6 +147,46 @@ async def test_a_refused_submission_is_no_error_if_ray_has_it_already(jobs: list
             await client.submit(address, SUBMISSION)
 
 
+async def test_a_job_is_ended_by_its_submission() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path, request.headers.get("Authorization")))
+        return web.json_response({"stopped": True})
+
+    async with dashboard(handler) as (client, address):
+        await client.stop(address, "ppojob-u-0")
+
+    assert seen == [("POST", "/api/jobs/ppojob-u-0/stop", "Bearer secret-token")]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_error"),
+    [
+        (200, {"stopped": False}, False),
+        (404, "Job ppojob-u-0 does not exist", False),
+        (500, "Traceback\nRuntimeError: no agent", True),
+    ],
+)
+async def test_a_job_that_has_ended_or_is_gone_needs_no_end(status: int, body: Any, is_error: bool) -> None:
+    async with dashboard(answering(status, body)) as (client, address):
+        if is_error:
+            with pytest.raises(DashboardError, match="500 RuntimeError: no agent"):
+                await client.stop(address, "ppojob-u-0")
+        else:
+            await client.stop(address, "ppojob-u-0")
+
+
+async def test_who_leads_no_longer_ends_nothing() -> None:
+    def guard() -> None:
+        raise RuntimeError("another replica leads")
+
+    async with aiohttp.ClientSession() as session:
+        client = Dashboard(session, timeout=1, guard=guard)
+        with pytest.raises(RuntimeError, match="another replica leads"):
+            await client.stop(Address("http://127.0.0.1:9", "t"), "ppojob-u-0")
+
+
 async def test_the_end_of_the_log_is_read_from_the_drivers_node() -> None:
     seen = []
 

@@ -1,11 +1,12 @@
-"""Everything that waits has a limit: the start, the whole run, the trainer's silence, the finished object."""
+"""Everything that waits has a limit: the start, the whole run, a trainer that stands still, the finished object."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
-from ppojob_operator.plan import RayState, Trouble
+from ppojob_operator.plan import Ray, RayState, Trouble
 from ppojob_operator.reconcile.situation import backoff
 from tests.unit.operator.reconcile.worlds import World, spec
 
@@ -28,33 +29,12 @@ def test_pools_that_never_come_fail_the_job_with_their_reason_and_words() -> Non
     assert world.observed.clusters == ()
 
 
-def test_a_dashboard_that_never_answers_fails_the_job_too() -> None:
-    world = World(runPolicy={"startupDeadlineSeconds": 60}).settle().pods_become(ready=True)
-
-    world.wait(60).settle()
-
-    assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
-    assert "NotSubmitted: Ray's dashboard" in world.condition(Condition.FAILED).message
-
-
 def test_the_startup_deadline_is_over_once_the_trainer_was_sent() -> None:
     world = World(runPolicy={"startupDeadlineSeconds": 60}).run()
 
     world.wait(100).trainer_reports().settle()
 
     assert world.status["phase"] == Phase.RUNNING
-
-
-def test_each_attempt_has_the_whole_startup_deadline() -> None:
-    world = World(runPolicy={"startupDeadlineSeconds": 60}).run()
-    world.wait(1000).trainer_reports().settle()
-    world.pod_is_gone("head").settle()
-
-    world.wait(10 + 59).settle()
-    assert world.status["phase"] == Phase.RESTARTING
-    world.wait(1).settle()
-
-    assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
 
 
 def test_the_active_deadline_spans_all_attempts() -> None:
@@ -86,28 +66,81 @@ def test_a_job_that_waits_for_its_claim_has_no_deadline() -> None:
     assert world.status["phase"] == Phase.PENDING
 
 
-@pytest.mark.parametrize("has_reported", [True, False])
-def test_a_silent_trainer_is_stalled_and_gets_a_new_attempt_on_new_pods(has_reported: bool) -> None:
-    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
-    if not has_reported:
-        del world.status["progress"]
-        world.now -= timedelta(seconds=20)
+def repeat(world: World, seconds: int) -> World:
+    """Let a trainer say the same every ten seconds, for so long."""
+    for _ in range(0, seconds, 10):
+        world.wait(10).trainer_repeats().settle()
+    return world
 
-    world.wait(100).settle()
+
+def test_a_trainer_that_reports_the_same_for_too_long_is_stalled_and_gets_a_new_attempt_on_new_pods() -> None:
+    world = repeat(World(runPolicy={"stallTimeoutSeconds": 100}).run(), 100)
     assert world.status["attempt"] == 0
-    world.wait(1).settle()
+
+    repeat(world, 10)
 
     assert world.verdict(Condition.STALLED) == ("True", Reason.NO_PROGRESS)
     assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
-    assert "100 s (spec.runPolicy.stallTimeoutSeconds)" in world.status["lastFailure"]["message"]
+    assert "for 100 s (spec.runPolicy.stallTimeoutSeconds)" in world.status["lastFailure"]["message"]
+    assert "nothing but step 1, Training" in world.status["lastFailure"]["message"]
     assert world.status["retries"]["user"] == 1
     assert world.observed.clusters == ()
+
+
+@pytest.mark.parametrize(
+    "gets_on",
+    [
+        lambda world: world.trainer_reports("Training", 2),
+        lambda world: world.trainer_reports("Saving", 1),
+        lambda world: world.trainer_repeats(checkpoint={"step": 1, "path": "/c", "time": "2026-03-01T12:00:00Z"}),
+    ],
+    ids=["a step", "another activity", "a checkpoint"],
+)
+def test_whatever_changes_in_the_reports_is_progress(gets_on: Callable[[World], World]) -> None:
+    world = repeat(World(runPolicy={"stallTimeoutSeconds": 100}).run(), 90)
+
+    gets_on(world.wait(10)).settle()
+    repeat(world, 100)
+    assert world.status["attempt"] == 0
+    repeat(world, 10)
+
+    assert world.status["attempt"] == 1
+
+
+@pytest.mark.parametrize("has_reported", [True, False])
+def test_a_trainer_that_cannot_be_heard_is_not_stalled(has_reported: bool) -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
+    if not has_reported:
+        del world.status["progress"]
+
+    world.wait(10_000).settle()
+    assert world.verdict(Condition.STALLED) == ("False", Reason.TRAINING)
+    world.trainer_reports().settle()
+
+    assert world.status["attempt"] == 0
+    assert world.status["phase"] == Phase.RUNNING
+
+
+def test_a_step_that_was_the_same_before_and_after_a_silence_has_stood_still() -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
+
+    world.wait(101).trainer_repeats().settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
+
+
+def test_reports_of_an_older_operator_which_do_not_say_since_when_stall_nothing() -> None:
+    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
+    del world.status["progress"]["lastChangeTime"]
+
+    assert repeat(world, 110).status["attempt"] == 0
+    assert repeat(world, 10).status["attempt"] == 1
 
 
 def test_a_stalled_trainer_may_be_left_alone_and_then_goes_on() -> None:
     world = World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run()
 
-    world.wait(101).settle().wait(100).settle()
+    repeat(world, 210)
     assert world.verdict(Condition.STALLED) == ("True", Reason.NO_PROGRESS)
     assert "spec.runPolicy.restartOnStall is false" in world.condition(Condition.STALLED).message
     assert world.said.count(Reason.NO_PROGRESS) == 1
@@ -119,7 +152,7 @@ def test_a_stalled_trainer_may_be_left_alone_and_then_goes_on() -> None:
 
 
 def test_a_stall_that_was_left_alone_can_be_ended_by_an_edit() -> None:
-    world = World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run().wait(101).settle()
+    world = repeat(World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run(), 110)
 
     world.edit(runPolicy={"stallTimeoutSeconds": 100}).settle()
 
@@ -127,15 +160,16 @@ def test_a_stall_that_was_left_alone_can_be_ended_by_an_edit() -> None:
     assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
 
 
-def test_the_next_attempt_is_not_stalled_by_the_silence_of_the_last() -> None:
-    world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
-    world.wait(101).settle()
-    world.wait(10).settle().pods_become(ready=True)
+def test_the_next_attempt_is_not_stalled_by_what_the_last_one_reported() -> None:
+    world = repeat(World(runPolicy={"stallTimeoutSeconds": 100}).run(), 110)
+    assert world.verdict(Condition.STALLED)[0] == "True", "until the new attempt is sent"
 
-    world.see(ray=type(world.observed.ray)() if world.observed.ray else None).settle()
+    world.wait(10).settle().pods_become(ready=True).see(ray=Ray()).settle()
+    assert world.verdict(Condition.STALLED) == ("False", Reason.TRAINING)
+    repeat(world, 10)
 
     assert world.status["attempt"] == 1
-    assert world.verdict(Condition.STALLED)[0] == "True", "until the new attempt is sent"
+    assert world.verdict(Condition.STALLED) == ("False", Reason.TRAINING)
 
 
 def test_a_finished_job_is_deleted_when_its_time_is_over() -> None:

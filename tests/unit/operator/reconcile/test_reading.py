@@ -14,14 +14,20 @@ from tests.unit.operator.reconcile.worlds import World
 REFUSED = 'FailedCreateHeadPod\npods "q-head-rs8cg" is forbidden: exceeded quota: none, requested: pods=1'
 
 
+RAY = "ray-worker"
+OOM = Trouble(
+    Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit of 64Gi and was killed", RAY, 137
+)
+
+
 def pod(status: dict[str, Any], gpu: str = "nvidia.com/gpu") -> Pod:
     """Return the view of a worker pod that asks for GPUs."""
-    limits = {"memory": "1Gi", **({gpu: "2"} if gpu else {})}
+    limits = {"memory": "64Gi", **({gpu: "2"} if gpu else {})}
     labels = {"ray.io/cluster": "c", "ppojob.dev/pool": "actor"}
     return read_pod(
         {
             "metadata": {"name": "p", "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
-            "spec": {"containers": [{"resources": {"limits": limits}}]},
+            "spec": {"containers": [{"name": "ray-worker", "resources": {"limits": limits}}]},
             "status": status,
         }
     )
@@ -76,20 +82,17 @@ def test_a_running_pod_is_ready_with_its_condition() -> None:
         ),
         (
             waiting("ErrImagePull", "failed to pull: not found"),
-            Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: failed to pull: not found"),
+            Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: failed to pull: not found", RAY),
         ),
-        (waiting("InvalidImageName"), Trouble(Reason.IMAGE_PULL_FAILED, "InvalidImageName")),
+        (waiting("InvalidImageName"), Trouble(Reason.IMAGE_PULL_FAILED, "InvalidImageName", RAY)),
         (
             waiting("CreateContainerConfigError", 'secret "hf" not found'),
-            Trouble(Reason.POD_FAILED, 'container ray-worker: CreateContainerConfigError: secret "hf" not found'),
+            Trouble(Reason.POD_FAILED, 'container ray-worker: CreateContainerConfigError: secret "hf" not found', RAY),
         ),
-        (
-            ended("OOMKilled", 137),
-            Trouble(Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit and was killed"),
-        ),
+        (ended("OOMKilled", 137), OOM),
         (
             ended("Error", 1, "ray: command not found\n"),
-            Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 1: ray: command not found"),
+            Trouble(Reason.POD_FAILED, f"container {RAY} ended: Error, exit code 1: ray: command not found", RAY, 1),
         ),
         (
             {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
@@ -105,6 +108,56 @@ def test_a_pod_that_does_not_run_says_why(status: dict[str, Any], trouble: Troub
     assert found.trouble == trouble
 
 
+def disrupted(why: str, message: str = "", **status: Any) -> dict[str, Any]:
+    """Return the status of a pod that somebody takes away."""
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": why, "message": message}
+    return {"phase": "Running", "conditions": [condition], **status}
+
+
+@pytest.mark.parametrize(
+    ("status", "disruption"),
+    [
+        (
+            disrupted("PreemptionByScheduler", "default-scheduler: preempting to accommodate a higher priority pod"),
+            Trouble(
+                Reason.PREEMPTED,
+                "PreemptionByScheduler: default-scheduler: preempting to accommodate a higher priority pod",
+            ),
+        ),
+        (disrupted("EvictionByEvictionAPI"), Trouble(Reason.PREEMPTED, "EvictionByEvictionAPI")),
+        (disrupted("TerminationByKubelet", reason="Evicted"), Trouble(Reason.PREEMPTED, "TerminationByKubelet")),
+        (disrupted("TerminationByKubelet", reason="Terminated"), Trouble(Reason.NODE_LOST, "TerminationByKubelet")),
+        (disrupted("DeletionByTaintManager"), Trouble(Reason.NODE_LOST, "DeletionByTaintManager")),
+        (disrupted("DeletionByPodGC"), Trouble(Reason.NODE_LOST, "DeletionByPodGC")),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "False", "reason": "PreemptionByScheduler"}]}, None),
+    ],
+)
+def test_who_takes_a_pod_away_is_in_its_conditions(status: dict[str, Any], disruption: Trouble | None) -> None:
+    found = pod(status)
+
+    assert found.disruption == disruption
+    assert found.trouble is None, "its containers may run until the trainer has stopped in order"
+
+
+@pytest.mark.parametrize(
+    ("ready", "containers", "is_lost"),
+    [
+        ({"status": "False"}, "True", True),  # As the controller of nodes writes it.
+        ({"status": "False", "reason": "ContainersNotReady"}, "False", False),
+        ({"status": "False", "reason": "ReadinessGatesNotReady"}, "True", False),
+        ({"status": "True"}, "True", False),
+    ],
+)
+def test_a_pod_whose_node_does_not_answer_is_known_by_its_containers(
+    ready: dict[str, str], containers: str, is_lost: bool
+) -> None:
+    conditions = [{"type": "Ready", **ready}, {"type": "ContainersReady", "status": containers}]
+
+    found = pod({"phase": "Running", "conditions": conditions}).disruption
+
+    assert (found == Trouble(Reason.NODE_LOST, "its node does not answer")) is is_lost
+
+
 def test_a_gpu_may_have_another_name() -> None:
     found = pod(unscheduled("0/1 nodes are available: 1 Insufficient amd.com/gpu."), gpu="amd.com/gpu")
 
@@ -116,7 +169,28 @@ def test_an_init_container_may_be_the_one_in_trouble() -> None:
     status = waiting("ErrImagePull", "not found")
     status["initContainerStatuses"] = status.pop("containerStatuses")
 
-    assert pod(status).trouble == Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: not found")
+    assert pod(status).trouble == Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: not found", RAY)
+
+
+def test_a_container_beyond_its_memory_names_the_pods_trouble_before_another_that_ended() -> None:
+    status = ended("OOMKilled", 137)
+    first = {"name": "logger", "state": {"terminated": {"reason": "Error", "exitCode": 1}}}
+    status["containerStatuses"].insert(0, first)
+
+    found = pod(status)
+
+    assert found.trouble == found.out_of_memory == OOM
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("ray-worker", True), ("logger", False)])
+def test_a_container_of_rays_that_was_killed_for_memory_and_runs_again_is_remembered(name: str, is_told: bool) -> None:
+    killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    container = {"name": name, "state": {"running": {}}, "lastState": killed, "restartCount": 1}
+
+    found = pod({"phase": "Running", "containerStatuses": [container]})
+
+    assert found.trouble is None, "it runs"
+    assert found.out_of_memory == (OOM if is_told else None)
 
 
 def test_a_pod_without_a_pool_is_the_head() -> None:

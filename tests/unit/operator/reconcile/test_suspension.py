@@ -8,7 +8,7 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import Ray, RayState
-from tests.unit.operator.reconcile.worlds import START, UID, World, first_cluster, spec
+from tests.unit.operator.reconcile.worlds import UID, World, first_cluster, spec
 
 NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
 
@@ -276,20 +276,6 @@ def test_a_suspension_that_is_withdrawn_too_late_is_a_restart_on_the_same_pods()
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()]
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.RESUMED)
     assert world.status["retries"] == NO_RETRIES
-
-
-def test_the_active_deadline_begins_anew_as_that_of_a_batch_job_does() -> None:
-    world = World(runPolicy={"activeDeadlineSeconds": 300}).run().suspend().settle().trainer_stops_in_order().settle()
-    assert world.status["startTime"] == START.strftime("%Y-%m-%dT%H:%M:%SZ")
-    world.wait(10_000)
-
-    resume(world)
-    assert world.status["startTime"] == time(10_020)
-    world.wait(279).trainer_reports().settle()
-    assert world.status["phase"] == Phase.RUNNING
-    world.wait(1).settle()
-
-    assert world.verdict(Condition.FAILED) == ("True", Reason.ACTIVE_DEADLINE_EXCEEDED)
 
 
 def test_the_active_deadline_counts_while_the_trainer_is_waited_for() -> None:

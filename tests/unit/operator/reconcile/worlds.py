@@ -11,7 +11,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Reason
-from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord, ProgressReport
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import (
@@ -28,6 +28,8 @@ from ppojob_operator.plan import (
     Trouble,
 )
 from ppojob_operator.reconcile import dashboard_target, decide, read_job
+from ppojob_operator.report_times import ReportTimes
+from ppojob_operator.status_server.fields import progress_status
 
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 KEY = JobKey("rl-team", "arithmetic")
@@ -61,9 +63,16 @@ class World:
         self.status: dict[str, Any] = {}
         self.now = START
         self.observed = Observed(SURROUNDINGS, claim=Claim("data", "Bound"))
+        self.report_times = ReportTimes()
+        self.num_reports = 0
+        self.skew = timedelta(0)
+        """By how much the clock of the replica that takes the reports is ahead of the leader's."""
         self.log: str = ""
         self.is_going = False
         self.is_deleted = False
+        self.hangs = False
+        """Ray does not end what it is asked to end."""
+        self.stopped: list[str] = []
         self.said: list[str] = []
         self.words: list[str] = []
         self.made: list[dict[str, Any]] = []
@@ -88,12 +97,21 @@ class World:
             if pool in ("", group):
                 is_head = group == "head"
                 pod = Pod(f"{name}-{group}{suffix}", name, None if is_head else group, ready, trouble=trouble)
-                kept.append(pod)
+                is_starved = trouble is not None and trouble.reason == Reason.OUT_OF_MEMORY
+                kept.append(replace(pod, out_of_memory=trouble if is_starved else None))
         return self.see(pods=tuple(kept))
 
     def pod_is_gone(self, pool: str) -> "World":
         """Take a pool's pods away ("head" is the head's)."""
         return self.see(pods=tuple(pod for pod in self.observed.pods if (pod.pool or "head") != pool))
+
+    def pod_leaves(self, pool: str) -> "World":
+        """Let a pool's pods be deleted ("head" is the head's): their hook holds them."""
+        return self.see(
+            pods=tuple(
+                replace(pod, is_going=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
+            )
+        )
 
     def ray_says(self, state: RayState, **fields: Any) -> "World":
         """Let Ray say something else of the attempt that was sent last."""
@@ -124,17 +142,26 @@ class World:
         self.generation += 1
         return self
 
-    def trainer_reports(self, activity: str = "Training", step: int = 1) -> "World":
-        """Let the status server write a report."""
-        time = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.status["progress"] = {"activity": activity, "step": step, "totalSteps": 8, "lastUpdateTime": time}
+    def trainer_reports(self, activity: str = "Training", step: int | None = None, **fields: Any) -> "World":
+        """Let the status server write a report; without a step, of one step more than before."""
+        step = self.status.get("progress", {}).get("step", 0) + 1 if step is None else step
+        self.num_reports += 1
+        known = {"uid": UID, "attempt": self.status["attempt"], "number": self.num_reports, "totalSteps": 8}
+        report = ProgressReport.model_validate({**known, "activity": activity, "step": step, **fields})
+        self.status |= progress_status(report, self.raw, self.now + self.skew) or {}
         return self
+
+    def trainer_repeats(self, **fields: Any) -> "World":
+        """Let the status server write the last report again, with more in it."""
+        last = self.status["progress"]
+        return self.trainer_reports(last["activity"], last["step"], **fields)
 
     # What the operator does.
 
     def plan(self) -> Plan:
         """Decide, without doing anything."""
-        job, observed = read_job(self.raw), self.observed
+        job = read_job(self.raw)
+        observed = replace(self.observed, reported_at=self.report_times.seen(job, self.now))
         if observed.ray is not None and dashboard_target(job, observed) is None:
             observed = replace(observed, ray=None)
         plan = decide(job, observed, self.now)
@@ -148,6 +175,11 @@ class World:
         plan = self.plan()
         for manifest in plan.apply:
             self._apply(manifest)
+        self.stopped += plan.stop_submissions
+        if self.observed.ray is not None and not self.hangs:
+            jobs, asked = self.observed.ray.jobs, plan.stop_submissions
+            ended = (replace(job, state=RayState.STOPPED) if job.submission_id in asked else job for job in jobs)
+            self.see(ray=replace(self.observed.ray, jobs=tuple(ended)))
         if plan.submission is not None:
             sent = RayJob(plan.submission.submission_id, RayState.RUNNING, metadata=plan.submission.metadata)
             self.see(ray=Ray((*(self.observed.ray.jobs if self.observed.ray else ()), sent)))

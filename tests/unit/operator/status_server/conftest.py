@@ -13,6 +13,7 @@ from ppojob_operator.status_server import JobIdentity, TokenIdentity
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
 TOKEN = "good-token"
+CLUSTER = "arithmetic-1a2b3"
 
 
 class FakeCluster:
@@ -96,14 +97,23 @@ def job() -> dict[str, Any]:
             "trainer": {"totalSteps": 120, "validateEverySteps": 10, "seed": 1},
             "checkpoint": {"everySteps": 50, "keep": 2, "export": "Final"},
         },
-        "status": {"attempt": 2, "conditions": [{"type": "Accepted", "status": "True"}]},
+        "status": {
+            "attempt": 2,
+            "conditions": [{"type": "Accepted", "status": "True"}],
+            "rayCluster": {"name": CLUSTER},
+        },
     }
 
 
 @pytest.fixture
 def pod() -> dict[str, Any]:
     """The head pod of the job."""
-    metadata = {"name": "arithmetic-head", "uid": "pod-1", "labels": {constants.LABEL_JOB: KEY.name}}
+    metadata = {
+        "name": "arithmetic-head",
+        "uid": "pod-1",
+        "labels": {constants.LABEL_JOB: KEY.name, constants.LABEL_RAY_CLUSTER: CLUSTER},
+        "ownerReferences": [{"kind": "RayCluster", "name": CLUSTER, "uid": "cluster-1", "controller": True}],
+    }
     return {"metadata": metadata, "status": {"phase": "Running"}}
 
 

@@ -188,6 +188,44 @@ async def test_a_pod_that_is_not_the_jobs_or_has_ended_is_refused(
     assert (await refusal_of(send())).status == 403
 
 
+def by(*clusters: str) -> list[dict[str, Any]]:
+    """Return owner references of a pod."""
+    return [{"kind": "RayCluster", "name": name, "controller": True} for name in clusters]
+
+
+@pytest.mark.parametrize(
+    ("label", "owners"),
+    [
+        ("arithmetic-0f0f0", by("arithmetic-0f0f0")),  # Of an earlier attempt.
+        ("arithmetic-1a2b3", by("arithmetic-0f0f0")),
+        ("arithmetic-0f0f0", by("arithmetic-1a2b3")),
+        ("arithmetic-1a2b3", []),
+        ("arithmetic-1a2b3", [{"kind": "ReplicaSet", "name": "arithmetic-1a2b3"}]),
+        ("arithmetic-1a2b3", by("arithmetic-1a2b3", "arithmetic-0f0f0")),
+        (None, by("arithmetic-1a2b3")),
+    ],
+)
+async def test_a_pod_of_another_ray_cluster_than_the_attempts_is_refused(
+    send: Send, pod: dict[str, Any], label: str | None, owners: list[dict[str, Any]]
+) -> None:
+    pod["metadata"]["labels"]["ray.io/cluster"] = label
+    pod["metadata"]["ownerReferences"] = owners
+
+    refusal = await refusal_of(send())
+
+    assert (refusal.status, refusal.reason) == (403, "Forbidden")
+    assert refusal.message.endswith("reports of rl-team/arithmetic come from arithmetic-1a2b3")
+
+
+async def test_between_two_ray_clusters_nobody_reports_and_an_old_trainer_hears_that_it_was_replaced(
+    send: Send, job: dict[str, Any]
+) -> None:
+    del job["status"]["rayCluster"]
+
+    assert (await refusal_of(send(attempt=1))).reason == "StaleAttempt"
+    assert (await refusal_of(send())).status == 403
+
+
 async def test_a_pod_in_its_grace_period_may_still_report_its_last_checkpoint(send: Send, pod: dict[str, Any]) -> None:
     pod["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
@@ -218,7 +256,7 @@ async def test_a_report_for_an_earlier_object_of_the_same_name_is_refused(send: 
     assert (refusal.status, refusal.reason) == (409, "OtherObject")
 
 
-@pytest.mark.parametrize(("attempt", "is_taken"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("attempt", "is_taken"), [(0, False), (1, False), (2, True)])
 async def test_an_attempt_that_was_replaced_is_fenced_out(send: Send, attempt: int, is_taken: bool) -> None:
     if is_taken:
         await send(attempt=attempt)
@@ -230,8 +268,22 @@ async def test_an_attempt_that_was_replaced_is_fenced_out(send: Send, attempt: i
     assert "replaced by attempt 2" in refusal.message
 
 
-async def test_the_first_report_may_come_before_the_first_status_write(send: Send, job: dict[str, Any]) -> None:
-    del job["status"]
+@pytest.mark.parametrize("attempt", [3, 10**9])
+async def test_an_attempt_that_has_not_begun_is_refused_and_hides_nothing(
+    send: Send, cluster: Any, writer: ProgressWriter, attempt: int
+) -> None:
+    refusal = await refusal_of(send(attempt=attempt))
+    assert (refusal.status, refusal.reason) == (422, "UnknownAttempt"), "409 and 410 would stop a trainer"
+    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not begun")
+
+    await send()
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert status["progress"]["attempt"] == 2
+
+
+async def test_the_first_report_may_come_before_the_attempt_is_in_the_status(send: Send, job: dict[str, Any]) -> None:
+    del job["status"]["attempt"]
 
     assert (await send(attempt=0)).settings
 

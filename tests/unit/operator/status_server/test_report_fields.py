@@ -46,6 +46,7 @@ def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
             "activity": "Training",
             "firstStepTime": "2026-01-31T12:00:00Z",
             "lastUpdateTime": "2026-01-31T12:05:06Z",
+            "lastChangeTime": "2026-01-31T12:05:06Z",
             "attempt": 2,
             "report": 17,
         },
@@ -80,12 +81,38 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "activity": "Loading",
         "firstStepTime": "2026-01-31T12:00:00Z",
         "lastUpdateTime": "2026-01-31T12:05:06Z",
+        "lastChangeTime": "2026-01-31T12:05:06Z",
         "attempt": 3,
         "report": 0,
     }
     assert "layoutAdvice" not in after, "it is of the layout before"
     kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
     assert {name: after[name] for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "time"),
+    [
+        ({}, "2026-01-31T12:05:06Z"),
+        ({"number": 18, "totalSteps": 240, "etaSeconds": 1.0, "metrics": {"actor/lr": 2e-06}}, "2026-01-31T12:05:06Z"),
+        ({"checkpoint": None}, "2026-01-31T12:05:06Z"),
+        ({"attempt": 3}, "2026-01-31T12:35:06Z"),
+        ({"step": 13}, "2026-01-31T12:35:06Z"),
+        ({"activity": "Saving"}, "2026-01-31T12:35:06Z"),
+        ({"checkpoint": {"step": 12, "path": "/c", "time": "2026-01-31T12:30:00Z"}}, "2026-01-31T12:35:06Z"),
+        ({"modelPath": "/data/model"}, "2026-01-31T12:35:06Z"),
+    ],
+)
+def test_when_the_trainer_got_on_last_is_kept_over_reports_that_say_the_same(
+    report: dict[str, Any], job: dict[str, Any], changes: dict[str, Any], time: str
+) -> None:
+    job["status"] |= status_of(report, job)
+
+    later = progress_status(ProgressReport.model_validate({**report, **changes}), job, NOW + timedelta(minutes=30))
+
+    assert later is not None
+    assert later["progress"]["lastUpdateTime"] == "2026-01-31T12:35:06Z"
+    assert later["progress"]["lastChangeTime"] == time
 
 
 def test_a_layout_that_is_as_good_as_any_other_takes_the_recommendation_away(
@@ -243,7 +270,6 @@ def test_a_job_without_a_status_is_not_over() -> None:
         (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
         (2, 18, True),
         (1, 99, False),  # Of an attempt that was replaced.
-        (3, 1, True),
         (2, 0, True),  # A trainer that does not number them.
     ],
 )
@@ -254,3 +280,15 @@ def test_an_older_report_never_replaces_a_newer_one(
     late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
 
     assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written
+
+
+def test_the_next_attempt_begins_to_count_its_reports_anew(report: dict[str, Any], job: dict[str, Any]) -> None:
+    job["status"] |= status_of(report, job) | {"attempt": 3}
+
+    assert status_of({**report, "attempt": 3, "number": 1}, job)["progress"]["report"] == 1
+
+
+def test_a_report_of_an_attempt_that_never_began_hides_no_other(report: dict[str, Any], job: dict[str, Any]) -> None:
+    job["status"] |= status_of({**report, "attempt": 10**9}, job)  # An older operator took it.
+
+    assert status_of({**report, "number": 1}, job)["progress"]["attempt"] == 2

@@ -294,6 +294,7 @@ async def test_metrics_count_jobs_reports_and_passes(
     async with serving(cluster, settings) as running:
         await running.post(report, authorization)
         await running.post({**report, "attempt": 0}, authorization)
+        await running.post({**report, "attempt": 10**9}, authorization)
         await running.post(b"{", authorization)
         status, text = await running.get("/metrics")
 
@@ -303,6 +304,7 @@ async def test_metrics_count_jobs_reports_and_passes(
         'ppojob_jobs{phase="Running"} 2.0',
         'ppojob_progress_reports_total{outcome="Accepted"} 1.0',
         'ppojob_progress_reports_total{outcome="StaleAttempt"} 1.0',
+        'ppojob_progress_reports_total{outcome="UnknownAttempt"} 1.0',
         'ppojob_progress_reports_total{outcome="Malformed"} 1.0',
     ):
         assert line in text.splitlines()

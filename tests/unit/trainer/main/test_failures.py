@@ -79,7 +79,7 @@ def test_a_failure_in_the_driver_has_the_same_name(error: Exception, reason: str
 def test_a_phase_that_takes_too_long_names_phase_and_role() -> None:
     record = failure_record(PhaseTimeoutError("gen", "rollout", 30))
 
-    assert record.reason == Reason.PHASE_TIMEOUT
+    assert (record.reason, record.kind) == (Reason.PHASE_TIMEOUT, INFRASTRUCTURE), "as of a call that hangs in it"
     assert "phase gen of role rollout" in record.message
     assert "trainer.phaseTimeoutSeconds" in record.message
 

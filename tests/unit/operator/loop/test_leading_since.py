@@ -1,0 +1,30 @@
+"""Who has just taken the lead knows since when, so that nobody is blamed for what it could not hear."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from ppojob_operator.plan import Job, Observed, Plan
+from tests.unit.operator.loop.test_loop import GOOD, MemoryCluster, make_loop
+
+pytestmark = pytest.mark.virtual_time
+
+
+async def test_the_policies_hear_since_when_this_operator_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[datetime | None] = []
+
+    def decided(job: Job, observed: Observed, now: datetime) -> Plan:
+        seen.append(observed.leading_since)
+        return Plan()
+
+    monkeypatch.setattr("ppojob_operator.loop.decide", decided)
+    before = datetime.now(UTC)
+    loop = make_loop(MemoryCluster(GOOD))
+
+    await loop.look(GOOD)
+    await loop.look(GOOD)
+
+    first, again = seen
+    assert first is not None
+    assert before <= first <= datetime.now(UTC)
+    assert again == first

@@ -1,0 +1,70 @@
+"""A report is as old as the leader has seen it unchanged, whatever time another replica's clock gave it."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ppojob_operator import loop as loop_module
+from ppojob_operator.plan import Job, Observed, Plan
+from ppojob_operator.reconcile import read_job
+from ppojob_operator.report_times import ReportTimes
+from tests.unit.operator.loop.test_loop import GOOD, OURS, SPEC, MemoryCluster, make_loop
+
+pytestmark = pytest.mark.virtual_time
+
+NOON = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+
+def job(uid: str = "u", **progress: Any) -> Job:
+    """Return a job with a report in its status."""
+    metadata = {"namespace": GOOD.namespace, "name": GOOD.name, "uid": uid, "generation": 1}
+    return read_job({"metadata": metadata, "spec": SPEC, "status": {"progress": progress} if progress else {}})
+
+
+def at(seconds: float) -> datetime:
+    return NOON + timedelta(seconds=seconds)
+
+
+def test_a_report_keeps_the_time_of_its_first_look_until_another_one_comes() -> None:
+    times, first = ReportTimes(), {"attempt": 0, "report": 1, "lastUpdateTime": "2026-03-01T11:00:00Z"}
+
+    assert times.seen(job(), at(0)) is None
+    assert times.seen(job(**first), at(10)) == at(10)
+    assert times.seen(job(**first), at(20)) == at(10)
+    assert times.seen(job(**{**first, "report": 2}), at(30)) == at(30)
+    assert times.seen(job(**{**first, "attempt": 1}), at(40)) == at(40)
+    # An older trainer numbers none.
+    unnumbered = {"attempt": 1, "report": 0}
+    assert times.seen(job(**unnumbered, lastUpdateTime="2026-03-01T11:00:00Z"), at(50)) == at(50)
+    assert times.seen(job(**unnumbered, lastUpdateTime="2026-03-01T11:00:10Z"), at(60)) == at(60)
+
+
+def test_another_object_of_the_same_name_and_a_job_that_was_forgotten_begin_anew() -> None:
+    times, report = ReportTimes(), {"attempt": 0, "report": 1}
+    times.seen(job(**report), at(0))
+
+    assert times.seen(job("another", **report), at(10)) == at(10)
+    times.forget(GOOD)
+    assert times.seen(job("another", **report), at(20)) == at(20)
+
+
+async def test_the_loop_tells_the_policies_when_it_saw_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[datetime | None] = []
+
+    def decide(_: Job, observed: Observed, __: datetime) -> Plan:
+        told.append(observed.reported_at)
+        return Plan()
+
+    monkeypatch.setattr(loop_module, "decide", decide)
+    cluster = MemoryCluster(GOOD)
+    loop, moments = make_loop(cluster), iter(range(0, 1000, 5))
+    monkeypatch.setattr(loop, "_clock", lambda: at(next(moments)))
+    cluster.jobs[GOOD]["status"] = {"operator": OURS.to_wire(), "progress": {"attempt": 0, "report": 7}}
+
+    await loop.look(GOOD)
+    await loop.look(GOOD)
+    cluster.jobs[GOOD]["status"]["progress"]["report"] = 8
+    await loop.look(GOOD)
+
+    assert told == [at(0), at(0), at(20)]

@@ -1,0 +1,102 @@
+"""A pod that wanted more memory than it may have is the user's to mend, whatever it looks like to the trainer."""
+
+from dataclasses import replace
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_operator.plan import Ray, RayState, Trouble
+from tests.unit.operator.reconcile.worlds import World, first_cluster
+
+
+def killed(container: str) -> Trouble:
+    """Return what is said of a pod whose container wanted too much memory."""
+    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    return Trouble(Reason.OUT_OF_MEMORY, words, container, 137)
+
+
+OOM = killed("ray-worker")
+
+
+@pytest.mark.parametrize(
+    ("group", "container", "remedy"),
+    [
+        ("critic", "ray-worker", "raise memory of resourcesPerGPU of pool critic"),
+        ("head", "ray-head", "raise spec.head.resources.memory"),
+        ("critic", "logger", "raise the memory limit of that container in podTemplate of pool critic"),
+        ("head", "logger", "raise the memory limit of that container in podTemplate of the head"),
+    ],
+)
+@pytest.mark.parametrize("is_going", [False, True])
+def test_a_pod_beyond_its_memory_is_the_users_to_mend(group: str, container: str, remedy: str, is_going: bool) -> None:
+    world = World().run().pods_become(ready=False, pool=group, trouble=killed(container))
+    if is_going:
+        world.pod_leaves(group)
+
+    world.trainer_reports().settle()
+
+    failure = world.status["lastFailure"]
+    assert (failure["reason"], failure["exitCode"]) == (Reason.OUT_OF_MEMORY, 137)
+    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    assert failure["message"] == f"pod {first_cluster()}-{group}: {words}: {remedy}"
+    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
+    assert "rayCluster" not in world.status
+
+
+@pytest.mark.parametrize("kind", [FailureKind.INFRASTRUCTURE, FailureKind.USER])
+def test_a_lost_worker_whose_pod_wanted_memory_is_the_users_to_mend(kind: FailureKind) -> None:
+    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM)
+
+    world.trainer_fails(Reason.WORKER_LOST, kind, "critic rank 0 is gone").settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
+    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
+
+
+def test_a_job_that_always_wants_memory_ends_at_the_users_limit() -> None:
+    world = World(runPolicy={"backoffLimit": 2}).run()
+
+    for _ in range(3):
+        world.pods_become(ready=False, pool="critic", trouble=OOM)
+        world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
+        world.wait(60).settle()
+        if world.status["phase"] != Phase.FAILED:
+            world.pods_become(ready=True).see(ray=Ray()).settle()
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.BACKOFF_LIMIT_EXCEEDED)
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_memory_that_ended_rays_container_names_the_loss_though_it_runs_again(is_reported: bool) -> None:
+    world = World().run()
+    pods = (replace(pod, out_of_memory=OOM if pod.pool == "critic" else None) for pod in world.observed.pods)
+    world.see(pods=tuple(pods)).settle()
+    assert world.status["attempt"] == 0, "nothing is lost so far"
+
+    if is_reported:
+        world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
+    else:
+        world.see(ray=Ray()).wait(31).trainer_reports().settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
+    assert world.observed.clusters == (), "else the next attempt would find the same pod"
+
+
+def test_a_wrong_path_and_a_stop_in_order_stay_so_though_a_pod_wanted_memory() -> None:
+    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM)
+    world.trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
+    assert world.verdict(Condition.FAILED) == ("True", Reason.MODEL_NOT_FOUND)
+
+    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM).trainer_stops_in_order()
+    world.settle()
+    assert world.status["lastFailure"]["reason"] == Reason.INTERRUPTED
+
+
+def test_a_trainer_that_was_killed_most_likely_wanted_memory() -> None:
+    world = World().run()
+
+    world.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=-9).settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
+    assert "spec.head.resources.memory (8Gi)" in world.status["lastFailure"]["message"]
