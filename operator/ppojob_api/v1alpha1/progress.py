@@ -59,6 +59,8 @@ class ProgressReport(ApiModel):
     """Steps done."""
     total_steps: int = Field(ge=0)
     """Steps of the run."""
+    phases: int = Field(default=0, ge=0)
+    """Phases of steps, of loading and of saving that this attempt has done: a long step gets on too."""
     eta_seconds: float | None = Field(default=None, ge=0)
     """Estimated time to the end, in seconds."""
     reward: float | None = None

@@ -105,6 +105,8 @@ class Progress(ApiModel):
     """Mean score of the last validation."""
     first_validation_reward: Number | None = None
     """Mean score of the first validation."""
+    phases: int | None = None
+    """Phases of steps, of loading and of saving that the attempt has done."""
     activity: Name | None = None
     """What the trainer does: Loading, Validating, Training, Saving, Exporting."""
     first_step_time: Time | None = None
@@ -112,7 +114,8 @@ class Progress(ApiModel):
     last_update_time: Time | None = None
     """When the trainer reported last."""
     last_change_time: Time | None = None
-    """When a report last said something else than the one before it: attempt, step, activity, checkpoint or model."""
+    """When a report last said something else than the one before it: attempt, step, phases, activity,
+    checkpoint or model."""
     attempt: int | None = None
     """Attempt that reported last."""
     report: int | None = None

@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 # What a report may not know yet, such as while the model of a new attempt is being loaded.
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 # What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
-_GETS_ON = ("attempt", "step", "activity")
+_GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
 
 
@@ -115,6 +115,7 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         reward=_number(report.reward),
         validation_reward=_number(report.validation_reward),
         first_validation_reward=_number(report.first_validation_reward),
+        phases=report.phases,
         activity=report.activity.value,
         first_step_time=report.first_step_time,
         last_update_time=format_time(now),
@@ -126,7 +127,7 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
 def _last_change(fields: Mapping[str, Any], previous: Mapping[str, Any]) -> str:
     """Return when the trainer got on last, as its reports say: silence is no standstill."""
     new, old = fields["progress"], previous.get("progress", {})
-    is_same = all(new[name] == old.get(name) for name in _GETS_ON) and all(
+    is_same = all(new.get(name) == old.get(name) for name in _GETS_ON) and all(
         (fields[name] or None) == previous.get(name) for name in _BRINGS_OUT
     )
     now: str = new["lastUpdateTime"]

@@ -220,6 +220,11 @@ class Monitor:
         project = job.spec.telemetry.tracker_project
         return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, shown(job.spec), self._files.root)
 
+    def phase_is_done(self) -> None:
+        """Let the next report say that one more phase is over: within a long step too the run gets on."""
+        self._progress.phase_is_done()
+        self._report()
+
     def _report(self, *, now: bool = False) -> None:
         if self._reporter is not None:
             self._reporter.update(self._progress.report(), now=now)

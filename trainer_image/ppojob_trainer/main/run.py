@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,6 +77,19 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         raise JobFailedError(failure_record(error)) from error
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """Each phase that is over goes to the trace, and the monitor learns that there was one."""
+
+    trace: TraceWriter
+    monitor: Monitor
+
+    def record(self, name: str, *, pool: str, role: str, start: float, end: float, step: int) -> None:
+        """See `controller.phases.Trace`."""
+        self.trace.record(name, pool=pool, role=role, start=start, end=end, step=step)
+        self.monitor.phase_is_done()
+
+
 class _Attempt:
     """One attempt, inside an event loop."""
 
@@ -98,7 +112,7 @@ class _Attempt:
         self._groups: Groups | None = None
         self._trace = TraceWriter(files.trace)
         limit_s = float(job.spec.trainer.phase_timeout_seconds)
-        self._phases = Phases(pools_of_phases(job.spec), limit_s, self._trace)
+        self._phases = Phases(pools_of_phases(job.spec), limit_s, _Watched(self._trace, self._monitor))
 
     async def run(self) -> Outcome:
         self._monitor.start(None if self._found is None else self._found.step)

@@ -30,6 +30,7 @@ class RunProgress:
         self._eta = Eta(total_steps)
         self._activity = Activity.LOADING
         self._step = 0
+        self._phases = 0
         self._metrics: dict[str, float] = {}
         self._first_validation: float | None = None
         self._validation: float | None = None
@@ -81,6 +82,10 @@ class RunProgress:
         """Note what the measured phases say about the layout, and the layouts that the text speaks of."""
         self._recommendation, self._layout_advice = text, list(layouts)
 
+    def phase_is_done(self) -> None:
+        """Note that one more phase is over."""
+        self._phases += 1
+
     def report(self) -> ProgressReport:
         """Return everything that is known."""
         return ProgressReport(
@@ -89,6 +94,7 @@ class RunProgress:
             activity=self._activity,
             step=self._step,
             total_steps=self.total_steps,
+            phases=self._phases,
             eta_seconds=self._eta.seconds,
             reward=self._metrics.get(REWARD),
             first_validation_reward=self._first_validation,

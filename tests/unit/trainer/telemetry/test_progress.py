@@ -50,6 +50,12 @@ def test_a_step_gives_reward_metrics_pools_and_time_left(progress: RunProgress, 
     assert report.first_step_time == "2023-11-14T22:13:50Z"
 
 
+def test_a_long_step_is_seen_to_get_on(progress: RunProgress) -> None:
+    for _ in range(2):
+        progress.phase_is_done()
+    assert (progress.report().step, progress.report().phases) == (0, 2)
+
+
 def test_the_first_and_the_last_validation_stay(progress: RunProgress) -> None:
     progress.record(0, {"val-core/score/mean": 0.2})
     assert progress.report().first_step_time is None

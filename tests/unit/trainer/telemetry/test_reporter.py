@@ -48,6 +48,7 @@ def test_a_report_arrives_with_the_token_and_in_camel_case(endpoint: Any, start:
         "activity": "Training",
         "step": 1,
         "totalSteps": 8,
+        "phases": 0,
         "reward": 0.5,
         "metrics": {},
         "pools": [],
