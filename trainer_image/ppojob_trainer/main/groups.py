@@ -209,10 +209,16 @@ async def _check(groups: Groups, phases: Phases) -> None:
 
 
 async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
-    loading = {"actor": groups.actor, "critic": groups.critic, "ref": groups.own_ref}
+    loading = {
+        "actor": groups.actor,
+        "critic": groups.critic,
+        "ref": groups.own_ref,
+        "reward_model": groups.reward.model,
+    }
     sized = {role: one.group.call(TrainedWorker.size) for role, one in loading.items() if one is not None}
     found = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, size) for role, size in sized.items()))
-    check_memory(spec, dict(zip(sized, found, strict=True)))
+    for doubt in check_memory(spec, dict(zip(sized, found, strict=True))):
+        logger.warning("%s", doubt)
 
 
 async def _load_models(

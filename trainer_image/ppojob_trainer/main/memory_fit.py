@@ -1,17 +1,20 @@
 """Whether the models can fit on the GPUs of their pools, seen before any of them is loaded.
 
-What is counted is the least that a role needs: weights, gradients and AdamW's two moments, divided over the pool's
-GPUs, and vLLM's share. Activations, buffers and the reward model come on top, so what is refused here could never have
-run, and what passes still may not. Called by `groups` on CUDA. Pure.
+What is refused could never have run: it counts the least that a role needs, which is weights, gradients and AdamW's two
+moments, divided over the pool's GPUs, and vLLM's share. What activations take on top depends on how full the
+micro-batches are, so it is told as an estimate for full ones, and a pool that is too small for it gets a warning.
+Called by `groups` on CUDA. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ppojob_api.v1alpha1.model import FrozenOffload, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
@@ -23,13 +26,17 @@ _FLOAT32, _BFLOAT16 = 4, 2
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one role on each GPU of its pool. resident: what stays there between the role's phases."""
+    """Bytes of one role on each GPU of its pool.
+
+    resident: what stays there between the role's phases. activations: about what a full micro-batch takes.
+    """
 
     role: str
     weights: float
     gradients: float = 0.0
     optimizer: float = 0.0
     resident: float = 0.0
+    activations: float = 0.0
 
     @property
     def total(self) -> float:
@@ -44,53 +51,124 @@ class Need:
 
 
 def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Need]]:
-    """Return what the roles in `sizes` (actor, critic, ref) need at the least, by pool."""
+    """Return what the roles in `sizes` (actor, critic, ref, reward_model) need, by pool."""
     found: dict[str, list[Need]] = {}
-    model, gpus = spec.model, {role: spec.pool(getattr(spec.placement, role)).gpus for role in sizes}
-    share = {role: size.num_parameters / gpus[role] for role, size in sizes.items()}
-    for role in sizes:
-        if role == "ref":
-            need = _frozen(role, share[role], model.ref.offload)
+    model, batch = spec.model, spec.data.train_batch_size
+    for role, size in sizes.items():
+        pool = _pool_of(spec, role)
+        gpus = spec.pool(pool).gpus
+        share, tokens = size.num_parameters / gpus, partial(_tokens, spec, gpus)
+        if role == "actor":
+            full = tokens(spec.actor.mini_batch_size, spec.actor.max_tokens_per_gpu)
+            need = _trained(role, share, model.actor, full * _kept(size, model.actor, spec.actor))
+        elif role == "critic":
+            full = tokens(spec.critic.mini_batch_size, spec.critic.max_tokens_per_gpu)
+            need = _trained(role, share, model.critic, full * _kept(size, model.critic, spec.critic))
+        elif role == "ref":
+            full = tokens(batch, spec.actor.max_tokens_per_gpu)
+            need = _frozen(role, share, model.ref.offload, full * _layer(size))
         else:
-            need = _trained(role, share[role], model.actor if role == "actor" else model.critic)
-        found.setdefault(getattr(spec.placement, role), []).append(need)
+            full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
+            need = _frozen(role, share, FrozenOffload(), full * _layer(size))
+        found.setdefault(pool, []).append(need)
     return found
 
 
-def _frozen(role: str, parameters: float, offload: FrozenOffload) -> Need:
+def _pool_of(spec: PPOJobSpec, role: str) -> str:
+    return str(getattr(spec.placement, "reward" if role == "reward_model" else role))
+
+
+def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:
+    """Return the tokens of a full micro-batch on a GPU, if its part of so many prompts has as many."""
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    return min(most, max(1.0, prompts * spec.rollout.samples_per_prompt / gpus) * length)
+
+
+def _layer(size: ModelSize, divided_by: int = 1) -> float:
+    """Return about the bytes that a decoder layer keeps of a token for its backward pass, in bfloat16.
+
+    Korthikanti et al. 2022, section 4.1, for a gated MLP without dropout and attention that keeps no scores: the inputs
+    of two norms, of the projections and of the output projection, queries, keys and values; gate, up and product.
+    """
+    return _BFLOAT16 * (8 * size.hidden + 3 * size.intermediate / divided_by)
+
+
+def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec) -> float:
+    """Return about the bytes that a forward pass keeps of a token."""
+    layer = _layer(size, training.tensor_parallel_size)
+    kept = size.layers * layer
+    if model.gradient_checkpointing or model.activation_offload:
+        on_gpu = 0 if model.activation_offload else size.layers * _BFLOAT16 * size.hidden
+        # One layer at a time is computed again, or comes back.
+        kept = on_gpu + layer
+    return kept
+
+
+def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
     weights = parameters * _BFLOAT16
-    return Need(role, weights, resident=0.0 if offload.parameters else weights)
+    return Need(role, weights, resident=0.0 if offload.parameters else weights, activations=activations)
 
 
-def _trained(role: str, parameters: float, model: TrainedModel) -> Need:
+def _trained(role: str, parameters: float, model: TrainedModel, activations: float) -> Need:
     if model.lora is not None:
-        return _frozen(role, parameters, model.offload)
+        return _frozen(role, parameters, model.offload, activations)
     weights, moments = _FLOAT32 * parameters, 2 * _FLOAT32 * parameters
     resident = (0.0 if model.offload.parameters else weights) + (0.0 if model.offload.optimizer else moments)
-    return Need(role, weights, weights, moments, resident)
+    return Need(role, weights, weights, moments, resident, activations)
 
 
-def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> None:
+def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     """Refuse a placement that cannot hold its models.
+
+    Returns:
+        A sentence for each pool that holds its models, and with full micro-batches probably not their activations.
 
     Raises:
         ModelMismatchError: a GPU of a pool has less than the roles there need at the least; has the numbers.
     """
+    doubts = []
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         has_rollout = spec.placement.rollout == pool
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
+        beside = 0.0 if spec.rollout.sleep else engine
         resident = sum(need.resident for need in roles)
-        training = resident + max(need.total - need.resident for need in roles) + (0 if spec.rollout.sleep else engine)
+        training = resident + max(need.total - need.resident for need in roles) + beside
         least = max(training, resident + engine)
+        parts = [str(need) for need in roles]
+        if has_rollout:
+            parts.append(_engine_words(spec, sizes, engine))
         if least > gpu_bytes:
-            parts = [str(need) for need in roles]
-            if has_rollout:
-                share = spec.rollout.gpu_memory_utilization
-                parts.append(f"rollout {engine / _GB:.1f} (gpuMemoryUtilization {share:g})")
             raise ModelMismatchError(
                 f"pool {pool} cannot hold its models: each GPU has {gpu_bytes / _GB:.1f} GB, and at least "
                 f"{least / _GB:.1f} GB are needed at the same time, before any activations: {'; '.join(parts)}. Give "
                 "the pool more GPUs, move a role to another pool, use lora or offload, or lower "
                 "rollout.gpuMemoryUtilization"
             )
+        full = resident + max(need.total - need.resident + need.activations for need in roles) + beside
+        if full > gpu_bytes:
+            activations = ", ".join(f"{need.role} {need.activations / _GB:.1f}" for need in roles)
+            doubts.append(
+                f"pool {pool} may run out of memory where micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
+                f"GB and about {full / _GB:.1f} GB are wanted at the same time: {'; '.join(parts)}; activations at "
+                f"maxTokensPerGPU {activations}. Lower maxTokensPerGPU, or use gradientCheckpointing"
+            )
+    return doubts
+
+
+def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:
+    """Return vLLM's share in words.
+
+    Raises:
+        ModelMismatchError: not even the weights fit into it.
+    """
+    share, words = spec.rollout.gpu_memory_utilization, ""
+    if "actor" in sizes:
+        weights = sizes["actor"].num_parameters * _BFLOAT16 / spec.rollout.tensor_parallel_size
+        words = f": weights {weights / _GB:.1f}, the rest is for the KV cache"
+        if weights >= engine:
+            raise ModelMismatchError(
+                f"rollout.gpuMemoryUtilization {share:g} gives vLLM {engine / _GB:.1f} GB of each GPU, and its weights "
+                f"alone take {weights / _GB:.1f} GB: raise it, or rollout.tensorParallelSize"
+            )
+    return f"rollout {engine / _GB:.1f} (gpuMemoryUtilization {share:g}{words})"

@@ -61,6 +61,45 @@ def test_what_fits_passes() -> None:
     check_memory(spec_of(), sizes(3))
 
 
+def test_activations_of_full_micro_batches_by_hand() -> None:
+    """Of 0.5B with 16,384 tokens 17.1 GB; with 8 GB of weights, gradients and moments a peak of 25.8 was measured."""
+    size = ModelSize(GB // 2, 80 * GB, layers=24, hidden=896, intermediate=4864)
+    layer = 2 * (8 * 896 + 3 * 4864) * 16_384
+
+    def activations(tokens: int = 16_384, **model: Any) -> float:
+        spec = spec_of(**model)
+        spec = spec.model_copy(update={"actor": spec.actor.model_copy(update={"max_tokens_per_gpu": tokens})})
+        ((actor,),) = needs(spec, {"actor": size}).values()
+        return actor.activations
+
+    assert activations(gradientCheckpointing=False) == 24 * layer == pytest.approx(17.1e9, rel=0.01)
+    assert activations() == 24 * 2 * 896 * 16_384 + layer
+    assert activations(activationOffload=True) == layer
+    # A minibatch of 256 prompts on two GPUs has no more than 128 sequences of 512 + 512 tokens on each.
+    assert activations(10**6, gradientCheckpointing=False) == pytest.approx(24 * layer * 128 * 1024 / 16_384)
+
+
+def test_a_pool_that_full_micro_batches_would_fill_is_warned_of_and_runs() -> None:
+    large = ModelSize(3 * GB, 80 * GB, layers=40, hidden=8000, intermediate=20_000)
+    (doubt,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
+    assert "pool a may run out of memory where micro-batches are full: each GPU has 80.0 GB and about" in doubt
+    assert "activations at maxTokensPerGPU actor 162.5" in doubt
+    assert check_memory(spec_of(), sizes(3)) == []
+
+
+def test_a_share_that_does_not_hold_vllms_weights_is_refused() -> None:
+    with pytest.raises(ModelMismatchError) as refusal:
+        check_memory(spec_of(8, rollout={"gpuMemoryUtilization": 0.1}), {"actor": ModelSize(7 * GB, 80 * GB)})
+    assert str(refusal.value) == (
+        "rollout.gpuMemoryUtilization 0.1 gives vLLM 8.0 GB of each GPU, and its weights alone take 14.0 GB: raise it, "
+        "or rollout.tensorParallelSize"
+    )
+    check_memory(
+        spec_of(8, rollout={"gpuMemoryUtilization": 0.1, "tensorParallelSize": 4}),
+        {"actor": ModelSize(7 * GB, 80 * GB)},
+    )
+
+
 def test_a_critic_that_is_too_large_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelMismatchError) as refusal:
         check_memory(spec_of(), sizes(5))
@@ -74,7 +113,7 @@ def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> No
     # The actor takes 64 of 80 GB in its update and 48 between them; the engine half of the GPU.
     small = {"actor": ModelSize(4 * GB, 80 * GB)}
     check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.4}), small)
-    with pytest.raises(ModelMismatchError, match=r"rollout 32\.0 \(gpuMemoryUtilization 0.4\)"):
+    with pytest.raises(ModelMismatchError, match=r"rollout 32\.0 \(gpuMemoryUtilization 0.4: weights 8\.0, the rest "):
         check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.4, "sleep": False}), small)
     with pytest.raises(ModelMismatchError, match=r"at least 88\.0 GB"):
         check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.5}), small)
@@ -96,4 +135,7 @@ def test_parameters_are_counted_without_loading(
 
     kind = AutoModelForCausalLM if has_output_layer else AutoModel
     model = kind.from_pretrained(path)
-    assert size == ModelSize(sum(parameter.numel() for parameter in model.parameters()), 123)
+    config = model.config
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    assert size == ModelSize(counted, 123, *shape)

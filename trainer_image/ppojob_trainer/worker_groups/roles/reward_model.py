@@ -22,7 +22,7 @@ from ppojob_trainer.rewards.model_input import ModelInput
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker
 from ppojob_trainer.worker_groups.samples import SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -42,6 +42,8 @@ class RewardModelWorker(TrainedWorker):
         super().__init__(seat, spec)
         assert spec.model.reward is not None, "this reward has no model"
         self._model = spec.model.reward
+        # Without its output layer, a label's width: nothing beside the rest.
+        self.source = ModelSource(self._model.path, self._model.trust_remote_code, has_output_layer=False)
         self._input: ModelInput | None = None
         self._decoder: Decoder | None = None
         self._engine: RewardModelEngine | None = None

@@ -83,10 +83,16 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes."""
+    """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes.
+
+    layers, hidden, intermediate: its decoder's, for the memory of activations; 0 where the configuration does not say.
+    """
 
     num_parameters: int
     gpu_bytes: int
+    layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
 
 
 class Rehearses(Protocol):
@@ -158,7 +164,12 @@ class TrainedWorker:
         with torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=trust)
         count = sum(parameter.numel() for parameter in module.parameters())
-        return ModelSize(count, torch.cuda.get_device_properties(0).total_memory)
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+        return ModelSize(
+            count,
+            torch.cuda.get_device_properties(0).total_memory,
+            *(int(getattr(config, name, None) or 0) for name in names),
+        )
 
     def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
         """Have an engine compile its layers before the first step; then give back what it needed for it."""
