@@ -33,6 +33,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_RAY_PORT = RAY_HEAD_PORTS["dashboard"]
+_TENSORBOARD_PORT = 6006
 _KIND = f"{PLURAL}.ppojob.dev"
 _SELECTOR = "ppojob.dev/job"
 _PROCESS_PATTERN = r"[a-z][-a-z0-9_]{0,62}"
@@ -169,13 +171,28 @@ def dashboard(
     name: Name,
     namespace: Namespace = None,
     context: Context = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of this machine.")] = RAY_HEAD_PORTS["dashboard"],
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port of this machine.",
+            show_default=f"{_RAY_PORT}, TensorBoard's {_TENSORBOARD_PORT}",
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="TensorBoard in place of Ray's, also after the job has ended.")
+    ] = False,
 ) -> None:
-    """Forward Ray's dashboard to this machine, until Ctrl-C."""
+    """Forward Ray's dashboard, or TensorBoard, to this machine, until Ctrl-C."""
     with _refusals():
         cluster = _cluster(context, namespace)
         job = _job(cluster, name)
         within = job["metadata"]["namespace"]
+        if tensorboard:
+            _forward_tensorboard(cluster, job, port or _TENSORBOARD_PORT)
+            return
+        port = port or _RAY_PORT
         ray_cluster = job.get("status", {}).get("rayCluster", {}).get("name")
         if ray_cluster is None:
             raise NotThereError(f"{within}/{name} has no RayCluster: it has not begun, or has ended and gave it back")
@@ -184,8 +201,21 @@ def dashboard(
         if service is None:
             raise NotThereError(f"{within}/{name} has no head yet: see kubectl ppo explain-pending {name}")
         typer.echo(f"http://127.0.0.1:{port}\n{_TOKEN_WORDS.format(secret=f'{ray_cluster}-ray', namespace=within)}")
-        target = f"{port}:{RAY_HEAD_PORTS['dashboard']}"
+        target = f"{port}:{_RAY_PORT}"
         if code := cluster.attach("port-forward", f"--namespace={within}", f"service/{service}", target):
+            raise typer.Exit(code)
+
+
+def _forward_tensorboard(cluster: Cluster, job: Raw, port: int) -> None:
+    from ppojob_trainer.kubectl.run_folder import made, tensorboard_pod
+
+    within = job["metadata"]["namespace"]
+    if not job.get("status", {}).get("startTime"):
+        raise NotThereError(f"{within}/{job['metadata']['name']} has not begun: there is nothing to show yet")
+    with made(cluster, tensorboard_pod(job, _TENSORBOARD_PORT)) as pod:
+        typer.echo(f"http://127.0.0.1:{port}")
+        target = f"{port}:{_TENSORBOARD_PORT}"
+        if code := cluster.attach("port-forward", f"--namespace={within}", f"pod/{pod}", target):
             raise typer.Exit(code)
 
 

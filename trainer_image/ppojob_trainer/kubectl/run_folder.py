@@ -1,7 +1,7 @@
 """A job's folder in its storage, read from outside: through the head pod, or through a pod made to read the claim.
 
-`app.py` calls it for logs and metrics. The reading pod has no rights, mounts the claim read-only, ends by itself and is
-deleted after the command; it needs the user's right to create pods.
+`app.py` calls it for logs, metrics and TensorBoard. The reading pod has no rights, mounts the claim read-only, ends by
+itself and is deleted after the command; it needs the user's right to create pods.
 """
 
 import json
@@ -18,6 +18,7 @@ from ppojob_trainer.kubectl.client import Cluster, KubectlError, NotThereError, 
 from ppojob_trainer.telemetry.run_files import RunFiles
 
 _READER_SECONDS = 900
+_TENSORBOARD_SECONDS = 8 * 3600
 _READY_SECONDS = 90
 _STORAGE = "storage"
 _READER = "reader"
@@ -83,23 +84,38 @@ def open_folder(cluster: Cluster, job: Raw) -> Iterator[RunFolder]:
         NotThereError: the job has not begun.
         KubectlError: no pod could be made.
     """
-    metadata, storage = job["metadata"], job["spec"]["storage"]
-    namespace, name = metadata["namespace"], metadata["name"]
+    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     if not job.get("status", {}).get("startTime"):
         raise NotThereError(f"{namespace}/{name} has not begun: see kubectl ppo explain-pending {name}")
-    files = RunFiles(Path(PurePosixPath(job_root(storage.get("mountPath", "/data"), namespace, name))))
+    files = files_of(job)
     head = running_head(cluster, job)
     if head is not None:
         # KubeRay keeps Ray's own container first, whatever else the pod has.
         yield RunFolder(cluster, namespace, head["metadata"]["name"], head["spec"]["containers"][0]["name"], files)
         return
-    reader = reader_pod(job)
-    pod = reader["metadata"]["name"]
+    with made(cluster, reader_pod(job)) as pod:
+        yield RunFolder(cluster, namespace, pod, _READER, files)
+
+
+def files_of(job: Raw) -> RunFiles:
+    """Return where a job's files lie, as its pods see them."""
+    metadata, mount = job["metadata"], job["spec"]["storage"].get("mountPath", "/data")
+    return RunFiles(Path(PurePosixPath(job_root(mount, metadata["namespace"], metadata["name"]))))
+
+
+@contextmanager
+def made(cluster: Cluster, reader: Raw) -> Iterator[str]:
+    """Make a reading pod, yield its name when it is ready, and delete it afterwards.
+
+    Raises:
+        KubectlError: it could not be made, or was not ready in time.
+    """
+    pod, namespace = reader["metadata"]["name"], reader["metadata"]["namespace"]
     try:
         cluster.output("create", f"--namespace={namespace}", "--filename=-", stdin=json.dumps(reader))
         wait = ("wait", f"--namespace={namespace}", "--for=condition=Ready", f"pod/{pod}")
         cluster.output(*wait, f"--timeout={_READY_SECONDS}s")
-        yield RunFolder(cluster, namespace, pod, _READER, files)
+        yield pod
     finally:
         delete = ("delete", "pod", pod, f"--namespace={namespace}", "--ignore-not-found", "--wait=false")
         cluster.output(*delete, "--grace-period=1")
@@ -115,6 +131,20 @@ def running_head(cluster: Cluster, job: Raw) -> Raw | None:
         if pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
     ]
     return max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None)
+
+
+def tensorboard_pod(job: Raw, port: int) -> Raw:
+    """Return a reading pod that serves TensorBoard to itself alone: only a port that is forwarded leads there."""
+    pod = reader_pod(job)
+    serve = ["tensorboard", f"--logdir={files_of(job).tensorboard}", "--host=127.0.0.1", f"--port={port}"]
+    answers = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+    pod["spec"]["activeDeadlineSeconds"] = _TENSORBOARD_SECONDS
+    pod["spec"]["containers"][0] |= {
+        "command": serve,
+        "readinessProbe": {"exec": {"command": ["python", "-c", answers]}, "periodSeconds": 2, "timeoutSeconds": 5},
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
+    }
+    return pod
 
 
 def reader_pod(job: Raw) -> Raw:
@@ -135,6 +165,7 @@ def reader_pod(job: Raw) -> Raw:
         "kind": "Pod",
         "metadata": {
             "name": f"{metadata['name']}-reader-{uuid.uuid4().hex[:5]}",
+            "namespace": metadata["namespace"],
             "labels": {constants.LABEL_MANAGED_BY: "kubectl-ppo"},
         },
         "spec": {

@@ -74,6 +74,22 @@ def test_after_the_end_a_pod_reads_the_claim_and_goes(running: MemoryCluster, pp
     assert spec["activeDeadlineSeconds"] == 900
 
 
+def test_tensorboard_is_served_by_a_pod_of_its_own_to_the_forwarded_port_alone(
+    running: MemoryCluster, ppo: Plugin
+) -> None:
+    result = ppo("dashboard", "products", "--tensorboard", "--port", "7000")
+
+    assert (result.exit_code, result.stdout) == (0, "http://127.0.0.1:7000\n")
+    (pod,) = running.created
+    name, (container,) = pod["metadata"]["name"], pod["spec"]["containers"]
+    assert [command[0] for command in running.commands] == ["create", "wait", "port-forward", "delete"]
+    assert running.commands[2] == ("port-forward", "--namespace=team", f"pod/{name}", "7000:6006")
+    serve = ["tensorboard", f"--logdir={ROOT}/tensorboard", "--host=127.0.0.1", "--port=6006"]
+    assert container["command"] == serve
+    assert container["volumeMounts"][0]["readOnly"]
+    assert pod["spec"]["activeDeadlineSeconds"] == 8 * 3600
+
+
 def test_a_head_that_is_being_deleted_is_not_asked(running: MemoryCluster, ppo: Plugin) -> None:
     running.objects["pods"] = [{**HEAD, "metadata": {**HEAD["metadata"], "deletionTimestamp": "2026-01-31T13:00:00Z"}}]
 
