@@ -5,9 +5,12 @@ The operator is installed by its chart, limited to this namespace, with the imag
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +54,25 @@ class Site:
 
     def ppo(self, *arguments: str) -> str:
         """Run the kubectl plugin in the namespace, as a user's kubectl does."""
+        command, environment = self._ppo(arguments)
+        return run(command, limit=300, environment=environment)
+
+    @contextmanager
+    def ppo_until_left(self, *arguments: str) -> Iterator[None]:
+        """Run the plugin meanwhile, and end it as Ctrl-C does."""
+        command, environment = self._ppo(arguments)
+        process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+        try:
+            yield
+        finally:
+            # To kubectl too, as a terminal does.
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+
+    def _ppo(self, arguments: Sequence[str]) -> tuple[list[str | Path], dict[str, str]]:
         path = f"{self.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}"
         command = [Path(sys.executable).with_name("kubectl-ppo"), *arguments, f"--namespace={self.namespace}"]
-        return run(command, limit=300, environment={"KUBECONFIG": str(self.cluster.kubeconfig), "PATH": path})
+        return command, {"KUBECONFIG": str(self.cluster.kubeconfig), "PATH": path}
 
     def apply(self, name: str, changes: dict[str, Any]) -> None:
         """Apply the first example under another name, with the trainer's image and the changes merged in."""

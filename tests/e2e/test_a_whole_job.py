@@ -2,13 +2,17 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors import safe_open
 
+from ppojob_trainer.engines.network import free_port
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, small_pools
 
@@ -136,8 +140,23 @@ def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(site: Si
     assert [row[0] for row in rows] == ["step", "1", "2"]
     site.ppo("plot", NAME, f"--output={tmp_path}/plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    port = free_port("127.0.0.1")
+    with site.ppo_until_left("dashboard", NAME, "--tensorboard", f"--port={port}"):
+        assert _answer(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", limit=120)
     selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"
     site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=50s")
+
+
+def _answer(url: str, limit: float) -> Any:
+    """Return what a server answers in JSON as soon as it has something."""
+    until = time.monotonic() + limit
+    while True:
+        with suppress(httpx.TransportError):
+            found = httpx.get(url, timeout=10).json()
+            if found or time.monotonic() > until:
+                return found
+        assert time.monotonic() < until, f"{url} did not answer within {limit} s"
+        time.sleep(1)
 
 
 def test_the_cluster_is_released_and_the_events_tell_the_story(site: Site, done: Any) -> None:

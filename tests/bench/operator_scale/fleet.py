@@ -160,5 +160,7 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
         ],
         "placement": {"actor": "actor", "critic": "critic"},
         "storage": {"persistentVolumeClaim": "data"},
+        # KubeRay is slower than the default with many of them.
+        "runPolicy": {"startupDeadlineSeconds": 7200},
     }
     return {"apiVersion": constants.API_VERSION, "kind": constants.KIND, "metadata": {"name": name}, "spec": spec}
