@@ -1,0 +1,151 @@
+"""In which order the roles become ready: an engine may look at a GPU when those who share it are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.main import groups
+from ppojob_trainer.main.groups import Groups
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
+
+GB = 10**9
+
+
+def spec_of(device: str) -> PPOJobSpec:
+    return resolve(
+        parse_spec(
+            {
+                "image": "i",
+                "device": device,
+                "model": {"actor": {"path": "/m"}},
+                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "reward": {"function": {"module": "r"}},
+                "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
+                "placement": {"actor": "a", "rollout": "a", "critic": "c"},
+                "storage": {"persistentVolumeClaim": "c"},
+            }
+        )
+    )
+
+
+@dataclass
+class Story:
+    """What happened, in order; a load of a role in `held` waits for its event."""
+
+    told: list[str] = field(default_factory=list)
+    held: dict[str, asyncio.Event] = field(default_factory=dict)
+    failing: str = ""
+
+    def role(self, name: str) -> Any:
+        return SimpleNamespace(group=_Group(self, name))
+
+    async def do(self, what: str) -> None:
+        if what in self.held:
+            await self.held[what].wait()
+        if what == self.failing:
+            raise RuntimeError(what)
+        self.told.append(what)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    story: Story
+    name: str
+
+    async def call(self, method: Callable[..., Any], *_: Any) -> Any:
+        if method is TrainedWorker.rendezvous:
+            return "host", 1
+        if method is TrainedWorker.size:
+            return ModelSize(GB, 80 * GB)
+        await self.story.do(f"{self.name} {method.__name__}")
+        return [{}]
+
+
+class _Rollout:
+    def __init__(self, story: Story) -> None:
+        self.groups, self._story = [_Group(story, "rollout")], story
+
+    async def begin_load(self) -> None:
+        await self._story.do("rollout begins")
+
+    async def load(self) -> None:
+        await self._story.do("rollout measures")
+
+
+@pytest.fixture
+def story(monkeypatch: pytest.MonkeyPatch) -> Story:
+    async def at_once(_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(groups, "wait_until_up", at_once)
+    return Story()
+
+
+def made(story: Story) -> Groups:
+    async def connect() -> list[Any]:
+        await story.do("weights connect")
+        return [{}]
+
+    return Groups(
+        data=story.role("data"),
+        reward=cast("Any", SimpleNamespace(function=story.role("reward"), model=None)),
+        rollout=cast("Any", _Rollout(story)),
+        actor=story.role("actor"),
+        critic=story.role("critic"),
+        ref=None,
+        weights=cast("Any", SimpleNamespace(connect=connect)),
+        custom=(),
+        hooks=(),
+    )
+
+
+async def ready(story: Story, device: str = "cuda") -> None:
+    await groups.make_ready(made(story), spec_of(device), Phases({}, 60.0))
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_an_engine_measures_after_the_actor_on_its_gpu_and_not_after_the_critic_elsewhere(story: Story) -> None:
+    story.held = {"actor load": asyncio.Event(), "critic load": asyncio.Event()}
+    running = asyncio.create_task(ready(story))
+    await settled()
+    assert "rollout begins" in story.told
+    assert "rollout measures" not in story.told
+
+    story.held["actor load"].set()
+    await settled()
+    assert story.told[-2:] == ["actor load", "rollout measures"]
+
+    story.held["critic load"].set()
+    await running
+    assert story.told[-2:] == ["critic load", "weights connect"]
+
+
+async def test_on_a_cpu_nobody_waits_for_anybody(story: Story) -> None:
+    story.held = {"actor load": asyncio.Event()}
+    running = asyncio.create_task(ready(story, device="cpu"))
+    await settled()
+    assert "rollout measures" in story.told
+
+    story.held["actor load"].set()
+    await running
+
+
+@pytest.mark.parametrize("failing", ["actor check", "actor load", "critic load", "rollout begins", "rollout measures"])
+async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None:
+    story.failing = failing
+    with pytest.raises(RuntimeError, match=failing):
+        await asyncio.wait_for(ready(story), 10)
