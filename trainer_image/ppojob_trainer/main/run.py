@@ -33,7 +33,9 @@ from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
 from ppojob_trainer.worker_groups.connections import between_pools, connection_metrics, report
+from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.launch import Launcher
+from ppojob_trainer.worker_groups.lost_objects import explained
 from ppojob_trainer.worker_groups.observation import observed_metrics
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
 
@@ -121,6 +123,8 @@ class _Attempt:
             if not await self._unless_stopped(self._start(), watch):
                 return Outcome(0, is_finished=False)
             return await _first(asyncio.create_task(self._train()), watch)
+        except WorkerGroupError as error:
+            raise await explained(error, self._groups.all() if self._groups is not None else []) from error
         finally:
             watch.cancel()
             self._end()

@@ -179,8 +179,15 @@ class WorkerGroup(Generic[W]):
 
     def addresses(self) -> Future[list[str]]:
         """Return each process's address, once all of them are up."""
+        return self._addresses("start")
+
+    def is_there(self) -> Future[list[str]]:
+        """Be done when all processes have answered; fails with the reason for which one is gone."""
+        return self._addresses("an earlier phase")
+
+    def _addresses(self, when: str) -> Future[list[str]]:
         refs = [process.address.remote() for process in self._processes]
-        return Future(refs, list, Origin(self.role, "start", tuple(range(len(self)))))
+        return Future(refs, list, Origin(self.role, when, tuple(range(len(self)))))
 
     def kill(self) -> None:
         """End all processes of the group at once; they write nothing more."""

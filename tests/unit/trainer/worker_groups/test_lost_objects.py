@@ -1,0 +1,52 @@
+"""Whoever misses the rows of a process that is gone is not to blame: that process' own end is told."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import OwnerDiedError
+
+from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
+from ppojob_trainer.worker_groups.lost_objects import explained
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+
+
+class _Group:
+    def __init__(self, failure: Exception | None = None) -> None:
+        self._failure = failure
+
+    async def is_there(self) -> list[str]:
+        if self._failure is not None:
+            raise self._failure
+        return ["10.0.0.1"]
+
+
+def groups(*failures: Exception | None) -> list[WorkerGroup[Any]]:
+    return [cast("WorkerGroup[Any]", _Group(failure)) for failure in failures]
+
+
+def missed(cause: Exception) -> WorkerFailedError:
+    error = WorkerFailedError("critic rank 0 failed in compute_advantages: OwnerDiedError")
+    error.__cause__ = cause
+    return error
+
+
+MISSED = OwnerDiedError("00", owner_address=None, call_site="")
+MEMORY = WorkerOutOfMemoryError("ref rank 0 was ended because its node ran out of memory")
+LOST = WorkerLostError("rollout rank 1 was lost")
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"), [((None, LOST), LOST), ((LOST, None, MEMORY), MEMORY), ((None, TimeoutError()), None)]
+)
+async def test_the_end_of_the_process_whose_rows_are_missed_is_told(
+    failures: tuple[Exception | None, ...], told: Exception | None
+) -> None:
+    error = missed(MISSED)
+    assert await explained(error, groups(*failures)) is (told or error)
+
+
+async def test_another_failure_stays_as_it_is() -> None:
+    error = missed(ValueError("shapes"))
+    assert await explained(error, groups(LOST)) is error

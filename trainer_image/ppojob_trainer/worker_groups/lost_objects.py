@@ -1,0 +1,35 @@
+"""A process could not read rows that another one kept, because that one is gone: which one, and why?
+
+Rows stay where they were computed, and go from there to whom the next phase is of. Ray tells the reader no more than
+that the owner died, and the owner may have nothing to do at that moment, so no call on it fails. `run` asks here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ray.exceptions import ObjectLostError
+
+from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerOutOfMemoryError
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+
+__all__ = ["explained"]
+
+_ASK_S: Final = 20.0
+"""Who computes answers when he is done; who is gone is known at once."""
+
+
+async def explained(error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]]) -> WorkerGroupError:
+    """Return the failure of the process whose rows were missed; any other error, and an unclear one, as it is."""
+    if not isinstance(error.__cause__, ObjectLostError):
+        return error
+    asked = (asyncio.wait_for(_is_there(group), _ASK_S) for group in groups)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    gone = [failure for failure in found if isinstance(failure, WorkerGroupError)]
+    return next((failure for failure in gone if isinstance(failure, WorkerOutOfMemoryError)), (gone or [error])[0])
+
+
+async def _is_there(group: WorkerGroup[Any]) -> None:
+    await group.is_there()
