@@ -124,7 +124,10 @@ class _Attempt:
                 return Outcome(0, is_finished=False)
             return await _first(asyncio.create_task(self._train()), watch)
         except WorkerGroupError as error:
-            raise await explained(error, self._groups.all() if self._groups is not None else []) from error
+            reason = await explained(error, self._groups.all() if self._groups is not None else [])
+            if reason is error:
+                raise
+            raise reason from error
         finally:
             watch.cancel()
             self._end()
