@@ -35,10 +35,10 @@ from ppojob_trainer.worker_groups.roles.rollout import (
     GpuHolder,
     RolloutGroup,
     RolloutWorker,
-    WeightsGroup,
     rollout_environment,
 )
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, join
+from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 

@@ -11,16 +11,16 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.vllm.memory_words import about_memory
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import (
     GpuHolder,
     RolloutGroup,
     RolloutWorker,
-    WeightsGroup,
-    about_memory,
 )
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
+from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 

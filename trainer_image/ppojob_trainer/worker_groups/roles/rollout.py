@@ -1,4 +1,4 @@
-"""The rollout: vLLM engines that write the responses, and the way of the policy's weights to them.
+"""The rollout: vLLM engines that write the responses. `weights` has the way of the policy's weights to them.
 
 One process for each replica; a replica has tensorParallelSize GPUs of a node, or with device cpu a node. A worker of
 vLLM's computes on each GPU; all are children of the replica's process, and the other bundles of the replica only hold
@@ -13,27 +13,23 @@ import asyncio
 import hashlib
 import os
 import queue
-import re
 import threading
-import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.transports import Transports, log_connections
+from ppojob_trainer.engines.vllm.memory_words import about_memory, end_of
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
-from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink, link_plan, verify
+from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.partition import Share, spread
-from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -47,7 +43,6 @@ __all__ = [
     "RolloutGroup",
     "RolloutOfStep",
     "RolloutWorker",
-    "WeightsGroup",
     "rollout_environment",
     "sample_seed",
     "shares_gpus",
@@ -57,11 +52,6 @@ T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LITTLE_MEMORY = re.compile(r"out of memory|is less than desired GPU memory utilization", re.IGNORECASE)
-_BEFORE_THE_WORDS = re.compile(
-    r"^(\([^()]*pid=\d+\) *)?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] *)?([\w.]*(Error|Exception): *)?"
-)
-_END_OF_LOG = 20_000
 _PAD_TOKEN = 0
 """Fills the gaps; packing drops them before a model sees anything."""
 
@@ -232,31 +222,10 @@ class RolloutWorker:
                 raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
             raise
         except RolloutError as error:
-            words = about_memory(str(error)) or about_memory(_end_of(self.seat.log_file))
+            words = about_memory(str(error)) or about_memory(end_of(self.seat.log_file))
             if words is None:
                 raise
             raise RolloutMemoryError(words) from error
-
-
-def about_memory(text: str) -> str | None:
-    """Return the last sentence of vLLM's that says that its GPU has too little memory, or None.
-
-    Its own processes say it, in their log; what reaches the caller is often no more than that they ended.
-    """
-    found = [line for line in text.splitlines() if _LITTLE_MEMORY.search(line)]
-    if not found:
-        return None
-    # Without the name of vLLM's process, the time, and the class of the error.
-    return _BEFORE_THE_WORDS.sub("", found[-1]).strip()
-
-
-def _end_of(file: Path) -> str:
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - _END_OF_LOG))
-            return log.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
@@ -380,77 +349,3 @@ class RolloutGroup:
     async def _generate(self, prompts: Table, step: int, *, is_validation: bool) -> RolloutOfStep:
         group = self.group.over(spread(len(prompts), len(self.group)))
         return RolloutOfStep(await group.call(RolloutWorker.generate, prompts, step, is_validation))
-
-
-class WeightsGroup:
-    """See `controller.ports.WeightsPort`: actor ranks send, replicas receive, the receipts are compared."""
-
-    def __init__(
-        self,
-        actor: WorkerGroup[ActorWorker],
-        rollout: RolloutGroup,
-        spec: PPOJobSpec,
-        neighbours: Sequence[WorkerGroup[Any]] = (),
-    ) -> None:
-        """`neighbours`: the models that share the rollout's GPUs."""
-        self._actor = actor
-        self._neighbours = neighbours
-        self._rollout = rollout.group
-        self._sleeps = rollout.sleeps
-        self._workers_of_replica = rollout.num_workers // len(rollout.group)
-        self._plans = link_plan(
-            spec.device,
-            num_ranks=len(actor),
-            num_receivers=rollout.num_workers,
-            is_shared=spec.placement.rollout == spec.placement.actor,
-        )
-
-    @property
-    def are_given_up(self) -> bool:
-        """See `WeightsPort`."""
-        return self._sleeps
-
-    async def connect(self) -> list[Transports]:
-        """Make the connections, once; return over what each process sends weights."""
-        plan_of = {plan.sender_rank: plan for plan in self._plans}
-        links = await self._actor.call(
-            ActorWorker.open_weights, [plan_of.get(rank) for rank in range(len(self._actor))]
-        )
-        places: dict[int, tuple[WeightLink, int]] = {}
-        for plan in self._plans:
-            link = links[plan.sender_rank]
-            assert link is not None, "a rank with a plan has a link"
-            places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
-        size = self._workers_of_replica
-        of_replicas = [[places[first + worker] for worker in range(size)] for first in range(0, len(places), size)]
-        connected = self._rollout.call(RolloutWorker.connect_weights, of_replicas)
-        senders, replicas = await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
-        return [*senders, *(worker for replica in replicas for worker in replica)]
-
-    async def push(self, version: int) -> dict[str, float]:
-        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/...: how long
-        they took, without waking the engines up. comm_gb_per_s/...: of a whole model, as each of vLLM's GPUs gets.
-
-        Raises:
-            WeightSyncError: a replica has other weights than the actor.
-        """
-        if self._sleeps:
-            freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
-            await asyncio.gather(*freed)
-            await self._rollout.call(RolloutWorker.wake, "weights")
-        started = time.perf_counter()
-        sent, received = await asyncio.gather(
-            self._actor.call(ActorWorker.push_weights, version),
-            self._rollout.call(RolloutWorker.update_weights, version),
-        )
-        seconds, sizes = time.perf_counter() - started, []
-        for plan in self._plans:
-            receipt = sent[plan.sender_rank]
-            assert receipt is not None, "a rank with a plan has sent"
-            sizes.append(receipt.num_bytes)
-            # All workers of a replica have the same, or it would have said so.
-            verify(receipt, [received[receiver // self._workers_of_replica] for receiver in plan.receivers])
-        if self._sleeps:
-            await self._rollout.call(RolloutWorker.wake, "kv_cache")
-        moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
-        return {f"comm_{what}/update_weights": number for what, number in moved.items()}
