@@ -15,6 +15,7 @@ from functools import partial
 from ppojob_api.v1alpha1.model import FrozenOffload, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
@@ -53,17 +54,19 @@ class Need:
 def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Need]]:
     """Return what the roles in `sizes` (actor, critic, ref, reward_model) need, by pool."""
     found: dict[str, list[Need]] = {}
-    model, batch = spec.model, spec.data.train_batch_size
+    model, batch, pool_of = spec.model, spec.data.train_batch_size, pools_of_roles(spec)
+    trained: dict[str, tuple[TrainedModel, ActorSpec | CriticSpec]] = {
+        "actor": (model.actor, spec.actor),
+        "critic": (model.critic, spec.critic),
+    }
     for role, size in sizes.items():
-        pool = _pool_of(spec, role)
+        pool = pool_of[role]
         gpus = spec.pool(pool).gpus
         share, tokens = size.num_parameters / gpus, partial(_tokens, spec, gpus)
-        if role == "actor":
-            full = tokens(spec.actor.mini_batch_size, spec.actor.max_tokens_per_gpu)
-            need = _trained(role, share, model.actor, full * _kept(size, model.actor, spec.actor))
-        elif role == "critic":
-            full = tokens(spec.critic.mini_batch_size, spec.critic.max_tokens_per_gpu)
-            need = _trained(role, share, model.critic, full * _kept(size, model.critic, spec.critic))
+        if role in trained:
+            own, training = trained[role]
+            full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
+            need = _trained(role, share, own, full * _kept(size, own, training))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
@@ -72,10 +75,6 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
         found.setdefault(pool, []).append(need)
     return found
-
-
-def _pool_of(spec: PPOJobSpec, role: str) -> str:
-    return str(getattr(spec.placement, "reward" if role == "reward_model" else role))
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:

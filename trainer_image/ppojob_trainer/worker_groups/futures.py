@@ -34,7 +34,7 @@ from ppojob_trainer.worker_groups.errors import (
 from ppojob_trainer.worker_groups.memory import explain_memory
 from ppojob_trainer.worker_groups.table import StoredRows, Table
 
-__all__ = ["Future", "Origin", "TableFuture"]
+__all__ = ["Future", "Origin", "TableFuture", "rank_of_explanation"]
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Future(Generic[T]):
             for rank, answer in zip(self._origin.ranks, answers, strict=True)
             if answer.done() and not answer.cancelled() and (error := answer.exception()) is not None
         ]
-        failure = min(failures, key=_rank_of_explanation)
+        failure = min(failures, key=rank_of_explanation)
         raise failure from failure.__cause__
 
     def _note_unanswered(self, is_answered: Sequence[bool]) -> None:
@@ -172,8 +172,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _rank_of_explanation(failure: WorkerGroupError) -> int:
-    """Memory explains a death, a named error explains a lost peer, and a peer's broken connection explains nothing."""
+def rank_of_explanation(failure: WorkerGroupError) -> int:
+    """Tell which of several failures is told, the least: memory explains a death, a named error a lost peer.
+
+    A peer's broken connection explains nothing.
+    """
     if isinstance(failure, WorkerOutOfMemoryError):
         return 0
     if isinstance(failure, WorkerLostError):

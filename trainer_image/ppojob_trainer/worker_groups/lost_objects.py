@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from ray.exceptions import ObjectLostError
 
-from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerOutOfMemoryError
+from ppojob_trainer.worker_groups.errors import WorkerGroupError
+from ppojob_trainer.worker_groups.futures import rank_of_explanation
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 __all__ = ["explained"]
@@ -28,7 +29,7 @@ async def explained(error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]])
     asked = (asyncio.wait_for(_is_there(group), _ASK_S) for group in groups)
     found = await asyncio.gather(*asked, return_exceptions=True)
     gone = [failure for failure in found if isinstance(failure, WorkerGroupError)]
-    return next((failure for failure in gone if isinstance(failure, WorkerOutOfMemoryError)), (gone or [error])[0])
+    return min(gone, key=rank_of_explanation, default=error)
 
 
 async def _is_there(group: WorkerGroup[Any]) -> None:
