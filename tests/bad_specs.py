@@ -1,72 +1,14 @@
 """Bad PPOJobs, one mistake each: what `parse_manifest` says of it, and whether the API server refuses it too.
 
 The unit tests of the contract and the integration test against the real API server read this table, so that both
-languages of a rule, Python and CEL, are held to the same answer. `GOOD` is what all of them begin from.
+languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOOD` is what all of them begin from.
 """
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-GOOD: dict[str, Any] = {
-    "apiVersion": "ppojob.dev/v1alpha1",
-    "kind": "PPOJob",
-    "metadata": {"name": "good"},
-    "spec": {
-        "image": "trainer:1",
-        "model": {"actor": {"path": "/data/model"}},
-        "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum"}},
-            "trainBatchSize": 16,
-        },
-        "reward": {"function": {"module": "ppojob_trainer.rewards.reasoning_gym"}},
-        "actor": {"miniBatchSize": 8},
-        "critic": {"miniBatchSize": 8},
-        "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
-        "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "ppojob-data"},
-    },
-}
+from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
-Step = str | int
-GONE = object()
-"""Takes the field out."""
-
-
-@dataclass(frozen=True)
-class BadSpec:
-    """One mistake."""
-
-    name: str
-    changes: Mapping[tuple[Step, ...], Any]
-    """New values by their places in `GOOD`."""
-    path: str
-    """The path of the field that is named."""
-    says: str
-    """What the message must contain: the remedy, or the bound."""
-    shows: str = ""
-    """The value that must be shown."""
-    server_refuses: bool = True
-    """Whether the API server refuses it, with strict field validation as kubectl asks for."""
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the whole bad PPOJob."""
-        return with_changes(self.changes)
-
-
-def with_changes(changes: Mapping[tuple[Step, ...], Any]) -> dict[str, Any]:
-    """Return `GOOD` with values changed, added or taken out."""
-    manifest = copy.deepcopy(GOOD)
-    for (*parents, last), value in changes.items():
-        node: Any = manifest
-        for step in parents:
-            node = node.setdefault(step, {}) if isinstance(node, dict) else node[step]
-        if value is GONE:
-            del node[last]
-        else:
-            node[last] = copy.deepcopy(value)
-    return manifest
+__all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]
 
 
 def _spec(*place: Step) -> tuple[Step, ...]:
@@ -93,6 +35,15 @@ BAD_SPECS = (
             "spec.placement.critic", "use one of actor, critic", shows="'critics'"),
     BadSpec("reward placed in a missing pool", {_spec("placement", "reward"): "cpu"},
             "spec.placement.reward", "there is no pool of this name", shows="'cpu'"),
+    BadSpec("a missing pool lent to the rollout", {_spec("placement", "lentToRollout"): ["critics"]},
+            "spec.placement.lentToRollout[0]", "use one of actor, critic", shows="'critics'"),
+    BadSpec("the rollout's own pool lent to it", {_spec("placement", "lentToRollout"): ["critic", "actor"]},
+            "spec.placement.lentToRollout[1]", "take it out", shows="'actor'"),
+    BadSpec("a pool lent twice", {_spec("placement", "lentToRollout"): ["critic", "critic"]},
+            "spec.placement.lentToRollout[1]", "named twice", shows="'critic'"),
+    BadSpec("replica on more GPUs than a node of a lent pool has",
+            {_spec("rollout"): {"tensorParallelSize": 2}, _spec("placement", "lentToRollout"): ["critic"]},
+            "spec.rollout.tensorParallelSize", "does not divide the 1 GPUs of a node of pool critic", shows="2"),
     BadSpec("no place for the actor", {_spec("placement", "actor"): GONE},
             "spec.placement.actor", "required"),
     BadSpec("zero GPUs", {_spec("pools", 0, "gpusPerNode"): 0},

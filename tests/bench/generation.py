@@ -72,11 +72,15 @@ def _spec(job: Path) -> PPOJobSpec:
     return resolve(spec)
 
 
+def _pool(spec: PPOJobSpec) -> str:
+    return spec.placement.rollout_pools[0]
+
+
 def _environment(spec: PPOJobSpec) -> dict[str, str]:
     """Return what a replica's process has, its threads included."""
-    replicas = spec.pool(str(spec.placement.rollout)).gpus // spec.rollout.tensor_parallel_size
+    replicas = spec.pool(_pool(spec)).gpus // spec.rollout.tensor_parallel_size
     threads = num_threads(replicas, has_gpu=spec.device is Device.CUDA)
-    return rollout_environment(spec) | {"OMP_NUM_THREADS": str(threads)}
+    return rollout_environment(spec, _pool(spec)) | {"OMP_NUM_THREADS": str(threads)}
 
 
 async def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> list[float]:
@@ -85,7 +89,7 @@ async def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> lis
 
     prompts = _prompts(spec)
     sampling = SamplingOptions.training(spec)
-    engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+    engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, _pool(spec))))
     await engine.start()
     seconds = []
     try:

@@ -8,6 +8,7 @@
     A+C-without-OVERLAP           the same, Overlapped without one overlap, to measure what it is worth: values,
                                   reference, next-generation, weight-sync (which takes next-generation with it),
                                   streaming, old-log-prob; also split-without-OVERLAP
+    A+C-lent                      the same, Overlapped, with the critic's pool lent to the rollout; also split-lent
     rollout-alone, ref-alone      that role in a pool of its own, from three GPUs on
     reward-alone                  a reward model in a pool of its own, from three GPUs on
 
@@ -32,7 +33,8 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
         for overlap in Overlap
     },
 }
-_SUFFIX = "|".join(_SCHEDULES)
+_LENT = "-lent"
+_SUFFIX = "|".join([*_SCHEDULES, _LENT])
 _SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
 _HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
 _COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?")
@@ -46,7 +48,7 @@ def layouts(num_gpus: int) -> dict[str, Layout]:
     """Return the layouts that make sense on so many GPUs; each has all of them."""
     names = ["colocated"]
     if num_gpus > 1:
-        names += ["split-serial", "split-parallel-update", "split-overlapped"]
+        names += ["split-serial", "split-parallel-update", "split-overlapped", "split-lent"]
     if num_gpus > 2:
         halves = (num_gpus + 1) // 2
         names += [f"{actor}+{num_gpus - actor}" for actor in range(num_gpus - 1, 0, -1) if actor != halves]
@@ -71,18 +73,19 @@ def _find(name: str, num_gpus: int) -> Layout:
     if match := _COLOCATED.fullmatch(name):
         return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, _SERIAL)
     if match := _SPLIT.fullmatch(name):
-        return _split(int(match["actor"]), int(match["critic"]), _SCHEDULES.get(match["schedule"], _OVERLAPPED))
+        return _split(int(match["actor"]), int(match["critic"]), match["schedule"])
     if num_gpus > 1 and (match := _HALVES.fullmatch(name)):
         actor = (num_gpus + 1) // 2
-        return _split(actor, num_gpus - actor, _SCHEDULES[match["schedule"]])
+        return _split(actor, num_gpus - actor, match["schedule"])
     role = name.removesuffix("-alone")
     if num_gpus > 2 and role != name and role in _ALONE:
         return _alone(role, num_gpus)
     raise ValueError(f"there is no layout {name} on {num_gpus} GPUs: take some of {', '.join(layouts(num_gpus))}")
 
 
-def _split(actor: int, critic: int, schedule: dict[str, Any]) -> Layout:
-    return _layout({"actor": actor, "critic": critic}, {}, schedule)
+def _split(actor: int, critic: int, suffix: str) -> Layout:
+    lent = {"lentToRollout": ["critic"]} if suffix == _LENT else {}
+    return _layout({"actor": actor, "critic": critic}, lent, _SCHEDULES.get(suffix, _OVERLAPPED))
 
 
 def _alone(role: str, num_gpus: int) -> Layout:
@@ -94,7 +97,7 @@ def _alone(role: str, num_gpus: int) -> Layout:
     return found | {"reward": {"type": "Both"}} if role == "reward" else found
 
 
-def _layout(gpus: dict[str, int], placement: dict[str, str], schedule: dict[str, Any]) -> Layout:
+def _layout(gpus: dict[str, int], placement: dict[str, Any], schedule: dict[str, Any]) -> Layout:
     resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
     pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
     split = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"}

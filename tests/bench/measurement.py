@@ -19,8 +19,8 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.controller.layout import layout_of
-from ppojob_trainer.controller.phases import busy_seconds
-from ppojob_trainer.controller.step_time import Layout, is_of_step, role_of
+from ppojob_trainer.controller.phases import Phase, busy_seconds
+from ppojob_trainer.controller.step_time import Layout, is_of_step
 from ppojob_trainer.telemetry.trace import Span, read_trace
 
 WARM_UP_STEPS = 3
@@ -68,15 +68,13 @@ class Result:
         layout = self.layout
         work: dict[str, float] = {}
         for phase, seconds in self.phases().items():
-            pool = layout.pool_of.get(role_of(phase, layout.pool_of))
-            if pool is not None:
+            for pool in layout.pools_of(phase):
                 work[pool] = work.get(pool, 0.0) + seconds
         return self.step_s / max(work.values())
 
     def replicas(self) -> int:
         """Return the number of vLLM's engines."""
-        pool = self.spec.pool(str(self.spec.placement.rollout))
-        return pool.gpus // self.spec.rollout.tensor_parallel_size
+        return self.layout.gpus_of(Phase.GENERATE) // self.spec.rollout.tensor_parallel_size
 
 
 def measure(name: str, job: Mapping[str, Any], folder: Path) -> Result:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
+from ppojob_trainer.controller.phases import Phase
 from tests.bench import workload
 from tests.bench.floors import floors, num_parameters
 from tests.bench.measurement import WARM_UP_STEPS, Result
@@ -18,7 +19,7 @@ PHASES = (
     "gen", "old_log_prob", "values", "ref", "reward", "reward_model", "adv", "update_critic", "update_actor",
     "update_weights",
 )  # fmt: skip
-_ROLES = ("actor", "rollout", "critic", "ref")
+_ROLES = ("actor", "critic", "ref")
 
 
 def table(results: Sequence[Result], size: workload.Size, alone_s: Mapping[int, float]) -> Table:
@@ -76,6 +77,7 @@ def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]
 
 def _floors(result: Result, size: workload.Size) -> dict[str, float]:
     gpus = {role: result.spec.pool(str(getattr(result.spec.placement, role))).gpus for role in _ROLES}
+    gpus["rollout"] = result.layout.gpus_of(Phase.GENERATE)
     recomputes = {role: _recomputes(result, role) for role in ("actor", "critic")}
     return floors(workload.SHAPES[size.shape], size, gpus, recomputes)
 

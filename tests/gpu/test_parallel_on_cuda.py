@@ -120,6 +120,13 @@ APART = {
     "rollout": {},
 }
 
+LENT = {
+    **APART,
+    "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
+    "placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]},
+}
+BORROWING = {**APART, "placement": {"actor": "train", "rollout": "write", "lentToRollout": ["train"]}}
+
 
 def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -157,6 +164,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("actor sequence 2, critic tensor 2, rollout tensor 2", ONE_POOL),
         ("actor tensor 2, critic sequence 2, 2 replicas", ACTOR_DIVIDED),
         ("actor and critic 1, rollout in a pool of its own", APART),
+        ("split, and the critic's pool lent to the rollout", LENT),
+        ("rollout in a pool of its own, and the trainers' lent to it", BORROWING),
     ],
 )
 def test_whole_runs(name: str, changes: dict[str, Any], small_model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ _POOL_OF = {
     ),
 }
 """The pool of a trained role, and when it has none."""
-_ROLLOUT_POOL = "(has(self.placement.rollout) ? self.placement.rollout : self.placement.actor)"
+ROLLOUT_POOL = "(has(self.placement.rollout) ? self.placement.rollout : self.placement.actor)"
+"""In CEL."""
 
 PARALLEL_RULES = [
     *(
@@ -61,9 +62,11 @@ PARALLEL_RULES = [
     Rule(
         rule=(
             "self.rollout.tensorParallelSize == 1 || "
-            f"self.pools.all(p, p.name != {_ROLLOUT_POOL} || p.gpusPerNode % self.rollout.tensorParallelSize == 0)"
+            f"self.pools.all(p, p.name != {ROLLOUT_POOL} && "
+            "!(has(self.placement.lentToRollout) && p.name in self.placement.lentToRollout) || "
+            "p.gpusPerNode % self.rollout.tensorParallelSize == 0)"
         ),
-        message="rollout.tensorParallelSize must divide gpusPerNode of the rollout's pool",
+        message="rollout.tensorParallelSize must divide gpusPerNode of the rollout's pool, and of those lent to it",
         field_path=".rollout.tensorParallelSize",
     ),
     Rule(
@@ -111,13 +114,13 @@ def _peers_are_of_one_kind(spec: "PPOJobSpec") -> "Iterator[Problem]":
 
 def _replicas_fit_their_nodes(spec: "PPOJobSpec") -> "Iterator[Problem]":
     size = spec.rollout.tensor_parallel_size
-    name = spec.placement.rollout or spec.placement.actor
+    names = spec.placement.rollout_pools
     if size > 1 and spec.device is Device.CPU:
         remedy = "with device cpu a replica has a whole node: leave it at 1"
         yield "rollout.tensorParallelSize", size, remedy
     for pool in spec.pools:
-        if pool.name == name and pool.gpus_per_node % size:
-            remedy = f"does not divide the {pool.gpus_per_node} GPUs of a node of pool {name}: use a divisor"
+        if pool.name in names and pool.gpus_per_node % size:
+            remedy = f"does not divide the {pool.gpus_per_node} GPUs of a node of pool {pool.name}: use a divisor"
             yield "rollout.tensorParallelSize", size, remedy
 
 

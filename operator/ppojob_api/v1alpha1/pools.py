@@ -145,3 +145,13 @@ class Placement(ApiModel):
     """Pool of the reference policy. Absent: the critic's, else the actor's."""
     reward: DNSLabel | None = None
     """Pool of the reward workers. Absent: the critic's, else the actor's."""
+    lent_to_rollout: (
+        Annotated[list[DNSLabel], Field(max_length=6, json_schema_extra={"x-kubernetes-list-type": "set"})] | None
+    ) = None
+    """Further pools whose GPUs write responses, such as the critic's, which would idle meanwhile: each gets rollout
+    engines of its own, which sleep outside generation where the pool trains."""
+
+    @property
+    def rollout_pools(self) -> tuple[str, ...]:
+        """Every pool with rollout engines, the rollout's own first."""
+        return (self.rollout or self.actor, *(self.lent_to_rollout or ()))

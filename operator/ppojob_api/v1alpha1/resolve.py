@@ -104,11 +104,13 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
 
 
 def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
-    """Yield the roles of a resolved spec, each with its pool."""
+    """Yield the roles of a resolved spec, each with its pool; the rollout with each that it has engines in."""
     for role in Role:
         name = getattr(spec.placement, role.value)
         if name is not None:
             yield role, spec.pool(name)
+    for name in spec.placement.rollout_pools[1:]:
+        yield Role.ROLLOUT, spec.pool(name)
 
 
 def _placement(spec: PPOJobSpec) -> Placement:

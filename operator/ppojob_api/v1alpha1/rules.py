@@ -11,6 +11,7 @@ from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS
 from ppojob_api.v1alpha1.layout import RELAID
+from ppojob_api.v1alpha1.lending_rules import LENDING_CHECKS, LENDING_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
@@ -99,6 +100,7 @@ SPEC_RULES = [
     ),
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *LENDING_RULES,
     *QUEUE_RULES,
 ]
 
@@ -271,6 +273,7 @@ _CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
+    *LENDING_CHECKS,
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,

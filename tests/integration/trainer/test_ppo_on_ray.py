@@ -205,14 +205,18 @@ def test_a_run_that_was_stopped_and_resumed_in_serial_has_the_same_numbers(
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [{"mode": "Serial"}, {"mode": "ParallelUpdate"}, {"mode": "Overlapped", "without": ["Values", "Streaming"]}],
-    ids=lambda schedule: "-without-".join([schedule["mode"], *schedule.get("without", [])]),
+    "changes",
+    [
+        pytest.param({"schedule": {"mode": "Serial"}}, id="Serial"),
+        pytest.param({"schedule": {"mode": "ParallelUpdate"}}, id="ParallelUpdate"),
+        pytest.param({"schedule": {"mode": "Overlapped", "without": ["Values", "Streaming"]}}, id="without"),
+        pytest.param({"placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]}}, id="lent"),
+    ],
 )
 def test_every_schedule_trains_the_same_weights(
-    overlapped: Run, model: Path, tmp_path: Path, schedule: dict[str, Any]
+    overlapped: Run, model: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    outcome = run_job(job_of(tmp_path, spec_of(model, schedule=schedule)), attempt=0, stop=threading.Event())
+    outcome = run_job(job_of(tmp_path, spec_of(model, **changes)), attempt=0, stop=threading.Event())
 
     assert outcome == overlapped.outcome
     records = records_of(tmp_path)

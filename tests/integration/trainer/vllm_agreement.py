@@ -59,7 +59,7 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
     policy = PolicyEngine(parallel, ActorModel(path=path), training, KL(), total_steps=10)
     plan = LinkPlan(0, backend, (0,))
-    return Trainer(policy, WeightSender(policy.weights(), plan, "127.0.0.1", LIMIT_SECONDS, parallel.device))
+    return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 
 
 async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> Any:
@@ -107,7 +107,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     seen = {"same_in_any_order": torch.equal(first.tensor("responses"), again.tensor("responses"))}
     seen["diff_at_start"] = probs_diff(trainer, first)
 
-    link = trainer.sender.listen()
+    (link,) = trainer.sender.listen()
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
     await engine.sleep()
     await engine.wake("weights")

@@ -61,6 +61,14 @@ def test_every_role_in_use_has_a_pool(changes: dict[tuple[str | int, ...], Any],
     assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
 
 
+def test_a_pool_that_is_lent_has_the_rollout_too() -> None:
+    spec = _resolved({("spec", "placement", "lentToRollout"): ["critic"]})
+
+    assert [pool.name for role, pool in roles(spec) if role is Role.ROLLOUT] == ["actor", "critic"]
+    assert spec.placement.rollout_pools == ("actor", "critic")
+    assert _resolved({}).placement.rollout_pools == ("actor",)
+
+
 @pytest.mark.parametrize(
     ("changes", "mode"),
     [

@@ -23,6 +23,7 @@ def test_it_has_the_variables_and_the_threads_of_a_replica(device: str, replicas
     found = _environment(spec)
 
     assert found["OMP_NUM_THREADS"] == str(num_threads(replicas, has_gpu=device == "cuda"))
-    assert {name: found[name] for name in rollout_environment(spec) if name != "OMP_NUM_THREADS"} == {
-        name: value for name, value in rollout_environment(spec).items() if name != "OMP_NUM_THREADS"
+    wanted = rollout_environment(spec, spec.placement.rollout_pools[0])
+    assert {name: found[name] for name in wanted if name != "OMP_NUM_THREADS"} == {
+        name: value for name, value in wanted.items() if name != "OMP_NUM_THREADS"
     }

@@ -17,7 +17,7 @@ from typing import Any, Generic
 
 from ppojob_trainer.controller.ports import B, Metrics
 
-__all__ = ["Early", "ForwardPhase", "join_parts", "on_whole"]
+__all__ = ["Early", "ForwardPhase", "join_parts", "on_whole", "together"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Seque
             await phases[name].ready()
             found[name] = await phases[name].compute(batch)
 
-    await _together(follow(names) for names in chains)
+    await together(follow(names) for names in chains)
     return found
 
 
@@ -120,7 +120,7 @@ async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[
     return parts
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Await all; the first failure ends the others and is raised as it is."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -5,12 +5,19 @@ Called by `run`, `groups`, the monitor and the benchmark.
 
 from __future__ import annotations
 
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.generation import OWN
 from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.controller.step_time import Layout
 
-__all__ = ["layout_of", "pools_of_phases", "pools_of_roles"]
+__all__ = ["layout_of", "lent_role", "pools_of_phases", "pools_of_roles"]
+
+
+def lent_role(pool: str) -> str:
+    """Return the role of the engines in a pool that is lent to the rollout."""
+    return f"{OWN}_{pool}"
 
 
 def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
@@ -25,6 +32,7 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
         "reward": placement.reward,
         "reward_model": placement.reward if spec.reward.uses_model else None,
         **{worker.name: worker.pool for worker in spec.workers},
+        **{lent_role(pool): pool for pool in placement.rollout_pools[1:]},
     }
     return {role: pool for role, pool in named.items() if pool is not None}
 
@@ -47,4 +55,8 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         schedule=schedule_of(spec.schedule.mode, spec.schedule.without),
         hooks=hooks,
         is_one_update=is_one_update(spec),
+        lent=spec.placement.rollout_pools[1:],
+        engines_sleep=spec.device is Device.CUDA
+        and spec.rollout.sleep
+        and not {spec.placement.actor, spec.placement.critic}.isdisjoint(spec.placement.rollout_pools),
     )

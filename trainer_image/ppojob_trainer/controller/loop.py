@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_trainer.controller.errors import StoppedError
+from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, CheckpointPort, MonitorPort, Ports
@@ -75,6 +76,7 @@ class TrainingLoop(Generic[B]):
         self._checkpoints = checkpoints
         self._monitor = monitor
         self._phases = phases
+        self._generation = Generation(ports, phases)
         self._schedule = schedule
         self._settings = settings
         self._step = 0
@@ -117,7 +119,7 @@ class TrainingLoop(Generic[B]):
         self._ppo.restore_kl(state["kl"])
         self._step = self._saved_step = step
         # The engines have loaded the initial weights.
-        await self._phases.run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
+        await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
         self._monitor.resumed(step)
 
     async def _steps(self) -> None:
@@ -250,8 +252,7 @@ class TrainingLoop(Generic[B]):
     async def _validation_metrics(self) -> dict[str, float]:
         ports, step = self._ports, self._step
         prompts = await self._phases.run(Phase.VALIDATE, "data", step, ports.data.validation_prompts())
-        writing = ports.rollout.generate_for_validation(prompts)
-        rollout = await self._phases.run_alone(Phase.VALIDATE, "rollout", step, writing)
+        rollout = await self._generation.validate(prompts, step)
         scores = "reward" if ports.reward.model is None else "reward_model"
         judging = ports.reward.validate(prompts.union(rollout.batch))
         return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ppojob_trainer.controller.errors import PhaseTimeoutError
@@ -84,19 +85,22 @@ class Phases:
         self._trace = trace
         self._clock = clock
         self._records: list[PhaseRecord] = []
-        self._running: dict[int, PhaseRecord] = {}
+        self._running: dict[int, list[PhaseRecord]] = {}
         self._count = 0
 
-    async def run(self, phase: str, role: str, step: int, work: Awaitable[T]) -> T:
+    async def run(self, phase: str, role: str, step: int, work: Awaitable[T], *, also: Sequence[str] = ()) -> T:
         """Await `work` and note when.
+
+        Args:
+            also: further roles whose pools the work keeps busy.
 
         Raises:
             PhaseTimeoutError: it was not done in time.
         """
         self._count += 1
-        number, pool = self._count, self._pool_of.get(role, "")
+        number, pools = self._count, {each: self._pool_of.get(each, "") for each in (role, *also)}
         start = self._clock()
-        self._running[number] = PhaseRecord(phase, role, pool, step, start, start)
+        self._running[number] = [PhaseRecord(phase, each, pool, step, start, start) for each, pool in pools.items()]
         current = CurrentPhase(phase, role, step, deadline=start + self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
@@ -107,22 +111,25 @@ class Phases:
                 raise PhaseTimeoutError(phase, role, self._timeout_s, current.unanswered) from error
             raise
         finally:
-            del self._running[number]
-            self._note(PhaseRecord(phase, role, pool, step, start, self._clock()))
+            for record in self._running.pop(number):
+                self._note(replace(record, end=self._clock()))
 
-    async def run_alone(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
-        """`run`, once the role's pool has done all that asked before; its time and its limit begin then.
+    async def run_alone(
+        self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T], *, also: Sequence[str] = ()
+    ) -> T:
+        """`run`, once the pools of its roles have done all that asked before; its time and its limit begin then.
 
-        A phase has one pool and its work asks for no other, so those that wait for each other never stand in a circle.
+        A phase asks for its pools in one order and its work asks for no other, so those that wait for each other never
+        stand in a circle.
 
         Raises:
             PhaseTimeoutError: it was not done in time.
         """
-        if role not in self._pool_of:
-            return await self.run(phase, role, step, work)
         try:
-            async with self._turns[self._pool_of[role]]:
-                return await self.run(phase, role, step, work)
+            async with AsyncExitStack() as turns:
+                for pool in sorted({self._pool_of[each] for each in (role, *also) if each in self._pool_of}):
+                    await turns.enter_async_context(self._turns[pool])
+                return await self.run(phase, role, step, work, also=also)
         finally:
             # Who was dropped while waiting has not begun it.
             work.close()
@@ -148,7 +155,7 @@ class Phases:
 
     def close_window(self, start: float, end: float) -> dict[str, float]:
         """Return `window_metrics` from `start` to `end`, running phases included."""
-        running = [PhaseRecord(r.phase, r.role, r.pool, r.step, r.start, end) for r in self._running.values()]
+        running = [replace(record, end=end) for records in self._running.values() for record in records]
         return window_metrics([*self._records, *running], sorted(set(self._pool_of.values())), start, end)
 
     def forget(self, step: int) -> None:
@@ -160,21 +167,25 @@ def window_metrics(records: Sequence[PhaseRecord], pools: Sequence[str], start: 
     """Say how busy the pools were between two times, in seconds.
 
     pool/<name>/busy_fraction: share of the time in which some phase of the pool ran. pool/<name>/idle_s: the rest.
-    overlap/saved_s: what the phases would have taken one after the other, less the time in which any of them ran.
+    overlap/saved_s: what the phases would have taken one after the other, less the time in which any of them ran; a
+    phase that runs in several pools counts once.
     """
     inside = [
-        (record.pool, (max(record.start, start), min(record.end, end)))
+        replace(record, start=max(record.start, start), end=min(record.end, end))
         for record in records
         if record.end > start and record.start < end
     ]
     length = max(end - start, 1e-9)
     metrics: dict[str, float] = {}
     for name in pools:
-        busy = busy_seconds(span for pool, span in inside if pool == name)
+        busy = busy_seconds((record.start, record.end) for record in inside if record.pool == name)
         metrics[f"pool/{name}/busy_fraction"] = min(1.0, busy / length)
         metrics[f"pool/{name}/idle_s"] = max(0.0, length - busy)
-    spans = [span for _, span in inside]
-    metrics["overlap/saved_s"] = sum(stop - begin for begin, stop in spans) - busy_seconds(spans)
+    spans_of: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for record in inside:
+        spans_of.setdefault((record.phase, record.step), []).append((record.start, record.end))
+    spans = [span for found in spans_of.values() for span in found]
+    metrics["overlap/saved_s"] = sum(busy_seconds(found) for found in spans_of.values()) - busy_seconds(spans)
     return metrics
 
 

@@ -7,7 +7,7 @@ and passes it on. What the controller does see are ids, lengths, scalars and met
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -113,7 +113,12 @@ class DataPort(Protocol[B_co]):
 
 
 class RolloutPort(Protocol[B]):
-    """The engines that write responses."""
+    """The engines of a pool, which write responses."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines that write at the same time."""
+        ...
 
     async def generate(self, prompts: B, step: int) -> Rollout[B]:
         """Write a response to each row; each sample's seed depends on run seed, step, prompt and sample only."""
@@ -123,8 +128,8 @@ class RolloutPort(Protocol[B]):
         """Write the same responses as `generate`, and yield them in the order in which they are finished."""
         ...
 
-    async def finished(self, batch: B) -> Rollout[B]:
-        """Return what `generate` would have, from the rows of a whole stream."""
+    def joined(self, batch: B) -> Rollout[B]:
+        """Return what `generate` would have, from rows that were written in parts."""
         ...
 
     async def generate_for_validation(self, prompts: B) -> Rollout[B]:
@@ -233,7 +238,10 @@ class WeightsPort(Protocol):
 
     @property
     def are_given_up(self) -> bool:
-        """Whether the engines give the weights up once they have generated, and need even unchanged ones again."""
+        """Whether engines give the weights up once they have generated, and need even unchanged ones again.
+
+        Then a push takes memory in every pool that has engines.
+        """
         ...
 
     async def push(self, version: int) -> Metrics:
@@ -245,7 +253,8 @@ class WeightsPort(Protocol):
 class Ports(Generic[B]):
     """All that one step calls. critic and ref are None where the algorithm reads neither values nor a reference.
 
-    hooks: in the order in which those of the same point are called.
+    hooks: in the order in which those of the same point are called. lent: the engines in pools that are lent to the
+    rollout, by the role under which their phases run.
     """
 
     data: DataPort[B]
@@ -257,6 +266,7 @@ class Ports(Generic[B]):
     advantages: AdvantagePort[B]
     weights: WeightsPort
     hooks: Sequence[HookPort[B]] = ()
+    lent: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
 
 
 class CheckpointPort(Protocol):

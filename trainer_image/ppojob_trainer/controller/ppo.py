@@ -10,12 +10,14 @@
   a phase waits for its turn in its pool (`Phases.run_alone`). So where the rollout is in the critic's pool,
   update_weights N and gen N+1 come after update_critic N. A reward model is a phase of its pool; a reward function runs
   on CPU cores, beside whatever its pool's GPUs do.
+* In a pool that is lent to the rollout the engines write their part of gen N+1 after update_critic N, and values N+1
+  come after that. Engines that sleep take memory with the weights: then update_weights N waits for that pool too.
 * Responses go to the other pools as they are finished: see `forward`. Where a user's worker changes the batch after
   gen, all of it must be there first.
 * The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
   is laid over the batch.
 * The weights go out when the actor is done. In a pool without the critic they never wait for it, and neither does the
-  next generation.
+  next generation, but for engines in a pool that is lent.
 * values N+1 wait for update_critic N, so every number is that of the serial order.
 * With one minibatch and one epoch the policy that updates is the one that generated: old_log_prob is left out.
 
@@ -32,7 +34,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
-from ppojob_trainer.controller.forward import Early, ForwardPhase, join_parts, on_whole
+from ppojob_trainer.controller.forward import Early, ForwardPhase, on_whole
+from ppojob_trainer.controller.generation import Generation
 from ppojob_trainer.controller.metrics import length_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
@@ -94,6 +97,7 @@ class PPO(Generic[B]):
         self._phases = phases
         self._settings = settings
         self._kl = kl
+        self._generation = Generation(ports, phases)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._early: Early[B] | None = None
@@ -105,8 +109,7 @@ class PPO(Generic[B]):
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, early = await self._stream(prompts.batch, step)
         else:
-            writing = self._ports.rollout.generate(prompts.batch, step)
-            rollout = await self._run(Phase.GENERATE, "rollout", step, writing)
+            rollout = await self._generation.write(prompts.batch, step)
         # A worker sees the points of all steps in their order.
         await self._hook_metrics()
         batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
@@ -161,8 +164,11 @@ class PPO(Generic[B]):
             return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
-        moved = await self._run(Phase.UPDATE_WEIGHTS, "rollout", step, self._ports.weights.push(step))
-        return {**updated, **moved}
+        own, *lent = self._generation.roles
+        # Engines that slept take memory, which the other roles of their pools must not use meanwhile.
+        also = lent if self._ports.weights.are_given_up else []
+        pushing = self._ports.weights.push(step)
+        return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""
@@ -230,16 +236,12 @@ class PPO(Generic[B]):
         phases = self._forward_phases(step)
         chains = [names for chain, names in self._chains(phases).items() if self._is_early(chain)]
         early = self._early = Early(phases, chains)
-        parts: list[tuple[Sequence[int], B]] = []
 
-        async def written() -> Rollout[B]:
-            async for part in self._ports.rollout.stream(prompts, step):
-                parts.append((part.rows, part.batch))
-                early.add(part.rows, prompts.take(part.rows).union(part.batch))
-            return await self._ports.rollout.finished(join_parts(parts))
+        def take(rows: Sequence[int], responses: B) -> None:
+            early.add(rows, prompts.take(rows).union(responses))
 
         try:
-            rollout = await self._run(Phase.GENERATE, "rollout", step, written())
+            rollout = await self._generation.stream(prompts, step, take)
         except BaseException:
             early.cancel()
             raise
@@ -262,8 +264,8 @@ class PPO(Generic[B]):
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
     def _is_early(self, chain: str) -> bool:
-        """Whether the phases of a chain may run while the rollout generates."""
-        return chain != self._settings.pool_of["rollout"]
+        """Whether the phases of a chain may run while engines write: they do in the chain's pool."""
+        return chain not in {self._settings.pool_of[role] for role in self._generation.roles}
 
     def _forward_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
         """Return the forward phases of a step, in the serial order."""

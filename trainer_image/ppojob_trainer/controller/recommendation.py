@@ -1,22 +1,25 @@
 """What the measured phases say about the sizes of the pools: sentences for people, and layouts for programs.
 
-Three questions, each answered where the answer is worth something: which pool could do with fewer GPUs, which one
-would gain by more, and whether the same GPUs would be better off in another pool. The seconds are `prediction`'s;
-what they leave out is said in `cost_model`. Fewer GPUs hold more of each model: where the memory was measured, a
-layout that might not fit is left out. Pure; called by `main`'s monitor.
+Four questions, each answered where the answer is worth something: which pool could do with fewer GPUs, which one would
+gain by more, whether the same GPUs would be better off in another pool, and which pool should be lent to the rollout.
+The seconds are `prediction`'s; what they leave out is said in `cost_model`. Fewer GPUs hold more of each model, and a
+lent one holds an engine: where the memory was measured, what might not fit is left out. Pure; called by `main`'s
+monitor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
 from ppojob_trainer.controller.cost_model import fit
+from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus
 from ppojob_trainer.controller.prediction import observations, predict
 from ppojob_trainer.controller.step_time import Layout
@@ -89,8 +92,39 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
     busy = {pool.name: _busy(last, pool.name) for pool in spec.pools}
     noun = "GPU" if spec.device is Device.CUDA else "worker"
     sentences = [say(_Words(spec.pools, noun, busy, len(last)), option) for say, option in said.items()]
+    sentences += _say_lent(
+        {name: predict(costs, layout_of(lent)).seconds / now - 1 for name, lent in _lent(spec, last)}
+    )
     text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
     return Recommendation(text, tuple(option.advice() for option in said.values()))
+
+
+def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
+    """Yield each pool that could be lent to the rollout as well, with the spec that lends it.
+
+    Engines for the CPU would share the cores of a node, so they are not asked about.
+    """
+    placement = spec.placement
+    for pool in spec.pools if spec.device is Device.CUDA else ():
+        lent = [*placement.rollout_pools[1:], pool.name]
+        other = spec.model_copy(update={"placement": placement.model_copy(update={"lent_to_rollout": lent})})
+        if next(check(other), None) is None and _has_room_for_an_engine(pool, spec, steps):
+            yield pool.name, other
+
+
+def _has_room_for_an_engine(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> bool:
+    """Whether an engine fits beside all that was in use there at the most, so that it need not even sleep."""
+    peak, total = (
+        max(metrics.get(f"pool/{pool.name}/memory_{name}_gb", 0.0) for metrics in steps) for name in ("peak", "total")
+    )
+    return peak + spec.rollout.gpu_memory_utilization * total <= total
+
+
+def _say_lent(changes: Mapping[str, float]) -> Iterator[str]:
+    """Yield the sentence about the pool by whose engines most is saved, if it is worth one."""
+    best = min(changes, key=lambda name: changes[name], default=None)
+    if best is not None and changes[best] <= -MIN_GAIN:
+        yield f"pool {best} lent to the rollout (placement.lentToRollout) would save {-changes[best]:.0%} step time"
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:

@@ -44,7 +44,8 @@ class Layout:
     """Where the phases of a job run, and which at the same time.
 
     pool_of: the pool whose GPUs a role keeps busy; roles on CPU cores alone are not in it. gpus: of each pool.
-    hooks: the users' workers that are called at a point, in their order. is_one_update: see `schedule`.
+    hooks: the users' workers that are called at a point, in their order. is_one_update: see `schedule`. lent: pools
+    that are lent to the rollout. engines_sleep: so a push takes memory in those too.
     """
 
     pool_of: Mapping[str, str]
@@ -52,11 +53,18 @@ class Layout:
     schedule: Schedule
     hooks: Mapping[HookPoint, Sequence[str]] = field(default_factory=dict)
     is_one_update: bool = False
+    lent: Sequence[str] = ()
+    engines_sleep: bool = False
+
+    def pools_of(self, phase: str) -> list[str]:
+        """Return the pools that a phase keeps busy; none for what runs on CPU cores."""
+        pool = self.pool_of.get(role_of(phase, self.pool_of))
+        is_lent_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
+        return ([] if pool is None else [pool]) + (list(self.lent) if is_lent_too else [])
 
     def gpus_of(self, phase: str) -> int:
         """Return the GPUs on which a phase runs; 1 for what runs on CPU cores."""
-        pool = self.pool_of.get(role_of(phase, self.pool_of))
-        return 1 if pool is None else self.gpus[pool]
+        return sum(self.gpus[pool] for pool in self.pools_of(phase)) or 1
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     length = max(ends[-1] - ends[-2], 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
-        pool = layout.pool_of.get(role_of(phase, layout.pool_of))
-        if pool is not None:
+        for pool in layout.pools_of(phase):
             work[pool] += taken
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
@@ -159,12 +166,14 @@ class _Play:
         return ready
 
     def _run(self, phase: str, ready: float, share: float = 1.0) -> float:
-        """Play a phase that could begin at `ready`; it waits for its pool."""
+        """Play a phase that could begin at `ready`; it waits for its pools."""
         if phase not in self.seconds:
             return ready
-        pool = self._layout.pool_of.get(role_of(phase, self._layout.pool_of))
-        begin = ready if pool is None else max(ready, self._free.get(pool, 0.0))
-        end = begin + self.seconds[phase] * share
-        if pool is not None:
-            self._free[pool] = end
-        return end
+        taken, pools = self.seconds[phase] * share, self._layout.pools_of(phase)
+        begins = {pool: max(ready, self._free.get(pool, 0.0)) for pool in pools}
+        if phase != Phase.GENERATE:
+            # Of all phases only generation begins in one pool without the others.
+            begins = dict.fromkeys(pools, max(begins.values(), default=ready))
+        ends = {pool: begin + taken for pool, begin in begins.items()}
+        self._free |= ends
+        return max(ends.values(), default=ready + taken)

@@ -11,6 +11,7 @@ or with other checksums.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -83,28 +84,45 @@ class LinkPlan:
     receivers: tuple[int, ...]
 
 
-def link_plan(device: Device, *, num_ranks: int, num_receivers: int, is_shared: bool) -> list[LinkPlan]:
-    """Decide who sends to whom.
+@dataclass(frozen=True)
+class Receivers:
+    """vLLM's workers of all replicas of a pool; each gets whole tensors and keeps its part of them.
 
-    Args:
-        num_receivers: vLLM's workers of all replicas; each gets whole tensors and keeps its part of them.
-        is_shared: worker i computes on the GPU of FSDP rank i. NCCL refuses two processes on one GPU, and there every
-            rank has each gathered tensor at hand: it passes on its memory (CUDA IPC), and nothing crosses GPUs twice.
+    on_actor: worker i computes on the GPU of FSDP rank i.
     """
-    if device is Device.CPU:
-        return [LinkPlan(0, "gloo", tuple(range(num_receivers)))]
-    if not is_shared:
-        return [LinkPlan(0, "nccl", tuple(range(num_receivers)))]
-    if num_receivers > num_ranks:
-        raise ValueError(f"{num_receivers} rollout workers cannot share the GPUs of {num_ranks} actor ranks")
-    return [LinkPlan(rank, "cuda_ipc", (rank,)) for rank in range(num_receivers)]
+
+    number: int
+    on_actor: bool
+
+
+def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -> list[LinkPlan]:
+    """Decide who sends to whom; the workers are counted over all pools, in their order.
+
+    NCCL refuses two processes on one GPU, and where a worker is on a rank's GPU that rank has each gathered tensor at
+    hand: it passes on its memory (CUDA IPC), and nothing crosses GPUs twice. Rank 0 sends to all other workers.
+    """
+    plans: list[LinkPlan] = []
+    apart: list[int] = []
+    first = 0
+    for pool in receivers:
+        numbers = range(first, first + pool.number)
+        first += pool.number
+        if not pool.on_actor or device is Device.CPU:
+            apart += numbers
+            continue
+        if pool.number > num_ranks:
+            raise ValueError(f"{pool.number} rollout workers cannot share the GPUs of {num_ranks} actor ranks")
+        plans += [LinkPlan(rank, "cuda_ipc", (number,)) for rank, number in enumerate(numbers)]
+    if apart:
+        plans.append(LinkPlan(0, "gloo" if device is Device.CPU else "nccl", tuple(apart)))
+    return plans
 
 
 class WeightSync(Protocol):
     """The trainer's end of a weight transfer."""
 
-    def listen(self) -> WeightLink | None:
-        """Open the meeting place and say where it is; None if this rank sends to nobody."""
+    def listen(self) -> list[WeightLink]:
+        """Open the meeting place of each of this rank's plans and say where they are; none if it sends to nobody."""
         ...
 
     def prepare(self) -> Transports:
@@ -126,7 +144,7 @@ class WeightSender:
     def __init__(
         self,
         source: WeightSource,
-        plan: LinkPlan | None,
+        plans: Sequence[LinkPlan],
         address: str,
         timeout_seconds: float,
         device: torch.device,
@@ -135,29 +153,19 @@ class WeightSender:
         """Plan a transfer.
 
         Args:
-            plan: this rank's, or None if it only takes part in gathering.
+            plans: this rank's; none if it only takes part in gathering.
             address: of this host, as the replicas reach it.
             timeout_seconds: for the meeting and for each bucket.
             device: where the tensors are.
         """
-        self._source, self._plan, self._address = source, plan, address
-        self._timeout_seconds, self._device = timeout_seconds, device
+        self._source, self._device = source, device
         self._buckets = make_buckets(source.specs(), bucket_bytes)
-        self._store: TCPStore | None = None
-        self._channel: Channel | None = None
+        self._ways = [_Way(plan, address, timeout_seconds, device) for plan in plans]
         self._num_pushes = 0
 
-    def listen(self) -> WeightLink | None:
+    def listen(self) -> list[WeightLink]:
         """See `WeightSync`."""
-        if self._plan is None:
-            return None
-        self._store = TCPStore(
-            self._address, 0, None, True, timedelta(seconds=self._timeout_seconds), wait_for_workers=False
-        )
-        self._store.set("buckets", buckets_to_text(self._buckets))
-        return WeightLink(
-            self._plan.backend, self._address, self._store.port, len(self._plan.receivers), self._timeout_seconds
-        )
+        return [way.listen(buckets_to_text(self._buckets)) for way in self._ways]
 
     def prepare(self) -> Transports:
         """See `WeightSync`.
@@ -165,9 +173,67 @@ class WeightSender:
         Raises:
             RendezvousError: not all replicas came in time.
         """
-        if self._plan is None:
-            return {}
-        assert self._store is not None, "listen() comes before prepare()"
+        found: Counter[str] = Counter()
+        for way in self._ways:
+            found.update(way.connect())
+        return dict(found)
+
+    def push(self, version: int) -> Receipt | None:
+        """See `WeightSync`. Returns what was sent over each link, or None from a rank that sends to nobody.
+
+        Raises:
+            WeightSyncError: a replica stopped receiving.
+        """
+        gathered = self._source.gather()
+        if not self._ways:
+            for _ in gathered:
+                pass
+            return None
+        for way in self._ways:
+            way.announce(self._num_pushes, version)
+        self._num_pushes += 1
+        checksums = []
+        for bucket in self._buckets:
+            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            for (_, view), tensor in zip(bucket.views(buffer), gathered, strict=False):
+                view.copy_(tensor)
+            checksums.append(checksum(buffer))
+            for way in self._ways:
+                way.send(buffer, version)
+        assert next(gathered, None) is None, "the source yields more tensors than it has specs"
+        return _receipt(version, self._buckets, checksums)
+
+    def close(self) -> None:
+        """See `WeightSync`."""
+        for way in self._ways:
+            way.close()
+        self._ways = []
+
+
+class _Way:
+    """A rank's end of one link."""
+
+    def __init__(self, plan: LinkPlan, address: str, timeout_seconds: float, device: torch.device) -> None:
+        self._plan, self._timeout_seconds, self._device = plan, timeout_seconds, device
+        self._address = address
+        self._store: TCPStore | None = None
+        self._channel: Channel | None = None
+
+    def listen(self, buckets: str) -> WeightLink:
+        """Open the meeting place and put the layout of the buckets there."""
+        timeout = timedelta(seconds=self._timeout_seconds)
+        self._store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
+        self._store.set("buckets", buckets)
+        num_receivers = len(self._plan.receivers)
+        return WeightLink(self._plan.backend, self._address, self._store.port, num_receivers, self._timeout_seconds)
+
+    def connect(self) -> Transports:
+        """Wait for the receivers.
+
+        Raises:
+            RendezvousError: not all came in time.
+        """
+        assert self._store is not None, "listen() comes first"
         size = 1 + len(self._plan.receivers)
         try:
             self._channel = open_channel(self._plan.backend, self._store, 0, size, self._device, self._timeout_seconds)
@@ -178,43 +244,30 @@ class WeightSender:
             ) from error
         return self._channel.transports()
 
-    def push(self, version: int) -> Receipt | None:
-        """See `WeightSync`. Returns what was sent, or None from a rank that sends to nobody.
+    def announce(self, number: int, version: int) -> None:
+        """Say to the receivers which version comes now."""
+        assert self._store is not None, "listen() comes first"
+        self._store.set(_announcement(number), str(version))
+
+    def send(self, buffer: Tensor, version: int) -> None:
+        """Send a bucket.
 
         Raises:
-            WeightSyncError: a replica stopped receiving.
+            WeightSyncError: a receiver stopped receiving.
         """
-        gathered = self._source.gather()
-        if self._channel is None or self._store is None:
-            for _ in gathered:
-                pass
-            return None
-        self._store.set(_announcement(self._num_pushes), str(version))
-        self._num_pushes += 1
-        checksums = []
-        for bucket in self._buckets:
-            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-            for (_, view), tensor in zip(bucket.views(buffer), gathered, strict=False):
-                view.copy_(tensor)
-            checksums.append(checksum(buffer))
-            self._send(buffer, version)
-        assert next(gathered, None) is None, "the source yields more tensors than it has specs"
-        return _receipt(version, self._buckets, checksums)
-
-    def close(self) -> None:
-        """See `WeightSync`."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._store = None
-
-    def _send(self, buffer: Tensor, version: int) -> None:
-        assert self._channel is not None
+        assert self._channel is not None, "connect() comes first"
         try:
             self._channel.send(buffer)
         except (dist.DistError, RuntimeError) as error:
             raise WeightSyncError(
                 f"a rollout replica stopped receiving version {version} of the weights: {error}"
             ) from error
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._store = None
 
 
 class WeightReceiver:

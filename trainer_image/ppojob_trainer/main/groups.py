@@ -15,7 +15,8 @@ from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.controller.layout import pools_of_roles
+from ppojob_trainer.controller.generation import OWN
+from ppojob_trainer.controller.layout import lent_role, pools_of_roles
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
@@ -49,11 +50,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a job; critic and ref where the algorithm reads them, and those of the user's own."""
+    """The groups of a job; critic and ref where the algorithm reads them, and those of the user's own.
+
+    lent: the engines in pools that are lent to the rollout, by their role.
+    """
 
     data: DataGroup
     reward: RewardGroup
     rollout: RolloutGroup
+    lent: Mapping[str, RolloutGroup]
     actor: ActorGroup
     critic: CriticGroup | None
     ref: RefGroup | AdaptersOff | None
@@ -73,6 +78,7 @@ class Groups:
             advantages=self.critic or self.actor,
             weights=self.weights,
             hooks=self.hooks,
+            lent=self.lent,
         )
 
     @property
@@ -84,7 +90,16 @@ class Groups:
         """Return every group's processes."""
         scores = (self.reward.function, self.reward.model)
         groups = (self.data, *scores, self.actor, self.critic, self.own_ref)
-        return [*(group.group for group in groups if group is not None), *self.rollout.groups, *self.custom]
+        return [*(group.group for group in groups if group is not None), *self.engines(), *self.custom]
+
+    def engines(self) -> list[WorkerGroup[Any]]:
+        """Return the processes of all engines."""
+        return [group for rollout in self.rollouts for group in rollout.groups]
+
+    @property
+    def rollouts(self) -> list[RolloutGroup]:
+        """The engines of each pool, the rollout's own first."""
+        return [self.rollout, *self.lent.values()]
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -102,7 +117,9 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         return start(gpu_fraction=pool.gpu_fraction, environment=pool_environment(spec, pool.name))
 
     data_pool = where.get("data", where["actor"])
-    rollout = _rollout(launcher, spec, where["rollout"])
+    rollout = _rollout(launcher, spec, OWN, where[OWN])
+    lent_roles = [lent_role(pool) for pool in spec.placement.rollout_pools[1:]]
+    lent = {role: _rollout(launcher, spec, role, where[role]) for role in lent_roles}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
     ref: RefGroup | AdaptersOff | None = None
     if "ref" in where:
@@ -117,31 +134,33 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     neighbours = [
         model.group
         for role, model in models.items()
-        if model is not None and not isinstance(model, AdaptersOff) and where[role] is where["rollout"]
+        if model is not None and not isinstance(model, AdaptersOff) and where[role].name in spec.placement.rollout_pools
     ]
     return Groups(
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
         rollout=rollout,
+        lent=lent,
         actor=actor,
         critic=critic,
         ref=ref,
-        weights=WeightsGroup(actor.group, rollout, spec, neighbours),
+        weights=WeightsGroup(actor.group, [rollout, *lent.values()], spec, neighbours),
         custom=custom,
         hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
     )
 
 
-def _rollout(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> RolloutGroup:
-    environment = rollout_environment(spec)
+def _rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: PlacedPool) -> RolloutGroup:
+    environment = rollout_environment(spec, pool.name)
     # A CPU engine takes all cores of its node, so a second one there would only share them.
     single = [(bundle,) for bundle in pool.one_per_node()] if spec.device is Device.CPU else None
     replicas = single or pool.in_replicas(spec.rollout.tensor_parallel_size)
     start = partial(launcher.start, pool=pool, gpu_fraction=pool.gpu_fraction, environment=environment)
-    group = start("rollout", partial(RolloutWorker, spec=spec), bundles=[first for first, *_ in replicas])
+    make = partial(RolloutWorker, spec=spec, pool=pool.name)
+    group = start(role, make, bundles=[first for first, *_ in replicas])
     others = [bundle for _, *rest in replicas for bundle in rest]
-    holders = start("rollout_gpu", GpuHolder, bundles=others) if others else None
-    return RolloutGroup(group, spec, holders)
+    holders = start(f"{role}_gpu_holder", GpuHolder, bundles=others) if others else None
+    return RolloutGroup(group, spec, pool.name, holders)
 
 
 def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> FunctionScores | None:
@@ -163,10 +182,10 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
     """
     # vLLM takes longest by far, most of it for its libraries, and its own processes are enough for it to begin.
     is_free = asyncio.Event()
-    rollout = asyncio.create_task(_load_rollout(groups.rollout, phases, is_free), name="load rollout")
+    rollout = asyncio.create_task(_load_rollouts(groups, phases, is_free), name="load rollout")
     try:
         # Not the rollout's: while it loads they answer nothing else.
-        await wait_until_up([group for group in groups.all() if group not in groups.rollout.groups])
+        await wait_until_up([group for group in groups.all() if group not in groups.engines()])
         logger.info("all processes are up")
         # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
         await _check(groups, phases)
@@ -177,19 +196,24 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
-    sent = await phases.run(Phase.CONNECT_WEIGHTS, "rollout", 0, groups.weights.connect())
+    sent = await phases.run(Phase.CONNECT_WEIGHTS, OWN, 0, groups.weights.connect())
     logger.info("all models are loaded")
     pool_of = pools_of_roles(spec)
     ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
-    return [*(found for found in ranks if found), of_weights(pool_of["actor"], pool_of["rollout"], sent)]
+    return [*(found for found in ranks if found), of_weights(pool_of["actor"], spec.placement.rollout_pools, sent)]
 
 
-async def _load_rollout(rollout: RolloutGroup, phases: Phases, is_free: asyncio.Event) -> None:
-    """Start the engines, which wait until the GPUs that they share `is_free`."""
+async def _load_rollouts(groups: Groups, phases: Phases, is_free: asyncio.Event) -> None:
+    """Start the engines, which wait until the GPUs that they share are free (`is_free`)."""
+    loading = {OWN: groups.rollout, **groups.lent}
+    await asyncio.gather(*(_load_rollout(role, rollout, phases, is_free) for role, rollout in loading.items()))
+
+
+async def _load_rollout(role: str, rollout: RolloutGroup, phases: Phases, is_free: asyncio.Event) -> None:
     await wait_until_up(rollout.groups)
     await rollout.begin_load()
     await is_free.wait()
-    await phases.run(Phase.LOAD, "rollout", 0, rollout.load())
+    await phases.run(Phase.LOAD, role, 0, rollout.load())
 
 
 async def _check(groups: Groups, phases: Phases) -> None:
@@ -242,7 +266,8 @@ async def _load_models(
     }
     pool_of = pools_of_roles(spec)
     if spec.device is Device.CUDA:
-        await asyncio.gather(*(task for role, task in loading.items() if pool_of[role] == pool_of["rollout"]))
+        with_engines = spec.placement.rollout_pools
+        await asyncio.gather(*(task for role, task in loading.items() if pool_of[role] in with_engines))
     is_free.set()
     await asyncio.gather(*loading.values())
     return {role: task.result() for role, task in loading.items()}

@@ -128,7 +128,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     doubts = []
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
-        has_rollout = spec.placement.rollout == pool
+        has_rollout = pool in spec.placement.rollout_pools
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
         beside = 0.0 if spec.rollout.sleep else engine
         resident = sum(need.resident for need in roles)

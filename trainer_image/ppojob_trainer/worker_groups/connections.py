@@ -50,10 +50,11 @@ def of_ranks(role: str, pool: str, sent: Sequence[Transports]) -> Connections | 
     return Connections(role, f"ranks of {role} in pool {pool}", (pool,), _sum(sent))
 
 
-def of_weights(actor_pool: str, rollout_pool: str, sent: Sequence[Transports]) -> Connections:
+def of_weights(actor_pool: str, rollout_pools: Sequence[str], sent: Sequence[Transports]) -> Connections:
     """Return those that carry the weights from the actor's ranks to the rollout's engines."""
-    what = f"weights from actor in pool {actor_pool} to rollout in pool {rollout_pool}"
-    return Connections("actor_to_rollout", what, (actor_pool, rollout_pool), _sum(sent))
+    where = f"pool{'s' if len(rollout_pools) > 1 else ''} {' and '.join(rollout_pools)}"
+    what = f"weights from actor in pool {actor_pool} to rollout in {where}"
+    return Connections("actor_to_rollout", what, (actor_pool, *rollout_pools), _sum(sent))
 
 
 def between_pools(pools: Iterable[PlacedPool]) -> list[Connections]:

@@ -24,6 +24,8 @@ DURATIONS = {
     "prompts": 0.1,
     "generate": 10.0,
     "validate": 4.0,
+    "generate_lent": 10.0,
+    "validate_lent": 4.0,
     "judge": 1.0,
     "old_log_prob": 3.0,
     "values": 2.0,
@@ -132,7 +134,7 @@ class World:
     critic: float = 2.0
     rollout: float = 1.0
     engines_sleep: bool = False
-    engines_have_weights: bool = True
+    asleep: set[str] = field(default_factory=set)
 
     async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
         """Take a phase's time, for a part of the rows its share."""
@@ -182,34 +184,47 @@ class FakeData:
 
 
 class FakeRollouts:
-    def __init__(self, world: World) -> None:
-        self.world = world
+    """Engines of a pool. Those of all pools draw the same; each takes its share of the time, by its part of the rows.
+
+    suffix: of the names of their phases, for a pool that is lent.
+    """
+
+    def __init__(self, world: World, suffix: str = "", num_replicas: int = 1) -> None:
+        self.world, self.suffix, self.num_replicas = world, suffix, num_replicas
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
-        assert self.world.engines_have_weights, "the engine gave its weights up when it slept"
+        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
         weights = self.world.rollout
-        await self.world.phase("generate", step)
-        self.world.engines_have_weights = not self.world.engines_sleep
-        return FakeRollout(FakeBatch(2, {"response": number_of(step, weights)}))
+        await self.world.phase(f"generate{self.suffix}", step)
+        self._sleep()
+        return FakeRollout(FakeBatch(len(prompts), {"response": number_of(step, weights)}))
 
     async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
-        """The second row is written in half of the time."""
-        batch = FakeBatch(1, {"response": number_of(step, self.world.rollout)})
-        writing = asyncio.create_task(self.world.phase("generate", step))
+        """The last row is written in half of the time."""
+        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
+        response = {"response": number_of(step, self.world.rollout)}
+        writing = asyncio.create_task(self.world.phase(f"generate{self.suffix}", step))
+        rows = range(len(prompts))
         try:
-            await self.world.time.sleep(self.world.durations["generate"] / 2)
-            yield FakeFinished([1], batch)
+            await self.world.time.sleep(self.world.durations[f"generate{self.suffix}"] / 2)
+            yield FakeFinished(rows[-1:], FakeBatch(1, response))
             await writing
-            yield FakeFinished([0], batch)
+            if rows[:-1]:
+                yield FakeFinished(rows[:-1], FakeBatch(len(rows) - 1, response))
         finally:
             writing.cancel()
+        self._sleep()
 
-    async def finished(self, batch: FakeBatch) -> FakeRollout:
+    def joined(self, batch: FakeBatch) -> FakeRollout:
         return FakeRollout(batch)
 
     async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
-        await self.world.phase("validate")
-        return FakeRollout(FakeBatch(2, {"response": number_of("validation", self.world.rollout)}))
+        await self.world.phase(f"validate{self.suffix}")
+        return FakeRollout(FakeBatch(len(prompts), {"response": number_of("validation", self.world.rollout)}))
+
+    def _sleep(self) -> None:
+        if self.world.engines_sleep:
+            self.world.asleep.add(self.suffix)
 
 
 class FakeActor:
@@ -327,7 +342,8 @@ class FakeWeights:
 
     async def push(self, version: int) -> dict[str, float]:
         await self.world.phase("push", version)
-        self.world.rollout, self.world.engines_have_weights = self.world.actor, True
+        self.world.rollout = self.world.actor
+        self.world.asleep.clear()
         return {"comm_mb/update_weights": 269.0}
 
 
@@ -338,6 +354,7 @@ def fake_ports(
     has_ref: bool = True,
     reward: str = "Function",
     hooks: Sequence[HookPoint] = (),
+    lent: Sequence[str] = (),
 ) -> Ports[FakeBatch]:
     """Return all ports of a world."""
     return Ports(
@@ -350,4 +367,5 @@ def fake_ports(
         advantages=FakeAdvantages(world),
         weights=FakeWeights(world),
         hooks=[FakeHook(world, point) for point in hooks],
+        lent={role: FakeRollouts(world, "_lent") for role in lent},
     )

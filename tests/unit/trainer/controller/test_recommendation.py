@@ -23,7 +23,7 @@ QUIET_CRITIC = {
 EVEN = {"gen": 1.0, "old_log_prob": 2.0, "values": 1.0, "ref": 1.0, "update_critic": 4.0, "update_actor": 3.0}
 
 
-def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, str] = SPLIT, **sections: Any) -> PPOJobSpec:
+def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, Any] = SPLIT, **sections: Any) -> PPOJobSpec:
     """pools: name -> nodes, GPUs of each."""
     raw: dict[str, Any] = {
         "image": "i",
@@ -67,7 +67,8 @@ def test_a_quiet_critic_gets_fewer_gpus_or_gives_one_to_the_actor() -> None:
     assert recommendation.text == (
         "pool critic was 13% busy over the last 10 steps: 1 GPU instead of 2 would cost no step time; "
         "1 GPU more in pool actor would save 19% step time; "
-        "1 GPU of pool critic in pool actor instead would save 19% step time (predicted)"
+        "1 GPU of pool critic in pool actor instead would save 19% step time; "
+        "pool critic lent to the rollout (placement.lentToRollout) would save 8% step time (predicted)"
     )
     assert layouts_of(recommendation) == [
         ({"actor": (1, 2), "critic": (1, 1)}, 3, 0),
@@ -148,6 +149,36 @@ def test_gpus_that_could_not_hold_the_models_are_not_offered() -> None:
     # Of the critic's own 25 GB (31 GB) twice as much would be on the one GPU that is left.
     assert [gpus for _, gpus, _ in layouts_of(fitting)] == [3, 5, 4]
     assert [gpus for _, gpus, _ in layouts_of(too_large)] == [5]
+
+
+LENT = "pool critic lent to the rollout (placement.lentToRollout) would save 8% step time"
+
+
+@pytest.mark.parametrize(
+    ("sections", "peak_gb", "is_offered"),
+    [
+        ({}, 40.0, True),
+        # An engine takes half of the 80 GB.
+        ({}, 41.0, False),
+        ({"device": "cpu"}, 0.0, False),
+        # No node of the critic's pool can hold a replica.
+        ({"rollout": {"tensorParallelSize": 4}}, 10.0, False),
+    ],
+)
+def test_a_pool_is_lent_to_the_rollout_only_where_an_engine_has_room(
+    sections: dict[str, Any], peak_gb: float, is_offered: bool
+) -> None:
+    memory = {"pool/critic/memory_peak_gb": peak_gb, "pool/critic/memory_total_gb": 80.0}
+    actor = 4 if "rollout" in sections else 2
+    spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": "actor"}, **sections)
+
+    assert (LENT in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
+
+
+def test_a_pool_that_is_lent_is_not_offered_again() -> None:
+    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, {**SPLIT, "lentToRollout": ["critic"]})
+
+    assert "lent" not in found(spec, steps_of(QUIET_CRITIC)).text
 
 
 @pytest.mark.parametrize(("number", "is_known"), [(0, False), (2, False), (3, True), (40, True)])

@@ -102,6 +102,7 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
         (POOLS, {"hooks": [HookPoint.GENERATE]}, []),
         (POOLS, {"hooks": [HookPoint.SCORE]}, []),
         (POOLS, {"hooks": [HookPoint.STEP]}, []),
+        ({**POOLS, "rollout_lent": "c"}, {"lent": ["rollout_lent"]}, []),
         (POOLS, {}, [Overlap.VALUES]),
         (POOLS, {"reward": "Both"}, [Overlap.VALUES]),
         (POOLS, {}, [Overlap.REFERENCE]),
@@ -124,7 +125,8 @@ async def test_the_real_controller_takes_as_long(
     if hooks:
         seconds["hook_shaper"] = sum(DURATIONS[f"hook_{point.value}"] for point in hooks)
 
-    found = step_time(seconds, Layout(pool_of, dict.fromkeys(pool_of.values(), 1), schedule, hooks))
+    lent = [pool_of[role] for role in ports.get("lent", ())]
+    found = step_time(seconds, Layout(pool_of, dict.fromkeys(pool_of.values(), 1), schedule, hooks, lent=lent))
 
     # The first step has nobody before it, the last nobody after it.
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]

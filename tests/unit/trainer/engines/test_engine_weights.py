@@ -21,9 +21,10 @@ from ppojob_trainer.engines.weight_buckets import TensorSpec, buckets_from_text,
 from ppojob_trainer.engines.weight_transfer import (
     LinkPlan,
     Receipt,
+    Receivers,
     WeightReceiver,
     WeightSender,
-    link_plan,
+    link_plans,
     verify,
 )
 
@@ -62,9 +63,8 @@ def connected(
     source: Tensors, pool: ThreadPoolExecutor, num_receivers: int, bucket_bytes: int = 512, limit: float = 20
 ) -> tuple[WeightSender, list[WeightReceiver]]:
     plan = LinkPlan(0, "gloo", tuple(range(num_receivers)))
-    sender = WeightSender(source, plan, HOST, limit, CPU, bucket_bytes)
-    link = sender.listen()
-    assert link is not None
+    sender = WeightSender(source, [plan], HOST, limit, CPU, bucket_bytes)
+    (link,) = sender.listen()
     assert type(link)(**link.to_wire()) == link
     prepared = pool.submit(sender.prepare)
     receivers = [pool.submit(WeightReceiver, link, rank, CPU) for rank in range(1, num_receivers + 1)]
@@ -133,15 +133,15 @@ def test_gloo_listens_on_the_interface_that_it_is_given(
 
 
 def test_a_replica_that_does_not_come_is_named() -> None:
-    sender = WeightSender(Tensors(), LinkPlan(0, "gloo", (0, 1)), HOST, 1, CPU)
+    sender = WeightSender(Tensors(), [LinkPlan(0, "gloo", (0, 1))], HOST, 1, CPU)
     sender.listen()
     with pytest.raises(RendezvousError, match=r"workers \[0, 1\] did not all connect for weights .* within 1 s"):
         sender.prepare()
 
 
 def test_a_rank_without_a_plan_only_gathers() -> None:
-    sender = WeightSender(Tensors(), None, HOST, 1, CPU)
-    assert sender.listen() is None
+    sender = WeightSender(Tensors(), [], HOST, 1, CPU)
+    assert sender.listen() == []
     assert sender.prepare() == {}
     assert sender.push(1) is None
 
@@ -185,9 +185,8 @@ def test_the_weights_of_a_sharded_model_arrive(
         parallel, ActorModel(path=str(model_path)), ActorSpec(), KL(), total_steps=1, dtype=torch.float32
     )
     source = engine.weights()
-    sender = WeightSender(source, LinkPlan(0, "gloo", (0,)), HOST, 20, CPU)
-    link = sender.listen()
-    assert link is not None
+    sender = WeightSender(source, [LinkPlan(0, "gloo", (0,))], HOST, 20, CPU)
+    (link,) = sender.listen()
     prepared = pool.submit(sender.prepare)
     receiver = WeightReceiver(link, 1, CPU)
     prepared.result(20)
@@ -208,9 +207,46 @@ def test_the_weights_of_a_sharded_model_arrive(
     ],
 )
 def test_who_sends_to_whom(device: Device, is_shared: bool, expected: list[LinkPlan]) -> None:
-    assert link_plan(device, num_ranks=2, num_receivers=2, is_shared=is_shared) == expected
+    assert link_plans(device, 2, [Receivers(2, is_shared)]) == expected
 
 
 def test_more_workers_than_shared_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match="3 rollout workers cannot share the GPUs of 2 actor ranks"):
-        link_plan(Device.CUDA, num_ranks=2, num_receivers=3, is_shared=True)
+        link_plans(Device.CUDA, 2, [Receivers(3, True)])
+
+
+@pytest.mark.parametrize(
+    ("device", "receivers", "expected"),
+    [
+        (
+            Device.CUDA,
+            [Receivers(2, True), Receivers(1, False)],
+            [LinkPlan(0, "cuda_ipc", (0,)), LinkPlan(1, "cuda_ipc", (1,)), LinkPlan(0, "nccl", (2,))],
+        ),
+        (
+            Device.CUDA,
+            [Receivers(1, False), Receivers(2, True), Receivers(1, False)],
+            [LinkPlan(0, "cuda_ipc", (1,)), LinkPlan(1, "cuda_ipc", (2,)), LinkPlan(0, "nccl", (0, 3))],
+        ),
+        (Device.CPU, [Receivers(1, True), Receivers(1, False)], [LinkPlan(0, "gloo", (0, 1))]),
+    ],
+)
+def test_engines_in_several_pools_are_reached_each_in_its_way(
+    device: Device, receivers: list[Receivers], expected: list[LinkPlan]
+) -> None:
+    assert link_plans(device, 2, receivers) == expected
+
+
+def test_a_rank_sends_the_same_weights_over_each_of_its_links(pool: ThreadPoolExecutor) -> None:
+    source = Tensors()
+    sender = WeightSender(source, [LinkPlan(0, "gloo", (0,)), LinkPlan(0, "gloo", (1, 2))], HOST, 20, CPU, 512)
+    links = sender.listen()
+    prepared = pool.submit(sender.prepare)
+    numbered = [(links[0], 1), (links[1], 1), (links[1], 2)]
+    receivers = [pool.submit(WeightReceiver, link, rank, CPU) for link, rank in numbered]
+    assert prepared.result(20) == {"GLOO/TCP": 3}
+    waiting = [pool.submit(receive, receiver.result(20), 1) for receiver in receivers]
+    sent = sender.push(1)
+    for tensors, receipt in (future.result(20) for future in waiting):
+        assert receipt == sent
+        torch.testing.assert_close(tensors, source.tensors, atol=0, rtol=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 GB = 10**9
 
 
-def spec_of(device: str) -> PPOJobSpec:
+def spec_of(device: str, lent: Sequence[str]) -> PPOJobSpec:
     return resolve(
         parse_spec(
             {
@@ -31,7 +31,7 @@ def spec_of(device: str) -> PPOJobSpec:
                 "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
-                "placement": {"actor": "a", "rollout": "a", "critic": "c"},
+                "placement": {"actor": "a", "rollout": "a", "critic": "c", "lentToRollout": list(lent)},
                 "storage": {"persistentVolumeClaim": "c"},
             }
         )
@@ -72,14 +72,14 @@ class _Group:
 
 
 class _Rollout:
-    def __init__(self, story: Story) -> None:
-        self.groups, self._story = [_Group(story, "rollout")], story
+    def __init__(self, story: Story, name: str) -> None:
+        self.groups, self._story, self._name = [_Group(story, name)], story, name
 
     async def begin_load(self) -> None:
-        await self._story.do("rollout begins")
+        await self._story.do(f"{self._name} begins")
 
     async def load(self) -> None:
-        await self._story.do("rollout measures")
+        await self._story.do(f"{self._name} measures")
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def story(monkeypatch: pytest.MonkeyPatch) -> Story:
     return Story()
 
 
-def made(story: Story) -> Groups:
+def made(story: Story, lent: Sequence[str]) -> Groups:
     async def connect() -> list[Any]:
         await story.do("weights connect")
         return [{}]
@@ -99,7 +99,8 @@ def made(story: Story) -> Groups:
     return Groups(
         data=story.role("data"),
         reward=cast("Any", SimpleNamespace(function=story.role("reward"), model=None)),
-        rollout=cast("Any", _Rollout(story)),
+        rollout=cast("Any", _Rollout(story, "rollout")),
+        lent={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in lent},
         actor=story.role("actor"),
         critic=story.role("critic"),
         ref=None,
@@ -109,8 +110,8 @@ def made(story: Story) -> Groups:
     )
 
 
-async def ready(story: Story, device: str = "cuda") -> None:
-    await groups.make_ready(made(story), spec_of(device), Phases({}, 60.0))
+async def ready(story: Story, device: str = "cuda", lent: Sequence[str] = ()) -> None:
+    await groups.make_ready(made(story, lent), spec_of(device, lent), Phases({}, 60.0))
 
 
 async def settled() -> None:
@@ -132,6 +133,19 @@ async def test_an_engine_measures_after_the_actor_on_its_gpu_and_not_after_the_c
     story.held["critic load"].set()
     await running
     assert story.told[-2:] == ["critic load", "weights connect"]
+
+
+async def test_engines_in_a_pool_that_is_lent_measure_when_the_critic_there_is_loaded_too(story: Story) -> None:
+    story.held = {"critic load": asyncio.Event()}
+    running = asyncio.create_task(ready(story, lent=["c"]))
+    await settled()
+    assert {"rollout begins", "rollout_c begins", "actor load"} <= set(story.told)
+    assert "rollout_c measures" not in story.told
+
+    story.held["critic load"].set()
+    await running
+    assert sorted(story.told[-4:]) == ["critic load", "rollout measures", "rollout_c measures", "weights connect"]
+    assert story.told[-1] == "weights connect"
 
 
 async def test_on_a_cpu_nobody_waits_for_anybody(story: Story) -> None:

@@ -21,7 +21,7 @@ from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 
 WITH_RDMA = PoolNetwork(rdma=RDMA(resource_name="rdma/hca"))
 POOLS = {"big": Pool(name="big", gpus_per_node=2, network=WITH_RDMA), "small": Pool(name="small", gpus_per_node=1)}
-SOCKET = of_weights("big", "small", [{"NET/Socket": 1}, {}])
+SOCKET = of_weights("big", ["small"], [{"NET/Socket": 1}, {}])
 
 
 def pool_on(name: str, *nodes: str) -> PlacedPool:
@@ -51,7 +51,7 @@ def test_an_nccl_that_logs_nothing_is_said() -> None:
 
 
 def test_weights_and_plugins_have_names_that_every_sink_takes() -> None:
-    found = of_weights("big", "small", [{"NET/AWS Libfabric/GDRDMA": 1}, {}])
+    found = of_weights("big", ["small"], [{"NET/AWS Libfabric/GDRDMA": 1}, {}])
 
     assert connection_metrics([found]) == {"comm_transport/actor_to_rollout/NET_AWS_Libfabric_GDRDMA": 1.0}
 
@@ -70,7 +70,7 @@ def test_batches_go_through_memory_on_a_node_and_over_tcp_between_nodes() -> Non
 
 def test_the_log_says_it_in_words(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        report([of_weights("big", "small", [{"NET/IB/GDRDMA": 1}, {"P2P/CUMEM": 2}])], POOLS, "logs")
+        report([of_weights("big", ["small"], [{"NET/IB/GDRDMA": 1}, {"P2P/CUMEM": 2}])], POOLS, "logs")
 
     assert caplog.messages == [
         "weights from actor in pool big to rollout in pool small: 1 x NET/IB/GDRDMA, 2 x P2P/CUMEM"

@@ -43,7 +43,14 @@ def as_group(processes: Processes) -> WorkerGroup[Any]:
     return cast("WorkerGroup[Any]", processes)
 
 
-def spec_of(placement: dict[str, str]) -> PPOJobSpec:
+def group_of(spec: PPOJobSpec, replicas: Processes, holders: Processes | None = None) -> RolloutGroup:
+    """Those of the rollout's own pool."""
+    return RolloutGroup(
+        as_group(replicas), spec, spec.placement.rollout_pools[0], None if holders is None else as_group(holders)
+    )
+
+
+def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
     return resolve(
         parse_spec(
             {
@@ -81,15 +88,15 @@ def receipt(version: int) -> Receipt:
     return Receipt(version, 1, 8, (version,))
 
 
-def link(plan: LinkPlan | None) -> WeightLink | None:
-    return None if plan is None else WeightLink(plan.backend, f"rank {plan.sender_rank}", 1, len(plan.receivers), 9)
+def link(plan: LinkPlan) -> WeightLink:
+    return WeightLink(plan.backend, f"rank {plan.sender_rank}", 1, len(plan.receivers), 9)
 
 
 def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
     return Processes(
         4,
         {
-            ActorWorker.open_weights: lambda plans: [link(plan) for plan in plans],
+            ActorWorker.open_weights: lambda plans: [[link(plan) for plan in of_rank] for of_rank in plans],
             ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
             ActorWorker.push_weights: lambda version: [sends(version)] * 4,
         },
@@ -103,13 +110,13 @@ def places_told(replicas: Processes) -> list[list[tuple[str, int]]]:
 
 
 async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
-    rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), as_group(holders))
+    rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train", as_group(holders))
     await rollout.begin_load()
     assert replicas.calls[RolloutWorker.begin_load] == [["1"], ["3"]]
 
 
 async def test_a_replica_with_a_gpu_of_its_own_is_told_of_no_other(replicas: Processes) -> None:
-    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"})).begin_load()
+    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train").begin_load()
     assert replicas.calls[RolloutWorker.begin_load] == [[], []]
 
 
@@ -117,7 +124,7 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
     replicas: Processes, holders: Processes
 ) -> None:
     spec = spec_of({"actor": "train"})
-    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
     await weights.connect()
     places = [
         [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
@@ -128,7 +135,7 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
 
 async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "rollout": "write"})
-    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
     sent = await weights.connect()
     places = [
         [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
@@ -141,10 +148,7 @@ async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Proce
 
 def test_engines_give_their_weights_up_where_they_share_gpus_with_training(replicas: Processes) -> None:
     shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}))
-    found = [
-        WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec), spec).are_given_up
-        for spec in (shared, apart)
-    ]
+    found = [WeightsGroup(as_group(actor()), [group_of(spec, replicas)], spec).are_given_up for spec in (shared, apart)]
 
     assert found == [True, False]
 
@@ -157,8 +161,8 @@ async def test_who_shares_the_gpus_frees_what_it_keeps_before_an_engine_that_sle
     replicas.answers[RolloutWorker.wake] = order.append
     for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}):
         spec = spec_of(placement)
-        rollout = RolloutGroup(as_group(replicas), spec)
-        await WeightsGroup(as_group(actor()), rollout, spec, [as_group(each) for each in neighbours]).push(1)
+        rollout = group_of(spec, replicas)
+        await WeightsGroup(as_group(actor()), [rollout], spec, [as_group(each) for each in neighbours]).push(1)
     assert order == ["freed", "freed", "weights", "kv_cache"], "in a pool of its own it does not sleep"
 
 
@@ -189,7 +193,7 @@ def test_another_failure_of_vllms_is_not_one_of_memory() -> None:
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train"})
     sender = actor(lambda version: receipt(version + 1))
-    weights = WeightsGroup(as_group(sender), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    weights = WeightsGroup(as_group(sender), [group_of(spec, replicas, holders)], spec)
     with pytest.raises(WeightSyncError):
         await weights.push(1)
 
@@ -201,9 +205,39 @@ async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
     replicas: Processes, holders: Processes, placement: dict[str, str], senders: int
 ) -> None:
     spec = spec_of(placement)
-    weights = WeightsGroup(as_group(actor()), RolloutGroup(as_group(replicas), spec, as_group(holders)), spec)
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
 
     moved = await weights.push(1)
 
     assert moved["comm_mb/update_weights"] == pytest.approx(senders * 8e-6)
     assert moved["comm_gb_per_s/update_weights"] * moved["comm_s/update_weights"] == pytest.approx(8e-9)
+
+
+async def test_engines_in_a_pool_that_is_lent_meet_rank_zero_beside_those_on_the_actors_gpus(
+    replicas: Processes, holders: Processes
+) -> None:
+    spec = spec_of({"actor": "train", "critic": "write", "lentToRollout": ["write"]})
+    lent = Processes(2, dict(replicas.answers))
+    order: list[tuple[str, str]] = []
+    for name, processes in (("own", replicas), ("lent", lent)):
+        processes.answers[RolloutWorker.wake] = lambda tag, name=name: order.append((name, tag))
+    groups = [group_of(spec, replicas, holders), RolloutGroup(as_group(lent), spec, "write", as_group(holders))]
+    weights = WeightsGroup(as_group(actor()), groups, spec)
+
+    await weights.connect()
+    moved = await weights.push(1)
+
+    assert places_told(replicas) == [[("rank 0", 1), ("rank 1", 1)], [("rank 2", 1), ("rank 3", 1)]]
+    assert places_told(lent) == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+    assert order == [("own", "weights"), ("lent", "weights"), ("own", "kv_cache"), ("lent", "kv_cache")]
+    assert moved["comm_mb/update_weights"] == pytest.approx(5 * 8e-6)
+
+
+async def test_other_weights_in_a_pool_that_is_lent_are_seen(replicas: Processes, holders: Processes) -> None:
+    spec = spec_of({"actor": "train", "critic": "write", "lentToRollout": ["write"]})
+    answers = {RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version + 1)]}
+    lent = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), lent], spec)
+
+    with pytest.raises(WeightSyncError):
+        await weights.push(1)

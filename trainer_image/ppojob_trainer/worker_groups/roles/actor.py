@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,10 +96,10 @@ class ActorWorker(TrainedWorker):
         return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def open_weights(self, plan: LinkPlan | None) -> WeightLink | None:
-        """Open the way of the weights; None for a rank that only takes part in gathering."""
+    def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
+        """Open the ways of the weights, one for each plan; a rank without any only takes part in gathering."""
         self._sender = WeightSender(
-            self.engine.weights(), plan, self.seat.address, self.seat.timeout_s, device=self.parallel.device
+            self.engine.weights(), plans, self.seat.address, self.seat.timeout_s, device=self.parallel.device
         )
         return self._sender.listen()
 

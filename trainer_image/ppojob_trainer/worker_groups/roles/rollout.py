@@ -3,8 +3,9 @@
 One process for each replica; a replica has tensorParallelSize GPUs of a node, or with device cpu a node. A worker of
 vLLM's computes on each GPU; all are children of the replica's process, and the other bundles of the replica only hold
 their GPU's share for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses depend
-neither on which replica writes them, nor on the order, nor on restarts. Where actor and rollout share GPUs, the engine
-sleeps from the end of generation until the next weights.
+neither on which replica writes them, nor on the order, nor on restarts. Where an engine shares its GPU with a role that
+trains, it sleeps from the end of generation until the next weights. Each pool with engines, the rollout's own and those
+that are lent to it, has a group of its own.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ _PAD_TOKEN = 0
 """Fills the gaps; packing drops them before a model sees anything."""
 
 
-def shares_gpus(spec: PPOJobSpec) -> bool:
-    """Whether a role that trains sits on the rollout's GPUs."""
-    return spec.placement.rollout in (spec.placement.actor, spec.placement.critic)
+def shares_gpus(spec: PPOJobSpec, pool: str) -> bool:
+    """Whether a role that trains sits on the GPUs of a pool with engines."""
+    return pool in (spec.placement.actor, spec.placement.critic)
 
 
-def rollout_environment(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the variables that the replicas' processes must be started with."""
-    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
-    return own | spec.pool(spec.placement.rollout or spec.placement.actor).network.environment()
+def rollout_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
+    """Return the variables that the processes of a pool's replicas must be started with."""
+    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, pool)))
+    return own | spec.pool(pool).network.environment()
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
@@ -84,13 +85,13 @@ class Collected:
 class RolloutWorker:
     """One replica. Its engine lives in an event loop of its own, in a thread; the methods wait for it."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, seat: Seat, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import and must find its environment set.
         from ppojob_trainer.engines.vllm.engine import RolloutEngine
 
         self.seat = seat
         self.spec = spec
-        self._engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec)))
+        self._engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, pool)))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
         # What `begin` began: the prompts, what is finished of them, and how many of the responses are not collected.
@@ -277,18 +278,28 @@ class RolloutOfStep:
 
 
 class RolloutGroup:
-    """The rollout as the controller calls it."""
+    """The engines of a pool as the controller calls them."""
 
     NUM_PARTS = 16
     """A stream comes in so many parts at most: fewer rows at a time would use a GPU badly."""
 
     def __init__(
-        self, group: WorkerGroup[RolloutWorker], spec: PPOJobSpec, holders: WorkerGroup[GpuHolder] | None = None
+        self,
+        group: WorkerGroup[RolloutWorker],
+        spec: PPOJobSpec,
+        pool: str,
+        holders: WorkerGroup[GpuHolder] | None = None,
     ) -> None:
         """`holders`: those of the first replica's other GPUs, then of the second's, ...; None with a GPU each."""
-        self.group, self.holders = group, holders
+        self.group, self.pool, self.holders = group, pool, holders
         self.num_workers = len(group) + (0 if holders is None else len(holders))
-        self.sleeps = shares_gpus(spec) and spec.rollout.sleep and spec.device is Device.CUDA
+        self.sleeps = shares_gpus(spec, pool) and spec.rollout.sleep and spec.device is Device.CUDA
+        self.has_actor = pool == spec.placement.actor
+
+    @property
+    def num_replicas(self) -> int:
+        """See `RolloutPort`."""
+        return len(self.group)
 
     @property
     def groups(self) -> list[WorkerGroup[Any]]:
@@ -335,11 +346,11 @@ class RolloutGroup:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-
-    async def finished(self, batch: Table) -> RolloutOfStep:
-        """See `RolloutPort`."""
         if self.sleeps:
             await self.group.call(RolloutWorker.sleep)
+
+    def joined(self, batch: Table) -> RolloutOfStep:
+        """See `RolloutPort`."""
         return RolloutOfStep(batch)
 
     async def generate_for_validation(self, prompts: Table) -> RolloutOfStep:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weight_transfer import WeightLink, link_plan, verify
+from ppojob_trainer.engines.weight_transfer import Receivers, WeightLink, link_plans, verify
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutGroup, RolloutWorker
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
@@ -24,44 +24,47 @@ class WeightsGroup:
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        rollout: RolloutGroup,
+        rollouts: Sequence[RolloutGroup],
         spec: PPOJobSpec,
         neighbours: Sequence[WorkerGroup[Any]] = (),
     ) -> None:
-        """`neighbours`: the models that share the rollout's GPUs."""
+        """`rollouts`: the engines of each pool. `neighbours`: the models that share GPUs with some of them."""
         self._actor = actor
         self._neighbours = neighbours
-        self._rollout = rollout.group
-        self._sleeps = rollout.sleeps
-        self._workers_of_replica = rollout.num_workers // len(rollout.group)
-        self._plans = link_plan(
-            spec.device,
-            num_ranks=len(actor),
-            num_receivers=rollout.num_workers,
-            is_shared=spec.placement.rollout == spec.placement.actor,
-        )
+        self._rollouts = rollouts
+        receivers = [Receivers(rollout.num_workers, rollout.has_actor) for rollout in rollouts]
+        self._plans = link_plans(spec.device, len(actor), receivers)
 
     @property
     def are_given_up(self) -> bool:
         """See `WeightsPort`."""
-        return self._sleeps
+        return any(rollout.sleeps for rollout in self._rollouts)
 
     async def connect(self) -> list[Transports]:
         """Make the connections, once; return over what each process sends weights."""
-        plan_of = {plan.sender_rank: plan for plan in self._plans}
-        links = await self._actor.call(
-            ActorWorker.open_weights, [plan_of.get(rank) for rank in range(len(self._actor))]
-        )
+        plans_of = [[plan for plan in self._plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
+        links_of = await self._actor.call(ActorWorker.open_weights, plans_of)
         places: dict[int, tuple[WeightLink, int]] = {}
-        for plan in self._plans:
-            link = links[plan.sender_rank]
-            assert link is not None, "a rank with a plan has a link"
-            places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
-        size = self._workers_of_replica
-        of_replicas = [[places[first + worker] for worker in range(size)] for first in range(0, len(places), size)]
-        connected = self._rollout.call(RolloutWorker.connect_weights, of_replicas)
-        senders, replicas = await asyncio.gather(self._actor.call(ActorWorker.connect_weights), connected)
-        return [*senders, *(worker for replica in replicas for worker in replica)]
+        for plans, links in zip(plans_of, links_of, strict=True):
+            for plan, link in zip(plans, links, strict=True):
+                places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
+        placed = [[[places[worker] for worker in workers] for workers in replicas] for replicas in self._workers()]
+        told = (
+            rollout.group.call(RolloutWorker.connect_weights, of_replicas)
+            for rollout, of_replicas in zip(self._rollouts, placed, strict=True)
+        )
+        connecting = self._actor.call(ActorWorker.connect_weights)
+        senders, groups = await asyncio.gather(connecting, asyncio.gather(*told))
+        return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
+
+    def _workers(self) -> list[list[range]]:
+        """Return the numbers of vLLM's workers among all, of each replica of each pool."""
+        found, first = [], 0
+        for rollout in self._rollouts:
+            size = rollout.num_workers // rollout.num_replicas
+            found.append([range(first + n * size, first + (n + 1) * size) for n in range(rollout.num_replicas)])
+            first += rollout.num_workers
+        return found
 
     async def push(self, version: int) -> dict[str, float]:
         """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/...: how long
@@ -70,23 +73,34 @@ class WeightsGroup:
         Raises:
             WeightSyncError: a replica has other weights than the actor.
         """
-        if self._sleeps:
+        asleep = [rollout for rollout in self._rollouts if rollout.sleeps]
+        if asleep:
             freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
             await asyncio.gather(*freed)
-            await self._rollout.call(RolloutWorker.wake, "weights")
+            await _wake(asleep, "weights")
         started = time.perf_counter()
-        sent, received = await asyncio.gather(
-            self._actor.call(ActorWorker.push_weights, version),
-            self._rollout.call(RolloutWorker.update_weights, version),
-        )
-        seconds, sizes = time.perf_counter() - started, []
+        received = (rollout.group.call(RolloutWorker.update_weights, version) for rollout in self._rollouts)
+        sending = self._actor.call(ActorWorker.push_weights, version)
+        sent, receipts = await asyncio.gather(sending, asyncio.gather(*received))
+        seconds = time.perf_counter() - started
+        # All workers of a replica have the same, or it would have said so.
+        receipt_of = {
+            worker: receipt
+            for replicas, answers in zip(self._workers(), receipts, strict=True)
+            for workers, receipt in zip(replicas, answers, strict=True)
+            for worker in workers
+        }
+        sizes = []
         for plan in self._plans:
             receipt = sent[plan.sender_rank]
             assert receipt is not None, "a rank with a plan has sent"
             sizes.append(receipt.num_bytes)
-            # All workers of a replica have the same, or it would have said so.
-            verify(receipt, [received[receiver // self._workers_of_replica] for receiver in plan.receivers])
-        if self._sleeps:
-            await self._rollout.call(RolloutWorker.wake, "kv_cache")
+            verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
+        if asleep:
+            await _wake(asleep, "kv_cache")
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
         return {f"comm_{what}/update_weights": number for what, number in moved.items()}
+
+
+async def _wake(rollouts: Sequence[RolloutGroup], tag: str) -> None:
+    await asyncio.gather(*(rollout.group.call(RolloutWorker.wake, tag) for rollout in rollouts))
