@@ -136,6 +136,7 @@ class Reason:
     POOL_NOT_PLACED = "PoolNotPlaced"
     PHASE_TIMEOUT = "PhaseTimeout"
     WORKER_LOST = "WorkerLost"
+    COMMUNICATION_FAILED = "CommunicationFailed"
     OUT_OF_MEMORY = "OutOfMemory"
     NON_FINITE = "NonFinite"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"

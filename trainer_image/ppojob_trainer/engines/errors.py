@@ -66,6 +66,12 @@ class WeightSyncError(EngineError):
     """The rollout engine's weights are not those that the trainer sent."""
 
 
+class WeightLinkError(WeightSyncError):
+    """One end of the way of the weights does not reach the other any more; the message says which."""
+
+    reason = Reason.COMMUNICATION_FAILED
+
+
 class RolloutError(EngineError):
     """The rollout engine refused a request or failed at it."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_buckets import (
     BUCKET_BYTES,
@@ -182,7 +182,7 @@ class WeightSender:
         """See `WeightSync`. Returns what was sent over each link, or None from a rank that sends to nobody.
 
         Raises:
-            WeightSyncError: a replica stopped receiving.
+            WeightLinkError: a replica stopped receiving.
         """
         gathered = self._source.gather()
         if not self._ways:
@@ -253,13 +253,13 @@ class _Way:
         """Send a bucket.
 
         Raises:
-            WeightSyncError: a receiver stopped receiving.
+            WeightLinkError: a receiver stopped receiving.
         """
         assert self._channel is not None, "connect() comes first"
         try:
             self._channel.send(buffer)
         except (dist.DistError, RuntimeError) as error:
-            raise WeightSyncError(
+            raise WeightLinkError(
                 f"a rollout replica stopped receiving version {version} of the weights: {error}"
             ) from error
 
@@ -304,13 +304,14 @@ class WeightReceiver:
         """Return the tensors of the next push.
 
         Raises:
-            WeightSyncError: it is of another version, or the sender did not begin in time.
+            WeightSyncError: it is of another version.
+            WeightLinkError: the sender did not begin in time.
         """
         key = _announcement(self._num_receipts)
         try:
             announced = int(self._store.get(key))
         except (dist.DistError, RuntimeError) as error:
-            raise WeightSyncError(
+            raise WeightLinkError(
                 f"the trainer did not begin to send version {version} within {self._link.timeout_seconds:g} s"
             ) from error
         self._num_receipts += 1

@@ -24,6 +24,7 @@ from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.main.connection import RayNotStartedError
 from ppojob_trainer.rewards import RewardError, RewardImportError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
+from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
     HookFailedError,
@@ -88,6 +89,7 @@ _ENGINE_KINDS = {
     Reason.MODEL_MISMATCH: FailureKind.PERMANENT,
     Reason.CHECKPOINT_UNREADABLE: FailureKind.PERMANENT,
     Reason.PHASE_TIMEOUT: FailureKind.INFRASTRUCTURE,
+    Reason.COMMUNICATION_FAILED: FailureKind.INFRASTRUCTURE,
     Reason.BUCKET_UNREACHABLE: FailureKind.INFRASTRUCTURE,
 }
 
@@ -124,6 +126,8 @@ def _name(error: BaseException) -> tuple[str, FailureKind] | None:
     for known, reason, kind in _NAMES:
         if isinstance(error, known):
             return reason, kind
+    if is_of_communication(error):
+        return Reason.COMMUNICATION_FAILED, FailureKind.INFRASTRUCTURE
     return _NAMES_OF_FOREIGN.get(type(error).__name__)
 
 

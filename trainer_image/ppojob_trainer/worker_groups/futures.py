@@ -24,6 +24,7 @@ from ray.exceptions import (
 )
 
 from ppojob_trainer.telemetry import current_phase
+from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
     WorkerFailedError,
@@ -181,5 +182,5 @@ def rank_of_explanation(failure: WorkerGroupError) -> int:
         return 0
     if isinstance(failure, WorkerLostError):
         return 2
-    is_plain = type(failure.__cause__) in (RuntimeError, ConnectionError)
-    return 3 if is_plain else 1
+    is_plain = type(failure.__cause__) is RuntimeError
+    return 3 if is_plain or is_of_communication(failure.__cause__) else 1

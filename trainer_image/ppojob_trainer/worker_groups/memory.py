@@ -37,7 +37,9 @@ LESS_OF = {
 
 def explain_memory(error: BaseException, role: str, rank: int, method: str) -> WorkerOutOfMemoryError | None:
     """Return what to say of an error that a call met, or None where memory was not the matter."""
-    who, lower = f"{role} rank {rank}", f"lower {LESS_OF[role]}, or " if role in LESS_OF else ""
+    # Engines in a pool that is lent are rollout_<pool>.
+    setting = LESS_OF.get("rollout" if role.startswith("rollout_") else role)
+    who, lower = f"{role} rank {rank}", f"lower {setting}, or " if setting else ""
     if isinstance(error, NodeOutOfMemoryError):
         # Ray's message is a page long; the numbers are what matters of it.
         found = _USAGE_OF_NODE.search(str(error))

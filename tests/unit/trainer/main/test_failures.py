@@ -1,6 +1,7 @@
 """From an exception to the failure's name, kind and sentence."""
 
 import pytest
+from torch.distributed import DistBackendError
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
@@ -13,6 +14,7 @@ from ppojob_trainer.engines.errors import (
     ModelNotFoundError,
     NonFiniteError,
     RendezvousError,
+    WeightLinkError,
     WeightSyncError,
 )
 from ppojob_trainer.main.connection import RayNotStartedError
@@ -33,6 +35,9 @@ class OutOfMemoryError(RuntimeError):
     """As torch's and Ray's are called."""
 
 
+TIMED_OUT = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+
+
 CASES = [
     (ModelNotFoundError("no model"), Reason.MODEL_NOT_FOUND, PERMANENT),
     (ModelMismatchError("65 tokens"), Reason.MODEL_MISMATCH, PERMANENT),
@@ -50,6 +55,11 @@ CASES = [
     (NonFiniteError("nan"), Reason.NON_FINITE, USER),
     (CheckpointUnreadableError("cannot be read"), Reason.CHECKPOINT_UNREADABLE, PERMANENT),
     (WeightSyncError("other weights"), Reason.TRAINER_FAILED, USER),
+    (WeightLinkError("a replica stopped receiving"), Reason.COMMUNICATION_FAILED, INFRASTRUCTURE),
+    (DistBackendError("NCCL error: remote process exited"), Reason.COMMUNICATION_FAILED, INFRASTRUCTURE),
+    (ConnectionResetError("Connection reset by peer"), Reason.COMMUNICATION_FAILED, INFRASTRUCTURE),
+    (RuntimeError(TIMED_OUT), Reason.COMMUNICATION_FAILED, INFRASTRUCTURE),
+    (RuntimeError("shapes do not fit"), Reason.TRAINER_FAILED, USER),
     (RayNotStartedError("no Ray"), Reason.TRAINER_FAILED, INFRASTRUCTURE),
     (JobFileMissingError("not there"), Reason.JOB_FILE_MISSING, INFRASTRUCTURE),
     (ZeroDivisionError("division by zero"), Reason.TRAINER_FAILED, USER),
@@ -64,7 +74,7 @@ def test_a_failure_in_a_worker_keeps_its_name_and_says_where(error: Exception, r
     record = failure_record(wrapped)
 
     assert (record.reason, record.kind, record.exit_code) == (reason, kind, 1)
-    if not (reason == Reason.TRAINER_FAILED and isinstance(error, ZeroDivisionError)):
+    if type(error) not in (ZeroDivisionError, RuntimeError, ConnectionResetError):
         assert record.message == f"critic rank 2: {error}"
 
 

@@ -104,6 +104,7 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
     [
         ("critic", "lower critic.maxTokensPerGPU, or"),
         ("rollout", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
+        ("rollout_critic", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
         ("reward", "lower reward.function.numWorkers, or"),
         ("of_a_user", "during run: give the pool more memory"),
     ],

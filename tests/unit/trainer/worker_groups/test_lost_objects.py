@@ -6,7 +6,9 @@ from typing import Any, cast
 
 import pytest
 from ray.exceptions import OwnerDiedError
+from torch.distributed import DistNetworkError
 
+from ppojob_trainer.engines.errors import WeightLinkError
 from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.lost_objects import explained
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -45,6 +47,13 @@ async def test_the_end_of_the_process_whose_rows_are_missed_is_told(
 ) -> None:
     error = missed(MISSED)
     assert await explained(error, groups(*failures)) is (told or error)
+
+
+@pytest.mark.parametrize("cause", [WeightLinkError("stopped receiving"), DistNetworkError("the store is gone")])
+async def test_whoever_is_gone_explains_why_the_others_do_not_reach_it(cause: Exception) -> None:
+    error = missed(cause)
+    assert await explained(error, groups(None, MEMORY)) is MEMORY
+    assert await explained(error, groups(None, None)) is error
 
 
 async def test_another_failure_stays_as_it_is() -> None:
