@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.bench.verl_run import NoVerlError, Verl, find, measure_verl
 
 def main() -> None:
     """Measure, print, and write `results.json`."""
+    # What runs is ended by what stands after it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = _arguments()
     tiny, is_varied = arguments.shape == "tiny", arguments.lengths == "varied"
     size = workload.Size("tiny", 8, 16, 16, 512) if tiny else workload.Size(arguments.shape)
