@@ -1,16 +1,20 @@
 """Measures workload W in several placements and schedules, one after the other on this machine, and prints ratios.
 
     python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--engine-alone]
+        [--verl [PYTHON]]
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
-the steps after the warm-up. After them comes what the cost model predicts from each layout for every other one. Run
-again with the same output, it goes on: runs of the same jobs are read, not repeated.
+the steps after the warm-up. With --verl the peer verl does the same work on the same GPUs afterwards, and stands beside
+them. After them comes what the cost model predicts from each layout for every other one. Run again with the same
+output, it goes on: runs of the same jobs are read, not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,15 @@ from rich.console import Console
 
 from tests.bench import predictions, report, workload
 from tests.bench.generation import measure_alone
-from tests.bench.layouts import layout, layouts
-from tests.bench.measurement import WARM_UP_STEPS, Result, measure
+from tests.bench.layouts import Layout, layout, layouts
+from tests.bench.measurement import WARM_UP_STEPS, Result, Run, measure, spec_of
+from tests.bench.verl_run import NoVerlError, Verl, find, measure_verl
 
 
 def main() -> None:
     """Measure, print, and write `results.json`."""
+    # What runs is ended by what stands after it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = _arguments()
     tiny, is_varied = arguments.shape == "tiny", arguments.lengths == "varied"
     size = workload.Size("tiny", 8, 16, 16, 512) if tiny else workload.Size(arguments.shape)
@@ -41,22 +48,32 @@ def main() -> None:
     for name, sections in chosen.items():
         if workload.needs_reward_model(sections):
             workload.prepare_reward_model(data, size)
-        job = workload.job(data, size, sections, arguments.steps, arguments.device)
-        for setting in arguments.set:
-            _set(job["spec"], *setting.split("=", 1))
-        results.append(measure(name, job, output / name))
+        results.append(measure(name, _job(data, size, sections, arguments), output / name))
         console.print(f"{name}: {results[-1].step_s:.3f} s a step")
     alone = _alone(results, size, output) if arguments.engine_alone else {}
-    console.print(report.table(results, size, alone))
+    runs: list[Run] = [*results]
+    if arguments.verl is not None:
+        job = _job(data, size, layout("colocated", arguments.gpus), arguments)
+        runs.append(measure_verl(arguments.verl, spec_of(job), size, output / "verl"))
+        console.print(f"{runs[-1].name}: {runs[-1].step_s:.3f} s a step")
+    console.print(report.table(runs, size, alone))
     found = predictions.predictions(results)
     console.print(predictions.table(found))
     rows: dict[str, Any] = {
-        "layouts": [{"name": r.name, "first_step_s": r.first_step_s, **r.metrics} for r in results],
+        "layouts": [{"name": r.name, "first_step_s": r.first_step_s, **r.metrics} for r in runs],
         "share_between_phases": {r.name: r.between_phases for r in results},
         "engine_alone_s": alone,
         "predictions": [{**vars(one), "error": one.error} for one in found],
     }
     (output / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the job of a layout, as the command line wants it."""
+    job = workload.job(data, size, sections, arguments.steps, arguments.device)
+    for setting in arguments.set:
+        _set(job["spec"], *setting.split("=", 1))
+    return job
 
 
 def _found_gpus() -> int:
@@ -77,6 +94,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set", action="append", default=[], help="section.field=YAML value, for every layout")
     parser.add_argument("--engine-alone", action="store_true", help="generate with the engine alone too, and compare")
+    parser.add_argument(
+        "--verl", nargs="?", const=sys.executable, metavar="PYTHON", help="measure verl too, with this interpreter's"
+    )
     parser.add_argument("--width", type=int, default=170, help="of the tables, in letters")
     arguments = parser.parse_args()
     if arguments.gpus is None:
@@ -85,7 +105,20 @@ def _arguments() -> argparse.Namespace:
             parser.error("--device cuda: no GPU is found here; take --device cpu --shape tiny to try the benchmark")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
+    if arguments.verl is not None:
+        arguments.verl = _verl(parser, arguments)
     return arguments
+
+
+def _verl(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Verl:
+    """Return verl; end the program where it is not there, or cannot do the work."""
+    if arguments.device != "cuda" or arguments.lengths != "equal":
+        # It has no setting for strings that end a response.
+        parser.error("--verl: verl is measured with --device cuda and --lengths equal alone")
+    try:
+        return find(arguments.verl)
+    except NoVerlError as error:
+        parser.error(str(error))
 
 
 def _alone(results: list[Result], size: workload.Size, output: Path) -> dict[int, float]:

@@ -29,18 +29,15 @@ _TIMING = "timing_s/"
 
 
 @dataclass(frozen=True)
-class Result:
-    """One layout: the metrics of its steps after the warm-up, their medians, and when its first step was done.
+class Run:
+    """A run, ours or a peer's: the metrics of its steps after the warm-up, under our names, which are verl's.
 
-    between_phases: of the time after the warm-up, the share in which no phase ran in any pool; None with too few steps.
-    It is the controller's time between its calls. What Ray and the controller take inside a phase is in the phase.
+    first_step_s: from the start of the process to the end of the first step.
     """
 
     name: str
-    spec: PPOJobSpec
     first_step_s: float
     steps: Sequence[Mapping[str, float]]
-    between_phases: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -52,6 +49,18 @@ class Result:
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.metrics["timing_s/step"]
+
+
+@dataclass(frozen=True)
+class Result(Run):
+    """One layout of ours.
+
+    between_phases: of the time after the warm-up, the share in which no phase ran in any pool; None with too few steps.
+    It is the controller's time between its calls. What Ray and the controller take inside a phase is in the phase.
+    """
+
+    spec: PPOJobSpec
+    between_phases: float | None = None
 
     @property
     def layout(self) -> Layout:
@@ -114,7 +123,7 @@ def _run(name: str, file: Path, folder: Path) -> None:
 def read(name: str, folder: Path) -> Result:
     """Read what a run has left."""
     started = json.loads((folder / "finished.json").read_text(encoding="utf-8"))["started"]
-    _, _, spec = parse_manifest(yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8")))
+    spec = spec_of(yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8")))
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     first = next(row for row in rows if row["step"] == 1)
     steps = [
@@ -123,7 +132,13 @@ def read(name: str, folder: Path) -> Result:
         if row["step"] > WARM_UP_STEPS
     ]
     share = share_between_phases(read_trace(folder / "run" / "trace.json"), WARM_UP_STEPS + 1)
-    return Result(name, resolve(spec), first["time"] - started, steps, share)
+    return Result(name, first["time"] - started, steps, spec, share)
+
+
+def spec_of(job: Mapping[str, Any]) -> PPOJobSpec:
+    """Return what a job says, with what follows from it."""
+    _, _, spec = parse_manifest(job)
+    return resolve(spec)
 
 
 def share_between_phases(spans: Sequence[Span], first_step: int) -> float | None:

@@ -1,8 +1,8 @@
 """Workload W: what the benchmark trains, made from nothing, so that it needs neither a hub nor a data set.
 
 A Qwen2 of 0.5B or 1.5B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly 512
-(the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl 0.9.1
-was measured on the same work. Varied, the responses end by chance, as those of a real task do. Called by `bench_split`.
+(the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl does
+the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. Called by `bench_split`.
 """
 
 from __future__ import annotations

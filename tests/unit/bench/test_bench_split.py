@@ -1,5 +1,6 @@
 """What the benchmark is told on its command line."""
 
+import subprocess
 import sys
 
 import pytest
@@ -34,3 +35,27 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         _arguments()
 
     assert "--device cuda: no GPU is found here; take --device cpu" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_ended_ends_what_it_runs() -> None:
+    program = """
+import time
+from tests.bench import bench_split
+
+def measure():
+    try:
+        print("measures", flush=True)
+        time.sleep(60)
+    finally:
+        print("has ended it", flush=True)
+
+bench_split._arguments = measure
+bench_split.main()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "measures\n"
+        process.terminate()
+        assert process.stdout.read() == "has ended it\n"
+
+    assert process.returncode == 143
