@@ -2,7 +2,8 @@
 
 Nothing of verl is changed, and nothing of it is imported here. Its metrics are read from what its file logger writes:
 a line of JSON for each step, with the names that we use too. A step lasts as long as verl says; what it does between
-its steps, metrics and logs, is not in it. It wants flash-attn, without which it does not load a critic.
+its steps, metrics and logs, is not in it. It wants flash-attn, without which it does not load a critic, and an
+environment of its own: its queue (TransferQueue 0.1.11) installs a package `tests`, which hides ours.
 """
 
 from __future__ import annotations
@@ -142,12 +143,12 @@ def _run(verl: Verl, arguments: Sequence[str], folder: Path) -> float:
         )
         try:
             first = _wait(process, metrics)
-            code = process.poll()
+            code, said = process.poll(), log.read_text(encoding="utf-8")[-3000:]
         finally:
             _end(process)
     if code != 0 or first is None:
         reason = f"was not done after {RUN_LIMIT_S:.0f} s" if code is None else f"ended with {code}"
-        raise RuntimeError(f"{verl.name} {reason}: see {log}\n{log.read_text(encoding='utf-8')[-3000:]}")
+        raise RuntimeError(f"{verl.name} {reason}: see {log}\n{said}")
     return first
 
 
