@@ -1,6 +1,10 @@
 """The first example made small, for jobs that are looked at while they run: few tokens a step, and one or two ranks."""
 
 import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.cluster.waiting import wait_until
@@ -13,6 +17,7 @@ FEW_SAMPLES: dict[str, Any] = {
 }
 _SMALL = {"cpu": "250m", "memory": "6Gi", "shm": "512Mi"}
 _STEP_LIMIT_SECONDS = 600.0
+_RESUMED = re.compile(r"going on after step (\d+)")
 
 
 def small_pools(actor_ranks: int, **fields: Any) -> list[dict[str, Any]]:
@@ -44,3 +49,37 @@ def await_step(site: Site, name: str, step: int, *, since: float = 0.0) -> float
 
     wait_until(f"step {step} of {name}", missing, limit=_STEP_LIMIT_SECONDS, interval=0.5)
     return records(site, name)[step]
+
+
+def await_resumption(site: Site, name: str, attempt: int) -> int:
+    """Wait until the attempt's driver says after which step it goes on, and return that."""
+    log = site.root(name) / "logs" / f"attempt-{attempt}" / "driver.log"
+    found: list[str] = []
+
+    def missing() -> str:
+        found[:] = _RESUMED.findall(log.read_text(errors="replace")) if log.exists() else []
+        return "" if found else "nothing there"
+
+    wait_until(f"{log} to say where it goes on", missing, limit=_STEP_LIMIT_SECONDS, interval=0.5)
+    return int(found[0])
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Prints how long after its start something was so."""
+
+    event: str
+    """What happened at its start."""
+    limit: float
+    """Longest wait, in seconds."""
+    start: float = field(default_factory=time.time)
+    """In seconds since 1970."""
+
+    def say(self, words: str) -> None:
+        """Print that this is so now."""
+        print(f"\n{time.time() - self.start:.0f} s after {self.event}: {words}", end="", flush=True)
+
+    def until(self, words: str, missing: Callable[[], str]) -> None:
+        """Wait until nothing is missing any more, and say so."""
+        wait_until(words, missing, limit=self.limit, interval=0.5)
+        self.say(words)

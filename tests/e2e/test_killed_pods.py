@@ -3,18 +3,15 @@
 How long that took is printed (`--capture=no` shows it) and never asserted.
 """
 
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
-from tests.e2e.small_jobs import FEW_SAMPLES, await_step, records, small_pools
+from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, records, small_pools
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -30,7 +27,6 @@ CHANGES: dict[str, Any] = {
 }
 VICTIMS = {"worker": "ppojob.dev/pool=critic", "head": "ray.io/node-type=head"}
 REASONS = {"worker": ("WorkerLost", "PodLost"), "head": ("HeadLost",)}
-RESUMED = re.compile(r"going on after step (\d+)")
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,9 @@ def kill(site: Site, selector: str, attempt: int) -> Recovery:
     cluster = site.job(NAME)["status"]["rayCluster"]["name"]
     last, moment = max(records(site, NAME)), time.time()
     site.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--force", "--grace-period=0")
-    log = site.root(NAME) / "logs" / f"attempt-{attempt}" / "driver.log"
-    wait_until(f"{log} to say where it goes on", lambda: "" if RESUMED.search(text_of(log)) else "nothing there",
-               limit=LIMIT_SECONDS, interval=0.5)  # fmt: skip
-    found = RESUMED.search(text_of(log))
-    assert found
-    resumed_after = int(found.group(1))
+    resumed_after = await_resumption(site, NAME, attempt)
     finished = await_step(site, NAME, resumed_after + 1, since=moment)
     return Recovery(last, resumed_after, finished - moment, cluster, site.job(NAME)["status"])
-
-
-def text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,18 @@ def test_the_image_runs_as_a_numeric_user_that_is_not_root(recipe: Recipe) -> No
     ]
     assert users[-1].isdigit()
     assert int(users[-1]) > 0
+
+
+@pytest.mark.parametrize(("words", "is_kept"), [("", False), ("#!/bin/sh", True)])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_is_left_of_another_builds_uv_is_not_taken_for_one(
+    recipe: Recipe, words: str, is_kept: bool, tmp_path: Path
+) -> None:
+    lines = recipe.stages(PROJECT)[1].splitlines()
+    [guard] = [line.removesuffix("\\") for line in lines if "[ -s /run/uv/uv ]" in line]
+    uv = tmp_path / "uv"
+    uv.write_text(words)
+
+    subprocess.run(["sh", "-euc", guard.replace("/run/uv", str(tmp_path))], check=True)
+
+    assert uv.exists() is is_kept
