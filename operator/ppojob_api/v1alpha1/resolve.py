@@ -124,6 +124,8 @@ def _placement(spec: PPOJobSpec) -> Placement:
             "critic": critic,
             "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
+            # A set: an empty one, or the same names in another order, are no other layout.
+            "lent_to_rollout": sorted(given.lent_to_rollout or ()) or None,
         }
     )
 

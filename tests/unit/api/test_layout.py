@@ -57,6 +57,11 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         ({"rollout": {"tensorParallelSize": 2}}, ["rollout.tensorParallelSize 1 -> 2"]),
         ({"schedule": {"without": ["Values"]}}, ["schedule.without is another"]),
         ({"placement": {"actor": "actor", "critic": "critic", "reward": "critic"}}, []),
+        ({"placement": {"actor": "actor", "critic": "critic", "lentToRollout": []}}, []),
+        (
+            {"placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]}},
+            ["placement.lentToRollout is another"],
+        ),
         ({"trainer": {"totalSteps": 7}}, []),
     ],
 )

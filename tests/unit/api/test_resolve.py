@@ -69,6 +69,14 @@ def test_a_pool_that_is_lent_has_the_rollout_too() -> None:
     assert _resolved({}).placement.rollout_pools == ("actor",)
 
 
+@pytest.mark.parametrize(("given", "resolved"), [([], None), (["b", "a"], ["a", "b"])])
+def test_pools_that_are_lent_are_a_set(given: list[str], resolved: list[str] | None) -> None:
+    more = [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "a", "b")]
+    spec = _resolved({("spec", "pools"): more, ("spec", "placement", "lentToRollout"): given})
+
+    assert spec.placement.lent_to_rollout == resolved
+
+
 @pytest.mark.parametrize(
     ("changes", "mode"),
     [

@@ -1,8 +1,9 @@
 """Generation by all engines of a job: those in the rollout's own pool, and those in pools that are lent to it.
 
-Each pool's engines get rows in proportion to their number, in order, so that the samples of a prompt stay together. In
-each pool it is a phase, which waits for its turn there: the engines in the critic's pool begin when the critic's update
-is done, while those of the rollout's own pool write already. Called by `ppo` and `loop`.
+Each pool's engines get rows in proportion to their number, in order, so that nearly all samples of a prompt stay
+together. In each pool it is a phase, which waits for its turn there: the engines in the critic's pool begin when the
+critic's update is done. Those of the rollout's own pool write already, if no engine sleeps; else the weights, which
+wake them all, have waited for the critic. Called by `ppo` and `loop`.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ class Generation(Generic[B]):
 
 
 def divided(num_rows: int, weights: Sequence[int]) -> list[range]:
-    """Cut rows into parts in order, in proportion to the weights, so that all rows are in one of them."""
-    ends = [num_rows * sum(weights[: number + 1]) // sum(weights) for number in range(len(weights))]
+    """Cut rows into parts in order, so that all rows are in one of them: one for each, the others by the weights.
+
+    Engines that write nothing would not sleep afterwards, and keep their memory while others compute there. Only with
+    fewer rows than parts the last parts are empty.
+    """
+    spare, total = max(0, num_rows - len(weights)), sum(weights)
+    ends = [min(num_rows, n + spare * sum(weights[:n]) // total) for n in range(1, len(weights) + 1)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

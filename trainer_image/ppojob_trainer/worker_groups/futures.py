@@ -176,11 +176,12 @@ def _first_line(error: BaseException) -> str:
 def rank_of_explanation(failure: WorkerGroupError) -> int:
     """Tell which of several failures is told, the least: memory explains a death, a named error a lost peer.
 
-    A peer's broken connection explains nothing.
+    A peer's broken connection explains nothing, not even beside an error without a name.
     """
     if isinstance(failure, WorkerOutOfMemoryError):
         return 0
     if isinstance(failure, WorkerLostError):
         return 2
-    is_plain = type(failure.__cause__) is RuntimeError
-    return 3 if is_plain or is_of_communication(failure.__cause__) else 1
+    if is_of_communication(failure.__cause__):
+        return 4
+    return 3 if type(failure.__cause__) is RuntimeError else 1

@@ -2,7 +2,8 @@
 
 Rows stay where they were computed, and go from there to whom the next phase is of. Ray tells the reader no more than
 that the owner died, and the owner may have nothing to do at that moment, so no call on it fails. It is the same with
-the weights, where the sender's call may fail before the receiver's. `run` asks here.
+the weights, where one end's call may fail before the other's; of a receiver, which is vLLM's, the error's class is lost
+on its way here. `run` asks here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from ray.exceptions import ObjectLostError
 
+from ppojob_trainer.engines.errors import RolloutError
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.futures import rank_of_explanation
@@ -26,7 +28,8 @@ _ASK_S: Final = 20.0
 
 async def explained(error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]]) -> WorkerGroupError:
     """Return the failure of the process that was missed; any other error, and an unclear one, as it is."""
-    if not isinstance(error.__cause__, ObjectLostError) and not is_of_communication(error.__cause__):
+    cause = error.__cause__
+    if not isinstance(cause, ObjectLostError) and type(cause) is not RolloutError and not is_of_communication(cause):
         return error
     asked = (asyncio.wait_for(_is_there(group), _ASK_S) for group in groups)
     found = await asyncio.gather(*asked, return_exceptions=True)

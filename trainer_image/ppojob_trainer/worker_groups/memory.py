@@ -1,7 +1,7 @@
 """A role that ran out of memory: whose memory it was, when, and which settings take less of it.
 
-Called by `futures`. Four can say that memory is short: torch (of a GPU, or of the process), vLLM, Python, and Ray,
-which ends a process before its node is full. The settings are named as the user writes them.
+Called by `futures`. Five can say that memory is short: torch (of a GPU, or of the process), NCCL, vLLM, Python, and
+Ray, which ends a process before its node is full. The settings are named as the user writes them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
 from ppojob_trainer.engines.errors import RolloutMemoryError
+from ppojob_trainer.engines.vllm.memory_words import about_memory
+from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
 
 __all__ = ["explain_memory"]
@@ -46,10 +48,11 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
         usage = f" ({found[1]})" if found else ""
         said = f"{who} was ended because its node ran out of memory{usage} during {method}"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
-    if isinstance(error, torch.OutOfMemoryError):
+    of_gpu = _words_of_gpu(error)
+    if of_gpu is not None:
         # Without `lower` the role is of the user's own, and only making room is left.
         room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
-        return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({_beginning(error)}): {lower}{room}")
+        return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {lower}{room}")
     if isinstance(error, RolloutMemoryError):
         said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout a pool of its own")
@@ -57,6 +60,13 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
         said = f"{who} ran out of memory during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
     return None
+
+
+def _words_of_gpu(error: BaseException) -> str | None:
+    """Return what torch, or NCCL with its buffers beside torch's, says of a GPU that is full; None: it is not."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return _beginning(error)
+    return about_memory(str(error)) if is_of_communication(error) else None
 
 
 def _beginning(error: BaseException) -> str:

@@ -87,6 +87,7 @@ NAMES = {
 POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model": "c"}
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("mode", [SERIAL, PARALLEL, OVERLAPPED])
 @pytest.mark.parametrize(
     ("pool_of", "ports", "without"),
@@ -103,6 +104,7 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
         (POOLS, {"hooks": [HookPoint.SCORE]}, []),
         (POOLS, {"hooks": [HookPoint.STEP]}, []),
         ({**POOLS, "rollout_lent": "c"}, {"lent": ["rollout_lent"]}, []),
+        ({**POOLS, "rollout": "r", "rollout_lent": "a"}, {"lent": ["rollout_lent"]}, []),
         (POOLS, {}, [Overlap.VALUES]),
         (POOLS, {"reward": "Both"}, [Overlap.VALUES]),
         (POOLS, {}, [Overlap.REFERENCE]),
@@ -111,10 +113,16 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
     ],
 )
 async def test_the_real_controller_takes_as_long(
-    make_run: MakeRun, mode: ScheduleMode, pool_of: dict[str, str], ports: dict[str, Any], without: list[Overlap]
+    make_run: MakeRun,
+    mode: ScheduleMode,
+    pool_of: dict[str, str],
+    ports: dict[str, Any],
+    without: list[Overlap],
+    sleeps: bool,
 ) -> None:
     schedule = schedule_of(mode, [*without, Overlap.STREAMING])
     run = make_run(schedule, steps=6, pool_of={"data": "a", "reward": "c", **pool_of}, **ports)
+    run.world.engines_sleep = sleeps
     await run()
     seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
     if ports.get("has_ref") is False:
@@ -125,8 +133,8 @@ async def test_the_real_controller_takes_as_long(
     if hooks:
         seconds["hook_shaper"] = sum(DURATIONS[f"hook_{point.value}"] for point in hooks)
 
-    lent = [pool_of[role] for role in ports.get("lent", ())]
-    found = step_time(seconds, Layout(pool_of, dict.fromkeys(pool_of.values(), 1), schedule, hooks, lent=lent))
+    gpus, lent = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("lent", ())]
+    found = step_time(seconds, Layout(pool_of, gpus, schedule, hooks, lent=lent, engines_sleep=sleeps))
 
     # The first step has nobody before it, the last nobody after it.
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppojob_api.v1alpha1.model import FrozenOffload
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
@@ -117,6 +118,18 @@ def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> No
         check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.4, "sleep": False}), small)
     with pytest.raises(ModelMismatchError, match=r"at least 88\.0 GB"):
         check_memory(spec_of(1, rollout={"gpuMemoryUtilization": 0.5}), small)
+
+
+def test_an_engine_beside_models_that_do_not_train_is_counted_while_they_compute() -> None:
+    # The reference's 30 GB lie in the host's memory between its phases; the engine of 56 GB stays awake beside them.
+    spec = spec_of(1, rollout={"gpuMemoryUtilization": 0.7})
+    placed = spec.placement.model_copy(update={"critic": "a", "ref": "c", "lent_to_rollout": ["c"]})
+    ref = spec.model.ref.model_copy(update={"offload": FrozenOffload(parameters=True)})
+    lent = spec.model_copy(update={"placement": placed, "model": spec.model.model_copy(update={"ref": ref})})
+    assert lent.rollout.sleep
+
+    with pytest.raises(ModelMismatchError, match=r"pool c cannot .* at least 86\.0 GB are needed at the same time"):
+        check_memory(lent, {"ref": ModelSize(15 * GB, 80 * GB)})
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+from torch.distributed import DistBackendError
 
 from ppojob_api.v1alpha1.reference import field_reference
 from ppojob_trainer.engines.errors import RolloutMemoryError
@@ -22,6 +23,12 @@ RAYS_PAGE = (
 TORCHS_PARAGRAPH = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.02 GiB is "
     "free. Including non-PyTorch memory, this process has 138.79 GiB memory in use. Of the allocated memory ..."
+)
+
+
+NCCLS_PAGE = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+    "version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
 )
 
 
@@ -55,6 +62,7 @@ OF_GPU_MEMORY = (
     r"a total capacity of 139.81 GiB of which 1.02 GiB is free.\): lower actor.maxTokensPerGPU, or "
     r"rollout.gpuMemoryUtilization where vLLM is on the same GPU$"
 )
+OF_NCCL = r"actor rank 0 ran out of memory during update_actor \(Cuda failure 2 'out of memory'\): lower actor\."
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,8 @@ OF_GPU_MEMORY = (
         (OutOfMemoryError(RAYS_PAGE), WorkerOutOfMemoryError, OF_MEMORY),
         (OutOfMemoryError("other words"), WorkerOutOfMemoryError, r"ran out of memory during update_actor"),
         (task_error(torch.OutOfMemoryError(TORCHS_PARAGRAPH)), WorkerOutOfMemoryError, OF_GPU_MEMORY),
+        (task_error(DistBackendError(NCCLS_PAGE)), WorkerOutOfMemoryError, OF_NCCL),
+        (task_error(DistBackendError("NCCL error: remote process exited")), WorkerFailedError, "remote process exited"),
         (task_error(MemoryError()), WorkerOutOfMemoryError, r"\(MemoryError\): lower .* more memory"),
         (
             task_error(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")),
@@ -128,6 +138,13 @@ async def test_a_dead_rank_explains_the_broken_connections_of_its_peers(monkeypa
 
     with pytest.raises(WorkerLostError, match="actor rank 1"):
         await future_of(answer(broken), answer(ActorDiedError(), after_s=0.05))
+
+
+async def test_an_error_without_a_name_is_told_before_the_broken_connections_of_its_peers() -> None:
+    broken, wrong = task_error(DistBackendError("remote process exited")), task_error(RuntimeError("shapes do not fit"))
+
+    with pytest.raises(WorkerFailedError, match=r"rank 1 .* shapes do not fit"):
+        await future_of(answer(broken), answer(wrong))
 
 
 async def test_memory_explains_a_death_and_a_named_error_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:

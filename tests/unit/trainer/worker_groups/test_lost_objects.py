@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import OwnerDiedError
 from torch.distributed import DistNetworkError
 
-from ppojob_trainer.engines.errors import WeightLinkError
+from ppojob_trainer.engines.errors import RolloutError, WeightLinkError
 from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.lost_objects import explained
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -49,7 +49,14 @@ async def test_the_end_of_the_process_whose_rows_are_missed_is_told(
     assert await explained(error, groups(*failures)) is (told or error)
 
 
-@pytest.mark.parametrize("cause", [WeightLinkError("stopped receiving"), DistNetworkError("the store is gone")])
+@pytest.mark.parametrize(
+    "cause",
+    [
+        WeightLinkError("stopped receiving"),
+        DistNetworkError("the store is gone"),
+        RolloutError("vLLM's workers failed in ppojob_receive_weights: Connection closed by peer"),
+    ],
+)
 async def test_whoever_is_gone_explains_why_the_others_do_not_reach_it(cause: Exception) -> None:
     error = missed(cause)
     assert await explained(error, groups(None, MEMORY)) is MEMORY
