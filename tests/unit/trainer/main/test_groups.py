@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.main import groups
 from ppojob_trainer.main.groups import Groups
+from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 
 GB = 10**9
@@ -163,3 +164,37 @@ async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None
     story.failing = failing
     with pytest.raises(RuntimeError, match=failing):
         await asyncio.wait_for(ready(story), 10)
+
+
+class _Launched:
+    """Processes of a role that are started in a pool."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    def __len__(self) -> int:
+        return 1
+
+    def with_peers(self, number: int) -> _Launched:
+        return self
+
+    def using(self, meta: object) -> _Launched:
+        return self
+
+
+@pytest.mark.parametrize(("lent", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])
+def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
+    monkeypatch: pytest.MonkeyPatch, lent: list[str], neighbours: set[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
+    bundles = (Bundle(0, "node"),)
+    pools = {name: PlacedPool(name, cast("Any", None), bundles, 0.5) for name in ("a", "c")}
+    launcher = cast("Any", SimpleNamespace(start=lambda role, *_, **__: _Launched(role)))
+
+    launched = groups.launch(spec_of("cuda", lent), pools, launcher)
+
+    _, rollouts, _, beside = given
+    assert [rollout.pool for rollout in rollouts] == ["a", *lent]
+    assert list(launched.lent) == [f"rollout_{pool}" for pool in lent]
+    assert {group.role for group in beside} == neighbours

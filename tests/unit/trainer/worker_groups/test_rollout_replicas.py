@@ -21,6 +21,7 @@ from ppojob_trainer.worker_groups.roles.rollout import (
 )
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
+from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 
@@ -30,6 +31,12 @@ class Processes:
     def __init__(self, number: int, answers: dict[Any, Callable[..., Any]]) -> None:
         self.number, self.answers = number, answers
         self.calls: dict[Any, Any] = {}
+
+    def over(self, shares: Any) -> Processes:
+        return self
+
+    def only(self, rank: int) -> Processes:
+        return self
 
     def __len__(self) -> int:
         return self.number
@@ -241,3 +248,36 @@ async def test_other_weights_in_a_pool_that_is_lent_are_seen(replicas: Processes
 
     with pytest.raises(WeightSyncError):
         await weights.push(1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "pool", "sleeps"),
+    [
+        ({"actor": "train", "critic": "write", "lentToRollout": ["write"]}, "write", True),
+        ({"actor": "train", "rollout": "write"}, "write", False),
+    ],
+)
+async def test_engines_beside_a_role_that_trains_sleep_when_their_responses_are_written(
+    placement: dict[str, Any], pool: str, sleeps: bool
+) -> None:
+    for streams in (False, True):
+        # `collect` answers that there is no rest.
+        engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
+        rollout = RolloutGroup(as_group(engines), spec_of(placement), pool)
+        prompts = cast("Table", range(4))
+
+        if streams:
+            assert [part async for part in rollout.stream(prompts, 1)] == []
+        else:
+            await rollout.generate(prompts, 1)
+
+        assert (list(engines.calls)[-1] is RolloutWorker.sleep) is sleeps
+
+
+async def test_engines_stay_awake_after_validation() -> None:
+    engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
+    rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+
+    await rollout.generate_for_validation(cast("Table", range(4)))
+
+    assert list(engines.calls) == [RolloutWorker.generate]
