@@ -28,6 +28,8 @@ OTHER_WORDS = {
     "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
     "no name": "resource name may not be empty",
     "reward model that nobody asks": "spec.model.reward: ",
+    "a missing pool lent to the rollout": "each of placement.lentToRollout must be the name of one of spec.pools",
+    "the rollout's own pool lent to it": "each of placement.lentToRollout must be the name of one of spec.pools",
     "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
     "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
     "pool with Kueue's name for the head": "with runPolicy.queueName no pool may be called head",
