@@ -22,13 +22,12 @@ from pathlib import Path
 
 import yaml
 
-from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions
-from ppojob_trainer.worker_groups.roles.rollout import rollout_environment, shares_gpus
+from ppojob_trainer.worker_groups.roles.rollout import rollout_environment
 from ppojob_trainer.worker_groups.worker_process import num_threads
+from tests.bench.measurement import spec_of
 
 WARM_UP_BATCHES = 2
 RUN_LIMIT_S = 600.0
@@ -68,8 +67,7 @@ def main() -> None:
 
 
 def _spec(job: Path) -> PPOJobSpec:
-    _, _, spec = parse_manifest(yaml.safe_load(job.read_text(encoding="utf-8")))
-    return resolve(spec)
+    return spec_of(yaml.safe_load(job.read_text(encoding="utf-8")))
 
 
 def _pool(spec: PPOJobSpec) -> str:
@@ -89,7 +87,7 @@ async def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> lis
 
     prompts = _prompts(spec)
     sampling = SamplingOptions.training(spec)
-    engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, _pool(spec))))
+    engine = RolloutEngine(RolloutOptions.from_spec(spec, _pool(spec)))
     await engine.start()
     seconds = []
     try:

@@ -154,4 +154,9 @@ class Placement(ApiModel):
     @property
     def rollout_pools(self) -> tuple[str, ...]:
         """Every pool with rollout engines, the rollout's own first."""
-        return (self.rollout or self.actor, *(self.lent_to_rollout or ()))
+        return (self.rollout or self.actor, *self.lent_pools)
+
+    @property
+    def lent_pools(self) -> tuple[str, ...]:
+        """The pools that are lent to the rollout."""
+        return tuple(self.lent_to_rollout or ())

@@ -109,7 +109,7 @@ def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
         name = getattr(spec.placement, role.value)
         if name is not None:
             yield role, spec.pool(name)
-    for name in spec.placement.rollout_pools[1:]:
+    for name in spec.placement.lent_pools:
         yield Role.ROLLOUT, spec.pool(name)
 
 
@@ -125,7 +125,7 @@ def _placement(spec: PPOJobSpec) -> Placement:
             "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
             # A set: an empty one, or the same names in another order, are no other layout.
-            "lent_to_rollout": sorted(given.lent_to_rollout or ()) or None,
+            "lent_to_rollout": sorted(given.lent_pools) or None,
         }
     )
 

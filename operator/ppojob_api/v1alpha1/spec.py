@@ -91,3 +91,8 @@ class PPOJobSpec(ApiModel):
             KeyError: there is none; `validation.parse_spec` refuses such a spec.
         """
         return {pool.name: pool for pool in self.pools}[name]
+
+    def engines_sleep_in(self, pool: str) -> bool:
+        """Whether engines in a pool of a resolved spec give memory back outside generation: a role trains there."""
+        is_shared = pool in (self.placement.actor, self.placement.critic)
+        return self.device is Device.CUDA and self.rollout.sleep and is_shared

@@ -5,7 +5,6 @@ Called by `run`, `groups`, the monitor and the benchmark.
 
 from __future__ import annotations
 
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.generation import OWN
@@ -32,7 +31,7 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
         "reward": placement.reward,
         "reward_model": placement.reward if spec.reward.uses_model else None,
         **{worker.name: worker.pool for worker in spec.workers},
-        **{lent_role(pool): pool for pool in placement.rollout_pools[1:]},
+        **{lent_role(pool): pool for pool in placement.lent_pools},
     }
     return {role: pool for role, pool in named.items() if pool is not None}
 
@@ -55,8 +54,6 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         schedule=schedule_of(spec.schedule.mode, spec.schedule.without),
         hooks=hooks,
         is_one_update=is_one_update(spec),
-        lent=spec.placement.rollout_pools[1:],
-        engines_sleep=spec.device is Device.CUDA
-        and spec.rollout.sleep
-        and not {spec.placement.actor, spec.placement.critic}.isdisjoint(spec.placement.rollout_pools),
+        lent=spec.placement.lent_pools,
+        engines_sleep=any(map(spec.engines_sleep_in, spec.placement.rollout_pools)),
     )

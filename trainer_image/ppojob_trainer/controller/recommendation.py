@@ -108,7 +108,7 @@ def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tu
     """
     placement = spec.placement
     for pool in spec.pools if spec.device is Device.CUDA else ():
-        lent = [*placement.rollout_pools[1:], pool.name]
+        lent = [*placement.lent_pools, pool.name]
         other = spec.model_copy(update={"placement": placement.model_copy(update={"lent_to_rollout": lent})})
         if next(check(other), None) is None and _has_room_for_an_engine(pool, spec, steps):
             yield pool.name, other

@@ -118,7 +118,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, OWN, where[OWN])
-    lent_roles = [lent_role(pool) for pool in spec.placement.rollout_pools[1:]]
+    lent_roles = [lent_role(pool) for pool in spec.placement.lent_pools]
     lent = {role: _rollout(launcher, spec, role, where[role]) for role in lent_roles}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
     ref: RefGroup | AdaptersOff | None = None

@@ -17,7 +17,6 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.worker_groups.roles.rollout import shares_gpus
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = ["Need", "check_memory", "needs"]
@@ -132,7 +131,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
         has_rollout = pool in spec.placement.rollout_pools
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
         # Beside models that do not train it stays awake.
-        beside = 0.0 if spec.rollout.sleep and shares_gpus(spec, pool) else engine
+        beside = 0.0 if spec.engines_sleep_in(pool) else engine
         resident = sum(need.resident for need in roles)
         training = resident + max(need.total - need.resident for need in roles) + beside
         least = max(training, resident + engine)

@@ -35,7 +35,7 @@ def test_another_pool_has_none_of_it() -> None:
 
 
 def test_the_engines_that_write_have_the_network_of_their_pool_too() -> None:
-    assert rollout_environment(spec_of(network=NETWORK)).items() >= {
+    assert rollout_environment(spec_of(network=NETWORK), "actor").items() >= {
         ("NCCL_NVLS_ENABLE", "1"),
         ("GLOO_SOCKET_IFNAME", "eth1"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),

@@ -88,8 +88,8 @@ class RolloutOptions:
     timeout_seconds: float = 1800.0
 
     @classmethod
-    def from_spec(cls, spec: PPOJobSpec, *, is_shared: bool) -> RolloutOptions:
-        """Take the settings from a resolved spec. is_shared: a role that trains computes on the same GPU."""
+    def from_spec(cls, spec: PPOJobSpec, pool: str) -> RolloutOptions:
+        """Take the settings of the replicas in a pool from a resolved spec."""
         rollout = spec.rollout
         return cls(
             path=spec.model.actor.path,
@@ -103,7 +103,7 @@ class RolloutOptions:
             enforce_eager=rollout.enforce_eager,
             cpu_cache_gib=rollout.cpu_cache_gib,
             trust_remote_code=spec.model.actor.trust_remote_code,
-            sleeps=is_shared and rollout.sleep,
+            sleeps=spec.engines_sleep_in(pool),
             tensor_parallel_size=rollout.tensor_parallel_size,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),

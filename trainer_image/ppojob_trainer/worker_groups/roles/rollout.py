@@ -46,7 +46,6 @@ __all__ = [
     "RolloutWorker",
     "rollout_environment",
     "sample_seed",
-    "shares_gpus",
 ]
 
 T = TypeVar("T")
@@ -57,14 +56,9 @@ _PAD_TOKEN = 0
 """Fills the gaps; packing drops them before a model sees anything."""
 
 
-def shares_gpus(spec: PPOJobSpec, pool: str) -> bool:
-    """Whether a role that trains sits on the GPUs of a pool with engines."""
-    return pool in (spec.placement.actor, spec.placement.critic)
-
-
 def rollout_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
     """Return the variables that the processes of a pool's replicas must be started with."""
-    own = environment(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, pool)))
+    own = environment(RolloutOptions.from_spec(spec, pool))
     return own | spec.pool(pool).network.environment()
 
 
@@ -91,7 +85,7 @@ class RolloutWorker:
 
         self.seat = seat
         self.spec = spec
-        self._engine = RolloutEngine(RolloutOptions.from_spec(spec, is_shared=shares_gpus(spec, pool)))
+        self._engine = RolloutEngine(RolloutOptions.from_spec(spec, pool))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
         # What `begin` began: the prompts, what is finished of them, and how many of the responses are not collected.
@@ -293,7 +287,7 @@ class RolloutGroup:
         """`holders`: those of the first replica's other GPUs, then of the second's, ...; None with a GPU each."""
         self.group, self.pool, self.holders = group, pool, holders
         self.num_workers = len(group) + (0 if holders is None else len(holders))
-        self.sleeps = shares_gpus(spec, pool) and spec.rollout.sleep and spec.device is Device.CUDA
+        self.sleeps = spec.engines_sleep_in(pool)
         self.has_actor = pool == spec.placement.actor
 
     @property
