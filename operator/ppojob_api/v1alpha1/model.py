@@ -57,6 +57,10 @@ class TrainedModel(ApiModel):
     activation_offload: bool = False
     """Keep the layers' inputs, which gradient checkpointing recomputes from, in the host's pinned memory until the
     backward pass. Needs gradientCheckpointing."""
+    reshard_after_forward: bool | None = None
+    """true: each layer's weights are gathered from the role's GPUs for its forward pass and again for its backward
+    pass, and freed in between. false: once for a whole optimizer step, which is faster and takes memory for the whole
+    model in bfloat16. Absent: false where the GPUs of the pool have that memory. The numbers stay the same."""
 
 
 class ActorModel(TrainedModel):
@@ -78,6 +82,9 @@ class FrozenModel(ApiModel):
     """Compile each layer with torch.compile. Absent: as model.actor.compile says."""
     offload: FrozenOffload = FrozenOffload()
     """What leaves the GPU between the role's phases."""
+    reshard_after_forward: bool | None = None
+    """true: each layer's weights are gathered for each forward pass. false: once for all passes of a step. Absent:
+    false where the GPUs of the pool have the memory."""
 
 
 class RewardInput(StrEnum):

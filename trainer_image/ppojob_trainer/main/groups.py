@@ -21,7 +21,7 @@ from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.main.memory_fit import check_memory
+from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
@@ -38,7 +38,7 @@ from ppojob_trainer.worker_groups.roles.rollout import (
     RolloutWorker,
     rollout_environment,
 )
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker, join
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker, join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -189,10 +189,14 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         logger.info("all processes are up")
         # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
         await _check(groups, phases)
-        if spec.device is Device.CUDA:
-            await _check_memory(groups, spec, phases)
+        sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
+        for doubt in check_memory(spec, sizes):
+            logger.warning("%s", doubt)
+        gathered = stay_gathered(spec, sizes)
+        if any(gathered.values()):
+            logger.info("gathered through each step: %s", ", ".join(role for role, stays in gathered.items() if stays))
         logger.info("model paths, data and reward are in order; loading the models")
-        joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free), rollout)
+        joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered), rollout)
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -232,7 +236,8 @@ async def _check(groups: Groups, phases: Phases) -> None:
     await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
 
 
-async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> None:
+async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
+    """Return what the roles will hold on GPUs, by role."""
     loading = {
         "actor": groups.actor,
         "critic": groups.critic,
@@ -241,23 +246,24 @@ async def _check_memory(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Non
     }
     sized = {role: one.group.call(TrainedWorker.size) for role, one in loading.items() if one is not None}
     found = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, size) for role, size in sized.items()))
-    for doubt in check_memory(spec, dict(zip(sized, found, strict=True))):
-        logger.warning("%s", doubt)
+    return dict(zip(sized, found, strict=True))
 
 
 async def _load_models(
-    groups: Groups, spec: PPOJobSpec, phases: Phases, is_free: asyncio.Event
+    groups: Groups, spec: PPOJobSpec, phases: Phases, is_free: asyncio.Event, gathered: Mapping[str, bool]
 ) -> dict[str, list[Transports]]:
     """Load all models but the rollout's; return over what the ranks of each role send to each other.
+
+    `gathered` says whether a role stays gathered through a step.
 
     vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile: `is_free` is
     set when those who share it are ready.
     """
-    loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load)}
+    loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load, gathered["actor"])}
     if groups.critic is not None:
-        loads["critic"] = (groups.critic.group, CriticWorker.load)
+        loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"])
     if groups.own_ref is not None:
-        loads["ref"] = (groups.own_ref.group, RefWorker.load)
+        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"])
     if groups.reward.model is not None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     loading = {
@@ -273,7 +279,7 @@ async def _load_models(
     return {role: task.result() for role, task in loading.items()}
 
 
-async def _load(group: WorkerGroup[Any], load: Any) -> list[Transports]:
+async def _load(group: WorkerGroup[Any], load: Any, *arguments: bool) -> list[Transports]:
     joined = await join(group)
-    await group.call(load)
+    await group.call(load, *arguments)
     return joined

@@ -2,14 +2,15 @@
 
 What is refused could never have run: it counts the least that a role needs, which is weights, gradients and AdamW's two
 moments, divided over the pool's GPUs, and vLLM's share. What activations take on top depends on how full the
-micro-batches are, so it is told as an estimate for full ones, and a pool that is too small for it gets a warning.
-Called by `groups` on CUDA. Pure.
+micro-batches are, so it is told as an estimate for full ones, and a pool that is too small for it gets a warning. Where
+there is room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called by `groups`
+on CUDA. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ppojob_api.v1alpha1.model import FrozenOffload, TrainedModel
@@ -19,17 +20,20 @@ from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["Need", "check_memory", "needs"]
+__all__ = ["Need", "check_memory", "needs", "stay_gathered"]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
+_USABLE = 0.9
+"""Share of a GPU's memory up to which models stay gathered: the rest is for CUDA, NCCL, logits and fragments."""
 
 
 @dataclass(frozen=True)
 class Need:
     """Bytes of one role on each GPU of its pool.
 
-    resident: what stays there between the role's phases. activations: about what a full micro-batch takes.
+    resident: what stays there between the role's phases. activations: about what a full micro-batch takes. gathered:
+    the whole model as it computes, less what of it is divided by tensor parallelism; 0 where nothing is gathered.
     """
 
     role: str
@@ -38,6 +42,7 @@ class Need:
     optimizer: float = 0.0
     resident: float = 0.0
     activations: float = 0.0
+    gathered: float = 0.0
 
     @property
     def total(self) -> float:
@@ -67,9 +72,12 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
+            need = replace(need, gathered=_gathered(size, gpus, training))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
+            # Divided as the actor is.
+            need = replace(need, gathered=_gathered(size, gpus, spec.actor))
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -103,6 +111,11 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     return kept
 
 
+def _gathered(size: ModelSize, gpus: int, training: ActorSpec | CriticSpec) -> float:
+    parts = training.tensor_parallel_size
+    return size.num_parameters * _BFLOAT16 / parts if gpus > parts else 0.0
+
+
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
     weights = parameters * _BFLOAT16
     return Need(role, weights, resident=0.0 if offload.parameters else weights, activations=activations)
@@ -114,6 +127,33 @@ def _trained(role: str, parameters: float, model: TrainedModel, activations: flo
     weights, moments = _FLOAT32 * parameters, 2 * _FLOAT32 * parameters
     resident = (0.0 if model.offload.parameters else weights) + (0.0 if model.offload.optimizer else moments)
     return Need(role, weights, weights, moments, resident, activations)
+
+
+def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, bool]:
+    """Return whether actor, critic and ref stay gathered through a step, as the job says of each, else where they fit.
+
+    They fit if all roles of the pool fit with them at their largest at the same time: each is a process of its own,
+    whose allocator keeps what it once had. What is not in `sizes` is not known to fit.
+    """
+    model = spec.model
+    asked = {
+        "actor": model.actor.reshard_after_forward,
+        "critic": model.critic.reshard_after_forward,
+        "ref": model.ref.reshard_after_forward,
+    }
+    found = {role: frees is False for role, frees in asked.items()}
+    for pool, roles in needs(spec, sizes).items():
+        gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
+        awake = pool in spec.placement.rollout_pools and not spec.engines_sleep_in(pool)
+        engine = spec.rollout.gpu_memory_utilization * gpu_bytes if awake else 0.0
+        taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
+        room = _USABLE * gpu_bytes - engine - taken
+        for need in roles:
+            # Without its layers' sizes the activations are unknown.
+            if asked.get(need.role, True) is None and sizes[need.role].layers and 0 < need.gathered <= room:
+                found[need.role] = True
+                room -= need.gathered
+    return found
 
 
 def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
@@ -19,17 +20,24 @@ from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
 WORLD_SIZE = 2
+NUM_LAYERS, VALUE_HEAD = 2, 1
 
 
-def make_policy(parallel: DataParallel, model: Path, **settings: Any) -> PolicyEngine:
-    training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
+def make_policy(
+    parallel: DataParallel, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40, **settings: Any
+) -> PolicyEngine:
+    training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     actor = ActorModel(path=str(model), **settings)
-    return PolicyEngine(parallel, actor, training, KL(), total_steps=9, dtype=torch.float32)
+    run = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": torch.float32}
+    return PolicyEngine(parallel, actor, training, KL(), **run)
 
 
-def make_critic(parallel: DataParallel, model: Path) -> CriticEngine:
-    training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
-    return CriticEngine(parallel, TrainedModel(), str(model), training, total_steps=9, seed=1, dtype=torch.float32)
+def make_critic(
+    parallel: DataParallel, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
+) -> CriticEngine:
+    training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
+    run = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
+    return CriticEngine(parallel, TrainedModel(), str(model), training, **run)
 
 
 def whole_batch() -> DataProto:
@@ -66,11 +74,51 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
     }
 
 
+class CountedGathers(TorchDispatchMode):
+    """Counts how often parameters are gathered meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def run_gathering(
+    parallel: DataParallel, model: Path, batch: DataProto, *, stays_gathered: bool
+) -> dict[str, list[torch.Tensor] | dict[str, Any]]:
+    """What must not change where models stay gathered, and how often something was gathered in each call."""
+    # No two sequences fit into a micro-batch.
+    policy = make_policy(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
+    critic = make_critic(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
+    policy.rehearse(8, 8)
+    numbers: dict[str, Any] = {}
+    gathers: dict[str, int] = {}
+    for step in range(2):
+        for name, call in (
+            ("log_probs", policy.compute_log_prob),
+            ("values", critic.compute_values),
+            ("update_actor", policy.update),
+            ("update_critic", critic.update),
+        ):
+            with CountedGathers() as seen:
+                found = call(batch)
+            numbers[f"{name} {step}"] = found if isinstance(found, dict) else dict(found.tensors())
+            gathers[name] = seen.number
+    sent = [tensor.clone() for tensor in policy.weights().gather()]
+    return {"numbers": numbers, "sent": sent, "gathers": gathers}
+
+
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
-    torch.save(run(parallel, model, shard(rank), out), out / f"rank-{rank}.pt")
+    found = run(parallel, model, shard(rank), out)
+    for name, stays_gathered in (("freed", False), ("gathered", True)):
+        found[name] = run_gathering(parallel, model, shard(rank), stays_gathered=stays_gathered)
+    torch.save(found, out / f"rank-{rank}.pt")
     parallel.destroy()
 
 

@@ -1,6 +1,7 @@
 """What the roles of a pool need at the least, by hand, and when a placement is refused."""
 
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.main.memory_fit import check_memory, needs
+from ppojob_trainer.main.memory_fit import check_memory, needs, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
 from ppojob_trainer.worker_groups.worker_process import Seat
 from tests.integration.trainer.tiny_model import write_tiny_model
@@ -130,6 +131,47 @@ def test_an_engine_beside_models_that_do_not_train_is_counted_while_they_compute
 
     with pytest.raises(ModelMismatchError, match=r"pool c cannot .* at least 86\.0 GB are needed at the same time"):
         check_memory(lent, {"ref": ModelSize(15 * GB, 80 * GB)})
+
+
+# 1 B parameters, with next to no activations: on two GPUs 8 GB each and 2 GB gathered, on one GPU 16 and nothing.
+THIN = ModelSize(GB, 80 * GB, layers=1, hidden=1, intermediate=1)
+
+
+def thin(gpu_gb: float) -> dict[str, ModelSize]:
+    return dict.fromkeys(("actor", "critic", "ref"), replace(THIN, gpu_bytes=int(gpu_gb * GB)))
+
+
+def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -> None:
+    # The actor's 8 + 2 GB are 90 % of 11.12 GB; the other pool has one GPU, and nothing to gather.
+    spec = spec_of(rollout={"gpuMemoryUtilization": 0.3})
+    assert stay_gathered(spec, thin(11.2)) == {"actor": True, "critic": False, "ref": False}
+    assert stay_gathered(spec, thin(11.0)) == {"actor": False, "critic": False, "ref": False}
+
+
+def test_an_engine_that_is_awake_takes_the_room_of_what_would_stay_gathered() -> None:
+    asleep, awake = (spec_of(rollout={"gpuMemoryUtilization": 0.3, "sleep": sleeps}) for sleeps in (True, False))
+    # Beside an awake engine 60 % are left.
+    assert stay_gathered(asleep, thin(14))["actor"]
+    assert not stay_gathered(awake, thin(16))["actor"]
+    assert stay_gathered(awake, thin(17))["actor"]
+
+
+def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
+    spec = spec_of()
+    together = spec.model_copy(update={"placement": spec.placement.model_copy(update={"critic": "a", "ref": "a"})})
+    # Actor and critic take 8 GB each and the reference 1; each of them 2 more.
+    found = [sum(stay_gathered(together, thin(taken / 0.9)).values()) for taken in (18.9, 19.1, 21.1, 23.1)]
+    assert found == [0, 1, 2, 3]
+
+
+def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> None:
+    assert not stay_gathered(spec_of(reshardAfterForward=True), thin(80))["actor"]
+    assert stay_gathered(spec_of(reshardAfterForward=False), thin(9))["actor"]
+    assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
+
+
+def test_of_a_model_whose_activations_are_unknown_nothing_stays_gathered() -> None:
+    assert stay_gathered(spec_of(), sizes(1)) == {"actor": False, "critic": False, "ref": False}
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])

@@ -44,6 +44,7 @@ class CriticEngine:
         *,
         total_steps: int,
         seed: int,
+        stays_gathered: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model, and make its optimizer. Collective.
@@ -52,12 +53,13 @@ class CriticEngine:
             model: where its path is absent, the actor's weights are taken.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of a new value head, where the checkpoint has none, and of new adapters.
+            stays_gathered: see `PolicyEngine`.
             dtype: of the computation but for the value head, which is float32.
 
         Raises:
             ModelNotFoundError, ModelUnsupportedError: see `model.load_critic`.
         """
-        options = LoadOptions.of(model, dtype)
+        options = LoadOptions.of(model, dtype, stays_gathered=stays_gathered)
         self.parallel, self.training = parallel, training
         self.module: ValueModule = load_critic(model.path or actor_path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)

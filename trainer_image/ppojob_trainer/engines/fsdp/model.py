@@ -44,7 +44,7 @@ class LoadOptions:
     """How a model is loaded. `dtype` is that of the computation; gradient sums and what is trained are float32.
 
     is_frozen: nothing is trained; lora: only adapters are. Frozen weights stay in the computation's dtype if the
-    checkpoint has them so.
+    checkpoint has them so. stays_gathered: the layers are gathered once, and freed by `reshard` alone.
     """
 
     trust_remote_code: bool = False
@@ -54,9 +54,10 @@ class LoadOptions:
     is_frozen: bool = False
     lora: LoRA | None = None
     activation_offload: bool = False
+    stays_gathered: bool = False
 
     @classmethod
-    def of(cls, model: TrainedModel, dtype: torch.dtype) -> LoadOptions:
+    def of(cls, model: TrainedModel, dtype: torch.dtype, *, stays_gathered: bool = False) -> LoadOptions:
         """Return the options of a model that is trained."""
         return cls(
             trust_remote_code=model.trust_remote_code,
@@ -65,6 +66,7 @@ class LoadOptions:
             dtype=dtype,
             lora=model.lora,
             activation_offload=model.activation_offload,
+            stays_gathered=stays_gathered,
         )
 
 
@@ -169,7 +171,9 @@ def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed
         head = nn.Linear(config.hidden_size, 1)
     module = ValueModule(_skeleton(AutoModel, config, options), head, activation_offload=options.activation_offload)
     divide(module, module.language_model, module.backbone, parallel)
-    fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    # So small that a second message for it would cost more than keeping it.
+    fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
     _shard(module, module.backbone, options, parallel)
     _fill(module, source | _adapters(module, parallel, seed))
     return module
@@ -249,8 +253,11 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         if options.compile:
             layer.compile()
         # A rank that holds everything itself gathers nothing by gathering again.
-        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=parallel.num_averaged > 1)
-    fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
+        is_freed = parallel.num_averaged > 1 and not options.stays_gathered
+        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
+    sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
+    if options.stays_gathered:
+        sharded.set_reshard_after_backward(False)
     module.to(parallel.device)
 
 

@@ -44,6 +44,7 @@ class PolicyEngine:
         *,
         total_steps: int,
         seed: int = 0,
+        stays_gathered: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model, and make its optimizer. Collective.
@@ -52,6 +53,7 @@ class PolicyEngine:
             parallel: from `mesh.init_process_group`.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of new adapters.
+            stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step.
             dtype: of the computation; float32 is for tests that compare small numbers.
 
         Raises:
@@ -59,7 +61,8 @@ class PolicyEngine:
         """
         self.parallel, self.training, self.kl = parallel, training, kl
         self.path, self.lora, self._dtype = model.path, model.lora, dtype
-        self.module: PolicyModule = load_policy(model.path, LoadOptions.of(model, dtype), parallel, seed=seed)
+        options = LoadOptions.of(model, dtype, stays_gathered=stays_gathered)
+        self.module: PolicyModule = load_policy(model.path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
         self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
@@ -183,12 +186,19 @@ class ReferenceEngine:
         trust_remote_code: bool = False,
         compile_layers: bool = False,
         offload: FrozenOffload | None = None,
+        stays_gathered: bool = False,
         max_tokens_per_gpu: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load and shard the model. Collective; raises what `model.load_policy` raises."""
         self.parallel = parallel
-        options = LoadOptions(trust_remote_code=trust_remote_code, compile=compile_layers, dtype=dtype, is_frozen=True)
+        options = LoadOptions(
+            trust_remote_code=trust_remote_code,
+            compile=compile_layers,
+            dtype=dtype,
+            is_frozen=True,
+            stays_gathered=stays_gathered,
+        )
         self.module = load_policy(path, options, parallel)
         self._residence = Residence(self.module, offload or FrozenOffload(), parallel.device)
         self._passes = Passes(parallel, self.module, max_tokens_per_gpu)

@@ -103,6 +103,8 @@ class Passes:
             for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
                 for micro in build_micro_batches(part, cut, fields, self.parallel.device, self.parallel.sequence):
                     self._backward(micro, denominator, loss_of, sums)
+                # What stayed gathered would not see the change, and the optimizer wants the shards.
+                _reshard(self.module)
                 step = optimizer.step()
                 result.grad_norms.append(step.grad_norm)
                 result.num_skipped += step.is_skipped
@@ -118,6 +120,7 @@ class Passes:
         (cut,) = self._cuts([batch])
         for micro in build_micro_batches(batch, cut, fields, self.parallel.device, self.parallel.sequence):
             self._backward(micro, denominators, loss_of, {})
+        _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
 
     def _backward(

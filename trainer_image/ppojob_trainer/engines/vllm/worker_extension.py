@@ -4,12 +4,14 @@ Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, 
 hides a method of the worker. Where vLLM keeps weights as checkpoints have them they are copied into their places.
 Elsewhere it loads by `reload_weights`, ten times as slow, which knows how vLLM laid a weight out (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
+What was copied is read back every few times (`read_back`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,7 +21,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from ppojob_trainer.engines.transports import Transports
+from ppojob_trainer.engines.vllm.read_back import ReadBack
 from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
+
+READ_BACK_EVERY: Final = 10
+"""At the first and at each tenth copy after it vLLM's parameters are read again."""
 
 
 class WeightReceiverExtension:
@@ -37,6 +43,7 @@ class WeightReceiverExtension:
         """
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
+        self.ppojob_num_copied = 0
         return self.ppojob_receiver.transports()
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
@@ -44,12 +51,25 @@ class WeightReceiverExtension:
         stream = self.ppojob_receiver.begin(version)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             if self.device.type == "cuda" and keeps_weights_as_they_come(self.model_runner.get_model()):
-                self.model_runner.get_model().load_weights(iter(stream))
+                self._ppojob_copy_in(version, iter(stream))
             else:
                 self.model_runner.reload_weights(weights_iterator=iter(stream))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return asdict(stream.receipt())
+
+    def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model = self.model_runner.get_model()
+        # A part of a model that is divided over GPUs has other sums.
+        is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
+        is_read_back = is_whole and self.ppojob_num_copied % READ_BACK_EVERY == 0
+        self.ppojob_num_copied += 1
+        if is_read_back:
+            read_back = ReadBack(version)
+            model.load_weights(read_back.passing(tensors))
+            read_back.check(model)
+        else:
+            model.load_weights(tensors)
 
     def ppojob_disconnect_weights(self) -> None:
         """Give the connection back."""

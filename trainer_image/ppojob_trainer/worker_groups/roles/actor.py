@@ -54,7 +54,7 @@ class ActorWorker(TrainedWorker):
         check_fit("actor", model.path, model.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self) -> None:
+    def load(self, stays_gathered: bool) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.policy import PolicyEngine
         from ppojob_trainer.engines.precision import dtype_of
@@ -67,6 +67,7 @@ class ActorWorker(TrainedWorker):
             spec.algorithm.kl,
             total_steps=spec.trainer.total_steps,
             seed=spec.trainer.seed,
+            stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
         self.rehearse(self._engine, is_compiled=spec.model.actor.compile)

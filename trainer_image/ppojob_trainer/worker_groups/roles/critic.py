@@ -49,7 +49,7 @@ class CriticWorker(TrainedWorker):
         check_fit("critic", path, trust, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self) -> None:
+    def load(self, stays_gathered: bool) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.critic import CriticEngine
         from ppojob_trainer.engines.precision import dtype_of
@@ -62,6 +62,7 @@ class CriticWorker(TrainedWorker):
             spec.critic,
             total_steps=spec.trainer.total_steps,
             seed=spec.trainer.seed,
+            stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
         self.rehearse(self._engine, is_compiled=spec.model.critic.compile)

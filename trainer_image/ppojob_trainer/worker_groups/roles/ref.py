@@ -39,7 +39,7 @@ class RefWorker(TrainedWorker):
         check_fit("ref", self.source.path, self.source.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self) -> None:
+    def load(self, stays_gathered: bool) -> None:
         """Load and shard the model, after `join`."""
         from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
         from ppojob_trainer.engines.precision import dtype_of
@@ -52,6 +52,7 @@ class RefWorker(TrainedWorker):
             trust_remote_code=self.source.trust_remote_code,
             compile_layers=is_compiled,
             offload=model.ref.offload,
+            stays_gathered=stays_gathered,
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
             dtype=dtype_of(self.spec.device),
         )

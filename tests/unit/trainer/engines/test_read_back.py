@@ -1,0 +1,76 @@
+"""What was copied into a model is what came, however the model fuses, ties and pads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.vllm.read_back import ReadBack
+
+
+class Fused(nn.Module):
+    """Holds q, k and v in one weight, an embedding with rows to spare, and the same again as its output."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(12, 4, dtype=dtype))
+        self.embedding = nn.Parameter(torch.zeros(64, 4, dtype=dtype))
+        self.output = self.embedding
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in "qkv":
+                start = 4 * "qkv".index(name)
+                self.qkv[start : start + 4].copy_(tensor)
+            elif name == "embedding":
+                self.embedding[:50].copy_(tensor)
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"q": (4, 4), "k": (4, 4), "v": (4, 4), "embedding": (50, 4)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def loaded(sent: dict[str, Tensor], model: Fused) -> ReadBack:
+    read_back = ReadBack(version=20)
+    model.load_weights(read_back.passing(sent.items()))
+    return read_back
+
+
+def test_a_model_that_holds_what_came_passes() -> None:
+    model = Fused()
+    loaded(weights(), model).check(model)
+
+
+def test_a_weight_that_the_loader_does_not_know_is_told() -> None:
+    model = Fused()
+    sent = weights() | {"bias": torch.ones(3, dtype=torch.bfloat16)}
+    with pytest.raises(WeightSyncError, match=r"not version 20 of the weights.*loader for Fused left some out"):
+        loaded(sent, model).check(model)
+
+
+def test_a_weight_that_did_not_come_is_told() -> None:
+    model = Fused()
+    loaded(weights(), model)
+    newer = {name: tensor + 1 for name, tensor in weights().items() if name != "k"}
+    with pytest.raises(WeightSyncError, match="not version 20"):
+        loaded(newer, model).check(model)
+
+
+def test_one_bit_is_seen() -> None:
+    model = Fused()
+    read_back = loaded(weights(), model)
+    model.qkv.detach().view(torch.int16)[7, 2] ^= 1
+    with pytest.raises(WeightSyncError):
+        read_back.check(model)
+
+
+def test_a_model_of_another_dtype_is_not_compared() -> None:
+    model = Fused(torch.float32)
+    loaded(weights(), model).check(model)
