@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ppojob_api.v1alpha1.model import FrozenOffload, TrainedModel
+from ppojob_api.v1alpha1.model import FrozenOffload, ModelSpec, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
@@ -135,12 +135,7 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     They fit if all roles of the pool fit with them at their largest at the same time: each is a process of its own,
     whose allocator keeps what it once had. What is not in `sizes` is not known to fit.
     """
-    model = spec.model
-    asked = {
-        "actor": model.actor.reshard_after_forward,
-        "critic": model.critic.reshard_after_forward,
-        "ref": model.ref.reshard_after_forward,
-    }
+    asked = _frees_asked_for(spec.model)
     found = {role: frees is False for role, frees in asked.items()}
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
@@ -156,6 +151,14 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     return found
 
 
+def _frees_asked_for(model: ModelSpec) -> dict[str, bool | None]:
+    return {
+        "actor": model.actor.reshard_after_forward,
+        "critic": model.critic.reshard_after_forward,
+        "ref": model.ref.reshard_after_forward,
+    }
+
+
 def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     """Refuse a placement that cannot hold its models.
 
@@ -165,7 +168,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     Raises:
         ModelMismatchError: a GPU of a pool has less than the roles there need at the least; has the numbers.
     """
-    doubts = []
+    doubts, asked = [], _frees_asked_for(spec.model)
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         has_rollout = pool in spec.placement.rollout_pools
@@ -185,13 +188,17 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
                 "the pool more GPUs, move a role to another pool, use lora or offload, or lower "
                 "rollout.gpuMemoryUtilization"
             )
-        full = resident + max(need.total - need.resident + need.activations for need in roles) + beside
+        # What stays gathered because there is room takes nobody's.
+        gathered = {need.role: need.gathered for need in roles if asked.get(need.role) is False}
+        passes = (need.total - need.resident + need.activations + gathered.get(need.role, 0.0) for need in roles)
+        full = resident + max(passes) + beside
         if full > gpu_bytes:
             activations = ", ".join(f"{need.role} {need.activations / _GB:.1f}" for need in roles)
             doubts.append(
                 f"pool {pool} may run out of memory where micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
                 f"GB and about {full / _GB:.1f} GB are wanted at the same time: {'; '.join(parts)}; activations at "
                 f"maxTokensPerGPU {activations}. Lower maxTokensPerGPU, or use gradientCheckpointing"
+                + (f", or leave out reshardAfterForward of {', '.join(gathered)}" if gathered else "")
             )
     return doubts
 

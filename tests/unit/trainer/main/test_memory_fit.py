@@ -170,6 +170,15 @@ def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> N
     assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
 
 
+def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:
+    # 8 GB of states; 2 GB gathered are too much.
+    actor, rollout = {"actor": thin(9)["actor"]}, {"gpuMemoryUtilization": 0.3}
+    (doubt,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
+    assert "each GPU has 9.0 GB and about 10.0 GB are wanted" in doubt
+    assert doubt.endswith("or use gradientCheckpointing, or leave out reshardAfterForward of actor")
+    assert check_memory(spec_of(rollout=rollout), actor) == []
+
+
 def test_of_a_model_whose_activations_are_unknown_nothing_stays_gathered() -> None:
     assert stay_gathered(spec_of(), sizes(1)) == {"actor": False, "critic": False, "ref": False}
 
