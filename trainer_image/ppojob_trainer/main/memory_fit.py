@@ -33,7 +33,7 @@ class Need:
     """Bytes of one role on each GPU of its pool.
 
     resident: what stays there between the role's phases. activations: about what a full micro-batch takes. gathered:
-    the whole model as it computes, less what of it is divided by tensor parallelism; 0 where nothing is gathered.
+    what more it takes to stay gathered through an optimizer step.
     """
 
     role: str
@@ -72,12 +72,14 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
-            need = replace(need, gathered=_gathered(size, gpus, training))
+            # Gradients of all parameters are summed up in float32 before they go to their ranks.
+            summed = 0 if own.lora is not None else _FLOAT32
+            need = replace(need, gathered=_gathered(size, gpus, training, _BFLOAT16 + summed))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
             # Divided as the actor is.
-            need = replace(need, gathered=_gathered(size, gpus, spec.actor))
+            need = replace(need, gathered=_gathered(size, gpus, spec.actor, _BFLOAT16))
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -111,9 +113,10 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     return kept
 
 
-def _gathered(size: ModelSize, gpus: int, training: ActorSpec | CriticSpec) -> float:
+def _gathered(size: ModelSize, gpus: int, training: ActorSpec | CriticSpec, of_a_parameter: int) -> float:
     parts = training.tensor_parallel_size
-    return size.num_parameters * _BFLOAT16 / parts if gpus > parts else 0.0
+    # A rank that shares a part of the model with nobody holds all of it in a forward pass anyway.
+    return size.num_parameters * of_a_parameter / parts if gpus > parts else 0.0
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -145,7 +148,7 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
         room = _USABLE * gpu_bytes - engine - taken
         for need in roles:
             # Without its layers' sizes the activations are unknown.
-            if asked.get(need.role, True) is None and sizes[need.role].layers and 0 < need.gathered <= room:
+            if asked.get(need.role, True) is None and sizes[need.role].layers and need.gathered <= max(0.0, room):
                 found[need.role] = True
                 room -= need.gathered
     return found

@@ -15,7 +15,6 @@ from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.optimizer import StepResult
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Meta
 from tests.unit.trainer.engines.tiny_llama import make_batch
@@ -60,7 +59,7 @@ def one_step(parallel: DataParallel, model: Path, role: str, way: Way, aggregati
     gradients: dict[str, Tensor] = {}
     step = engine.optimizer.step
 
-    def observed_step() -> StepResult:
+    def observed_step() -> Tensor:
         gradients.update(_whole_gradients(engine.module))
         return step()
 

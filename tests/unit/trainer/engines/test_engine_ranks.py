@@ -93,13 +93,16 @@ def test_adapters_and_offloading_are_the_same_on_two_ranks(
 def test_models_that_stay_gathered_compute_the_same_and_gather_less(of_two: list[dict[str, Any]]) -> None:
     for seen in of_two:
         freed, gathered = seen["freed"], seen["gathered"]
-        torch.testing.assert_close(gathered["numbers"], freed["numbers"], atol=0, rtol=0)
-        torch.testing.assert_close(gathered["sent"], freed["sent"], atol=0, rtol=0)
+        # Gradients are summed over micro-batches first, and then over ranks.
+        torch.testing.assert_close(gathered["numbers"], freed["numbers"], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gathered["sent"], freed["sent"], atol=1e-5, rtol=1e-4)
         layers, root, optimizer_steps = two_ranks.NUM_LAYERS, 1, 2
         assert gathered["gathers"]["log_probs"] == layers + root
         assert gathered["gathers"]["update_actor"] == optimizer_steps * (layers + root)
         assert gathered["gathers"]["update_critic"] == optimizer_steps * (layers + root + two_ranks.VALUE_HEAD)
         assert all(gathered["gathers"][name] < number for name, number in freed["gathers"].items())
+        assert gathered["scatters"]["update_actor"] == optimizer_steps * (layers + root)
+        assert freed["scatters"]["update_actor"] >= 2 * gathered["scatters"]["update_actor"]
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(

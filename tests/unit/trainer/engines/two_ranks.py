@@ -74,28 +74,28 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
     }
 
 
-class CountedGathers(TorchDispatchMode):
-    """Counts how often parameters are gathered meanwhile."""
+class Messages(TorchDispatchMode):
+    """Counts how often parameters are gathered and gradients are scattered meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.gathers = self.scatters = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func is torch.ops.c10d._allgather_base_.default
+        self.gathers += func is torch.ops.c10d._allgather_base_.default
+        self.scatters += func is torch.ops.c10d._reduce_scatter_base_.default
         return func(*args, **(kwargs or {}))
 
 
-def run_gathering(
-    parallel: DataParallel, model: Path, batch: DataProto, *, stays_gathered: bool
-) -> dict[str, list[torch.Tensor] | dict[str, Any]]:
-    """What must not change where models stay gathered, and how often something was gathered in each call."""
+def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stays_gathered: bool) -> dict[str, Any]:
+    """What must not change where models stay gathered, and how many messages each call took."""
     # No two sequences fit into a micro-batch.
     policy = make_policy(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
     critic = make_critic(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
     policy.rehearse(8, 8)
     numbers: dict[str, Any] = {}
     gathers: dict[str, int] = {}
+    scatters: dict[str, int] = {}
     for step in range(2):
         for name, call in (
             ("log_probs", policy.compute_log_prob),
@@ -103,12 +103,12 @@ def run_gathering(
             ("update_actor", policy.update),
             ("update_critic", critic.update),
         ):
-            with CountedGathers() as seen:
+            with Messages() as seen:
                 found = call(batch)
             numbers[f"{name} {step}"] = found if isinstance(found, dict) else dict(found.tensors())
-            gathers[name] = seen.number
+            gathers[name], scatters[name] = seen.gathers, seen.scatters
     sent = [tensor.clone() for tensor in policy.weights().gather()]
-    return {"numbers": numbers, "sent": sent, "gathers": gathers}
+    return {"numbers": numbers, "sent": sent, "gathers": gathers, "scatters": scatters}
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ class CriticEngine:
         self.module: ValueModule = load_critic(model.path or actor_path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
         self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
-        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
+        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return `values`, float32 [B, R], 0 where response_mask is 0.

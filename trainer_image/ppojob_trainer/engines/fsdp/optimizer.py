@@ -1,15 +1,15 @@
 """AdamW with gradient clipping and a learning-rate schedule, which skips a step whose gradient is not finite.
 
 Called by the update loop, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
-arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. It refuses to go on after
+arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. The device itself decides
+whether a step is skipped, so the host waits for no norm before the end of the update. It refuses to go on after
 `maxNonFiniteSteps` skipped steps in a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import NonFiniteError
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Norm of the gradient before clipping, and whether the step was skipped because it is not finite."""
-
-    grad_norm: float
-    is_skipped: bool
 
 
 class Optimizer:
@@ -50,28 +42,34 @@ class Optimizer:
         """The learning rate of the update under way."""
         return self.training.learning_rate * self._factor(self.num_updates)
 
-    def step(self) -> StepResult:
-        """Clip the gradient, change the parameters, and clear the gradient. Collective; waits for the device once.
+    def step(self) -> Tensor:
+        """Clip the gradient, change the parameters unless it is not finite, and clear it. Collective.
 
-        Raises:
-            NonFiniteError: this was one skipped step too many in a row.
+        Returns:
+            The gradient's norm before clipping, float32 [] on the device, for `finish_update`.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = _full(torch.nn.utils.get_total_norm(gradients))
-        grad_norm = float(norm)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite:
-            if self.training.grad_clip > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
-            self.adamw.step()
+        if self.training.grad_clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
+        # The fused kernel looks at it: 1 leaves parameters, moments and their count of steps as they are.
+        self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        self._count(is_finite, grad_norm)
-        return StepResult(grad_norm, not is_finite)
+        return norm
 
-    def finish_update(self) -> None:
-        """Move the learning rate on; once for each update, however many minibatches it has."""
+    def finish_update(self, norms: Sequence[Tensor]) -> list[float]:
+        """Move the learning rate on, once for each update; return the norms of its steps. Waits for the device.
+
+        Raises:
+            NonFiniteError: one of its steps was one skipped step too many in a row.
+        """
+        found: list[float] = torch.stack(list(norms)).tolist()
+        for norm in found:
+            self._count(math.isfinite(norm), norm)
         self.num_updates += 1
         self._set_learning_rate()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """What the checkpoint holds beside AdamW's moments."""

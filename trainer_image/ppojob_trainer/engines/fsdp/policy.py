@@ -53,7 +53,8 @@ class PolicyEngine:
             parallel: from `mesh.init_process_group`.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of new adapters.
-            stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step.
+            stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step, and
+                gradients are summed over ranks once for each step.
             dtype: of the computation; float32 is for tests that compare small numbers.
 
         Raises:
@@ -65,7 +66,7 @@ class PolicyEngine:
         self.module: PolicyModule = load_policy(model.path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
         self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
-        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu)
+        self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return `old_log_probs` and `entropys`, float32 [B, R], 0 where response_mask is 0.

@@ -3,17 +3,20 @@
 Called by the policy and critic engines with the one thing that differs, what is done with a micro-batch. All ranks cut
 their shards into equally many micro-batches and minibatches, because each is a collective. Losses and metrics are
 shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
-changes a gradient. The host waits for the device once for each optimizer step, in the gradient's norm.
+changes a gradient. The host waits for the device once for each update, at its end.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ppojob_trainer.engines.batch import (
     Cut,
@@ -59,9 +62,12 @@ class UpdateResult:
 class Passes:
     """Goes through batches with one sharded module."""
 
-    def __init__(self, parallel: DataParallel, module: nn.Module, max_tokens: int) -> None:
+    def __init__(
+        self, parallel: DataParallel, module: nn.Module, max_tokens: int, *, stays_gathered: bool = False
+    ) -> None:
         self.parallel = parallel
         self.module = module
+        self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
         # Of a micro-batch, of which a rank computes a slice where the tokens are divided over ranks.
         self.max_tokens = max_tokens * parallel.sequence_size
 
@@ -99,16 +105,16 @@ class Passes:
         self.module.train()
         result = UpdateResult(epochs * len(minibatches), 0, optimizer.learning_rate)
         sums: dict[str, Tensor] = {}
+        norms: list[Tensor] = []
         for _ in range(epochs):
             for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
-                for micro in build_micro_batches(part, cut, fields, self.parallel.device, self.parallel.sequence):
+                for micro in self._of_step(part, cut, fields):
                     self._backward(micro, denominator, loss_of, sums)
                 # What stayed gathered would not see the change, and the optimizer wants the shards.
                 _reshard(self.module)
-                step = optimizer.step()
-                result.grad_norms.append(step.grad_norm)
-                result.num_skipped += step.is_skipped
-        optimizer.finish_update()
+                norms.append(optimizer.step())
+        result.grad_norms = optimizer.finish_update(norms)
+        result.num_skipped = sum(not math.isfinite(norm) for norm in result.grad_norms)
         self._reduce(result, sums, batch, epochs)
         result.seconds = time.perf_counter() - started
         return result
@@ -122,6 +128,14 @@ class Passes:
             self._backward(micro, denominators, loss_of, {})
         _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
+
+    def _of_step(self, minibatch: DataProto, cut: Cut, fields: Sequence[str]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an optimizer step; where asked, gradients are summed over ranks in the last."""
+        micros = build_micro_batches(minibatch, cut, fields, self.parallel.device, self.parallel.sequence)
+        for number, micro in enumerate(micros, start=1):
+            if self._is_reduced_once:
+                cast(FSDPModule, self.module).set_requires_gradient_sync(number == cut.number)
+            yield micro
 
     def _backward(
         self, micro: MicroBatch, denominators: Denominators, loss_of: LossOf, sums: dict[str, Tensor]
@@ -169,8 +183,6 @@ def _entry(batch: DataProto, key: str) -> float:
 
 
 def _reshard(module: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
