@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,37 @@ def test_how_it_is_computed_hardly_changes_an_update(
     assert others["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.05)
     assert others["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], abs=0.02)
     assert 0 < metrics["perf/mfu/actor"] < 1
+
+
+def test_the_host_does_not_wait_between_minibatches(parallel: DataParallel, model_path: Path) -> None:
+    policy = make_policy(parallel, model_path, torch.bfloat16, max_tokens=80)
+    batch = make_batch()
+    batch = batch.union(policy.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    policy.update(batch)
+
+    def waits(minibatches: int, epochs: int) -> int:
+        batch.meta_info.update({"num_mini_batches": minibatches, "epochs": epochs})
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                policy.update(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+
+    assert waits(1, 1) == waits(4, 3) > 0
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_the_device(parallel: DataParallel, model_path: Path) -> None:
+    policy = make_policy(parallel, model_path, torch.bfloat16)
+    batch = make_batch()
+    batch = batch.union(policy.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    before = [tensor.clone() for tensor in policy.weights().gather()]
+    batch.tensor(Keys.ADVANTAGES)[0, 0] = float("nan")
+    batch.meta_info["num_mini_batches"] = 1
+    assert policy.update(batch)["actor/non_finite_steps"] == 1
+    assert all(map(torch.equal, before, policy.weights().gather()))
 
 
 def test_a_checkpoint_is_read_back(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:

@@ -137,6 +137,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_fails_by_name_after_so
         engine.update(bad)
 
 
+def test_a_skipped_step_leaves_moments_and_their_count_of_steps(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    skipping, without = make_policy(max_non_finite_steps=9), make_policy()
+    bad, good = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
+    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("inf")
+    # Also before there are any moments, and between two steps that have some.
+    for batch in (bad, good, bad, good):
+        skipping.update(batch)
+    for _ in range(2):
+        without.update(good)
+    torch.testing.assert_close(parameters(skipping), parameters(without), atol=0, rtol=0)
+    (steps,) = {float(state["step"]) for state in skipping.optimizer.adamw.state.values()}
+    assert steps == 2
+
+
 def test_a_good_step_in_between_forgives_the_bad_one(
     make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
 ) -> None:
