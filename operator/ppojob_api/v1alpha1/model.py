@@ -59,9 +59,10 @@ class TrainedModel(ApiModel):
     backward pass. Needs gradientCheckpointing."""
     reshard_after_forward: bool | None = None
     """true: each layer's weights are gathered from the role's GPUs for its forward pass and again for its backward
-    pass, and freed in between. false: once for a whole optimizer step, at whose end gradients are summed over the GPUs,
-    which is faster and takes memory for the whole model in bfloat16 and its gradients in float32. Absent: false where
-    the GPUs of the pool have that memory. The numbers stay the same up to rounding."""
+    pass, and freed in between. false: once for a whole optimizer step, at whose end gradients are summed over the GPUs.
+    It is faster, and takes memory on each GPU for the whole model in bfloat16 and for the gradients of what is trained
+    in float32. Absent: false where the GPUs of the pool have that memory, without tensorParallelSize. The numbers stay
+    the same up to rounding."""
 
 
 class ActorModel(TrainedModel):

@@ -193,8 +193,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         for doubt in check_memory(spec, sizes):
             logger.warning("%s", doubt)
         gathered = stay_gathered(spec, sizes)
-        if any(gathered.values()):
-            logger.info("gathered through each step: %s", ", ".join(role for role, stays in gathered.items() if stays))
+        if whole := [role for role, stays in gathered.items() if stays]:
+            logger.info("whole on each rank through an optimizer step: %s", ", ".join(whole))
         logger.info("model paths, data and reward are in order; loading the models")
         joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered), rollout)
     finally:

@@ -24,8 +24,9 @@ __all__ = ["Need", "check_memory", "needs", "stay_gathered"]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
-_USABLE = 0.9
-"""Share of a GPU's memory up to which models stay gathered: the rest is for CUDA, NCCL, logits and fragments."""
+_SPARE, _SPARE_OF_A_PROCESS = 0.1, 1.5 * _GB
+"""What is left free beside models that stay gathered: for logits and fragments a share of the GPU, for CUDA and NCCL so
+much for each process, whichever is more."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,11 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
             # Gradients of all parameters are summed up in float32 before they go to their ranks.
-            summed = 0 if own.lora is not None else _FLOAT32
-            need = replace(need, gathered=_gathered(size, gpus, training, _BFLOAT16 + summed))
+            need = replace(need, gathered=_gathered(size, gpus, 0 if own.lora is not None else _FLOAT32))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
-            # Divided as the actor is.
-            need = replace(need, gathered=_gathered(size, gpus, spec.actor, _BFLOAT16))
+            need = replace(need, gathered=_gathered(size, gpus, 0))
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -113,10 +112,12 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     return kept
 
 
-def _gathered(size: ModelSize, gpus: int, training: ActorSpec | CriticSpec, of_a_parameter: int) -> float:
-    parts = training.tensor_parallel_size
-    # A rank that shares a part of the model with nobody holds all of it in a forward pass anyway.
-    return size.num_parameters * of_a_parameter / parts if gpus > parts else 0.0
+def _gathered(size: ModelSize, gpus: int, gradients: int) -> float:
+    """Return the bytes of a model as it computes, and with so many bytes of a parameter for its gradients.
+
+    A GPU that has all of the model sums its gradients up where they stay.
+    """
+    return size.num_parameters * (_BFLOAT16 + (gradients if gpus > 1 else 0))
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -136,19 +137,27 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     """Return whether actor, critic and ref stay gathered through a step, as the job says of each, else where they fit.
 
     They fit if all roles of the pool fit with them at their largest at the same time: each is a process of its own,
-    whose allocator keeps what it once had. What is not in `sizes` is not known to fit.
+    whose allocator keeps what it once had. What is not in `sizes` is not known to fit, nor is a model without the sizes
+    of its layers, or one that is divided by tensor parallelism, which leaves embeddings whole.
     """
+    divided = {
+        "actor": spec.actor.tensor_parallel_size > 1,
+        "critic": spec.critic.tensor_parallel_size > 1,
+        "ref": spec.actor.tensor_parallel_size > 1,
+    }
     asked = _frees_asked_for(spec.model)
     found = {role: frees is False for role, frees in asked.items()}
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
-        awake = pool in spec.placement.rollout_pools and not spec.engines_sleep_in(pool)
+        has_rollout = pool in spec.placement.rollout_pools
+        awake = has_rollout and not spec.engines_sleep_in(pool)
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if awake else 0.0
+        processes = len(roles) + has_rollout + sum(worker.pool == pool for worker in spec.workers)
         taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
-        room = _USABLE * gpu_bytes - engine - taken
+        room = gpu_bytes - max(_SPARE * gpu_bytes, processes * _SPARE_OF_A_PROCESS) - engine - taken
         for need in roles:
-            # Without its layers' sizes the activations are unknown.
-            if asked.get(need.role, True) is None and sizes[need.role].layers and need.gathered <= max(0.0, room):
+            is_open = asked.get(need.role, True) is None and not divided[need.role]
+            if is_open and sizes[need.role].layers and need.gathered <= room:
                 found[need.role] = True
                 room -= need.gathered
     return found

@@ -26,6 +26,8 @@ _MORE_ROOM_ON_A_GPU = "rollout.gpuMemoryUtilization where vLLM is on the same GP
 _LESS_OF_A_GPU = "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens"
 _MORE_ROOM_ON_A_NODE = "give the pool more memory (resourcesPerGPU.memory)"
 
+_MAY_STAY_GATHERED = ("actor", "critic", "ref")
+
 LESS_OF = {
     "actor": "actor.maxTokensPerGPU",
     "critic": "critic.maxTokensPerGPU",
@@ -52,7 +54,8 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
     if of_gpu is not None:
         # Without `lower` the role is of the user's own, and only making room is left.
         room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
-        return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {lower}{room}")
+        free = f"set model.{role}.reshardAfterForward: true, " if role in _MAY_STAY_GATHERED else ""
+        return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {free}{lower}{room}")
     if isinstance(error, RolloutMemoryError):
         said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout a pool of its own")

@@ -1,12 +1,18 @@
-"""A process of its own, because vLLM changes much where it is imported: prints which models keep their weights."""
+"""A process of its own, because vLLM changes much where it is imported: prints what the worker extension does."""
 
 import json
 import sys
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from ppojob_trainer.engines.vllm.worker_extension import keeps_weights_as_they_come
+from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.vllm.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
 
 
 class Quantized(UnquantizedLinearMethod):
@@ -27,5 +33,42 @@ MODELS = {
     "worked on": model_with(process_weights_after_loading=lambda dtype: None),
 }
 
+
+class Model(nn.Module):
+    """Takes one weight, and changes it at the copies whose numbers are given."""
+
+    def __init__(self, changes_at: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.changes_at, self.num_copies = set(changes_at), 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        ((_, tensor),) = weights
+        self.weight.data.copy_(tensor + (self.num_copies in self.changes_at))
+        self.num_copies += 1
+
+
+def refused_copies(model: Model, tensor_parallel_size: int = 1) -> list[int]:
+    """Copy weights 21 times; return the numbers of the copies that were refused."""
+    worker = WeightReceiverExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel_size)
+    worker.vllm_config = cast(VllmConfig, SimpleNamespace(parallel_config=parallel))
+    worker.ppojob_num_copied = 0
+    refused = []
+    for number in range(21):
+        try:
+            worker._ppojob_copy_in(number, iter([("weight", torch.ones(3))]))
+        except WeightSyncError:
+            refused.append(number)
+    return refused
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({name: keeps_weights_as_they_come(model) for name, model in MODELS.items()}))
+    found = {
+        "kept": {name: keeps_weights_as_they_come(model) for name, model in MODELS.items()},
+        "refused": refused_copies(Model(changes_at=range(21))),
+        "right": refused_copies(Model()),
+        "divided": refused_copies(Model(changes_at=range(21)), tensor_parallel_size=2),
+    }
+    sys.stdout.write(json.dumps(found))

@@ -90,19 +90,32 @@ def test_adapters_and_offloading_are_the_same_on_two_ranks(
     assert of_two[0]["of_adapters"] == pytest.approx(of_one["of_adapters"], rel=1e-3, abs=1e-4)
 
 
-def test_models_that_stay_gathered_compute_the_same_and_gather_less(of_two: list[dict[str, Any]]) -> None:
+def test_models_that_stay_gathered_compute_the_same(of_two: list[dict[str, Any]]) -> None:
     for seen in of_two:
         freed, gathered = seen["freed"], seen["gathered"]
         # Gradients are summed over micro-batches first, and then over ranks.
-        torch.testing.assert_close(gathered["numbers"], freed["numbers"], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(gathered["sent"], freed["sent"], atol=1e-5, rtol=1e-4)
-        layers, root, optimizer_steps = two_ranks.NUM_LAYERS, 1, 2
-        assert gathered["gathers"]["log_probs"] == layers + root
-        assert gathered["gathers"]["update_actor"] == optimizer_steps * (layers + root)
-        assert gathered["gathers"]["update_critic"] == optimizer_steps * (layers + root + two_ranks.VALUE_HEAD)
-        assert all(gathered["gathers"][name] < number for name, number in freed["gathers"].items())
-        assert gathered["scatters"]["update_actor"] == optimizer_steps * (layers + root)
-        assert freed["scatters"]["update_actor"] >= 2 * gathered["scatters"]["update_actor"]
+        for name, numbers in gathered["numbers"].items():
+            rough = {"atol": 5e-2, "rtol": 5e-2} if "halved" in name else {"atol": 1e-5, "rtol": 1e-4}
+            torch.testing.assert_close(numbers, freed["numbers"][name], **rough)
+        for name in ("policy", "adapted"):
+            torch.testing.assert_close(gathered["sent"][name], freed["sent"][name], atol=1e-5, rtol=1e-4)
+        pairs = zip(gathered["sent"]["halved"], freed["sent"]["halved"], strict=True)
+        # Where a gradient is next to nothing, its rounding decides which way AdamW's first steps go.
+        assert torch.cat([(left - right).abs().flatten().float() for left, right in pairs]).mean() < 1e-4
+
+
+def test_models_that_stay_gathered_send_fewer_messages(of_two: list[dict[str, Any]]) -> None:
+    layers, root, optimizer_steps = two_ranks.NUM_LAYERS, 1, 2
+    for seen in of_two:
+        freed, gathered = seen["freed"]["messages"], seen["gathered"]["messages"]
+        assert gathered["log_probs"] == gathered["ref"] == (layers + root, 0)
+        once = optimizer_steps * (layers + root)
+        assert gathered["update_actor"] == gathered["update_halved"] == (once, once)
+        with_head = once + optimizer_steps * two_ranks.VALUE_HEAD
+        assert gathered["update_critic"] == (with_head, with_head)
+        for name, (gathers, scatters) in freed.items():
+            assert gathers > gathered[name][0]
+            assert scatters == 0 or scatters >= 2 * gathered[name][1]
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(

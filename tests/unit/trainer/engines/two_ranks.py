@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
@@ -24,11 +24,17 @@ NUM_LAYERS, VALUE_HEAD = 2, 1
 
 
 def make_policy(
-    parallel: DataParallel, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40, **settings: Any
+    parallel: DataParallel,
+    model: Path,
+    *,
+    stays_gathered: bool = False,
+    max_tokens: int = 40,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     actor = ActorModel(path=str(model), **settings)
-    run = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": torch.float32}
+    run = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": dtype}
     return PolicyEngine(parallel, actor, training, KL(), **run)
 
 
@@ -90,25 +96,36 @@ class Messages(TorchDispatchMode):
 def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stays_gathered: bool) -> dict[str, Any]:
     """What must not change where models stay gathered, and how many messages each call took."""
     # No two sequences fit into a micro-batch.
-    policy = make_policy(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
-    critic = make_critic(parallel, model, stays_gathered=stays_gathered, max_tokens=16)
+    options: dict[str, Any] = {"stays_gathered": stays_gathered, "max_tokens": 16}
+    away = Offload(parameters=True, optimizer=True)
+    policy, critic = make_policy(parallel, model, **options), make_critic(parallel, model, **options)
+    adapted = make_policy(parallel, model, lora=LoRA(rank=4), offload=away, **options)
+    halved = make_policy(parallel, model, offload=away, dtype=torch.bfloat16, **options)
+    reference = ReferenceEngine(
+        parallel, str(model), stays_gathered=stays_gathered, max_tokens_per_gpu=16, dtype=torch.float32
+    )
     policy.rehearse(8, 8)
     numbers: dict[str, Any] = {}
-    gathers: dict[str, int] = {}
-    scatters: dict[str, int] = {}
+    messages: dict[str, tuple[int, int]] = {}
     for step in range(2):
         for name, call in (
             ("log_probs", policy.compute_log_prob),
+            ("ref", reference.compute_ref_log_prob),
             ("values", critic.compute_values),
             ("update_actor", policy.update),
             ("update_critic", critic.update),
+            ("update_adapted", adapted.update),
+            ("update_halved", halved.update),
         ):
             with Messages() as seen:
                 found = call(batch)
             numbers[f"{name} {step}"] = found if isinstance(found, dict) else dict(found.tensors())
-            gathers[name], scatters[name] = seen.gathers, seen.scatters
-    sent = [tensor.clone() for tensor in policy.weights().gather()]
-    return {"numbers": numbers, "sent": sent, "gathers": gathers, "scatters": scatters}
+            messages[name] = (seen.gathers, seen.scatters)
+    sent = {
+        name: [tensor.clone() for tensor in engine.weights().gather()]
+        for name, engine in (("policy", policy), ("adapted", adapted), ("halved", halved))
+    }
+    return {"numbers": numbers, "sent": sent, "messages": messages}
 
 
 def main() -> None:

@@ -141,30 +141,45 @@ def thin(gpu_gb: float) -> dict[str, ModelSize]:
     return dict.fromkeys(("actor", "critic", "ref"), replace(THIN, gpu_bytes=int(gpu_gb * GB)))
 
 
+def actors(spec: PPOJobSpec, *gpu_gb: float) -> list[bool]:
+    """Whether the actor alone stays gathered on GPUs of these sizes."""
+    return [stay_gathered(spec, {"actor": thin(size)["actor"]})["actor"] for size in gpu_gb]
+
+
 def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -> None:
-    # The actor's 14 GB are 90 % of 15.6. The other pool has one GPU, which holds the whole models anyway.
-    spec = spec_of(rollout={"gpuMemoryUtilization": 0.3})
-    assert stay_gathered(spec, thin(15.7)) == {"actor": True, "critic": True, "ref": True}
-    assert stay_gathered(spec, thin(15.4)) == {"actor": False, "critic": True, "ref": True}
-    # Adapters have next to no gradients: 1 GB and 2 gathered.
-    lora = spec_of(lora={"rank": 8})
-    assert [stay_gathered(lora, {"actor": thin(size)["actor"]})["actor"] for size in (3.4, 3.3)] == [True, False]
+    # 14 GB, and 3 for CUDA in two processes, the engine's too; adapters have next to no gradients: 3 GB.
+    assert actors(spec_of(), 16.9, 17.1) == [False, True]
+    assert actors(spec_of(lora={"rank": 8}), 5.9, 6.1) == [False, True]
+    # Of a large GPU a tenth is left free: 5 times as many parameters, 70 GB.
+    large = replace(THIN, num_parameters=5 * GB)
+    found = [stay_gathered(spec_of(), {"actor": replace(large, gpu_bytes=size * GB)})["actor"] for size in (77, 78)]
+    assert found == [False, True]
+
+
+def test_a_model_on_one_gpu_is_held_there_without_more_gradients() -> None:
+    # Critic and reference, 16 and 2 GB, with 2 more each and 3 for CUDA.
+    found = [stay_gathered(spec_of(), {name: thin(size)[name] for name in ("critic", "ref")}) for size in (23.1, 25.1)]
+    assert [(one["critic"], one["ref"]) for one in found] == [(True, False), (True, True)]
 
 
 def test_an_engine_that_is_awake_takes_the_room_of_what_would_stay_gathered() -> None:
-    asleep, awake = (spec_of(rollout={"gpuMemoryUtilization": 0.3, "sleep": sleeps}) for sleeps in (True, False))
-    # Beside an awake engine 60 % are left.
-    assert stay_gathered(asleep, thin(16))["actor"]
-    assert not stay_gathered(awake, thin(23))["actor"]
-    assert stay_gathered(awake, thin(24))["actor"]
+    # It takes 30 %, beside 14 GB and 3 for CUDA.
+    assert actors(spec_of(rollout={"gpuMemoryUtilization": 0.3, "sleep": False}), 24.2, 24.4) == [False, True]
 
 
 def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
     spec = spec_of()
     together = spec.model_copy(update={"placement": spec.placement.model_copy(update={"critic": "a", "ref": "a"})})
-    # 8, 8 and 1 GB; then 6 more for the actor, 6 for the critic, 2 for the reference.
-    found = [sum(stay_gathered(together, thin(taken / 0.9)).values()) for taken in (18.9, 19.1, 23.1, 25.1, 29.1, 31.1)]
+    # 8, 8 and 1 GB and 6 for CUDA; then 6 more for the actor, 6 for the critic, 2 for the reference.
+    found = [sum(stay_gathered(together, thin(size)).values()) for size in (24.9, 25.1, 29.1, 31.1, 35.1, 37.1)]
     assert found == [0, 1, 1, 2, 2, 3]
+
+
+def test_of_a_model_that_is_divided_by_tensor_parallelism_too_little_is_known() -> None:
+    spec = spec_of()
+    actor = spec.actor.model_copy(update={"tensor_parallel_size": 2})
+    divided = spec.model_copy(update={"actor": actor})
+    assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 
 
 def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> None:

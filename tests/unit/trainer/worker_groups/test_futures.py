@@ -59,10 +59,10 @@ OF_MEMORY = (
 )
 OF_GPU_MEMORY = (
     r"^actor rank 0 ran out of memory during update_actor \(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
-    r"a total capacity of 139.81 GiB of which 1.02 GiB is free.\): lower actor.maxTokensPerGPU, or "
-    r"rollout.gpuMemoryUtilization where vLLM is on the same GPU$"
+    r"a total capacity of 139.81 GiB of which 1.02 GiB is free.\): set model.actor.reshardAfterForward: true, "
+    r"lower actor.maxTokensPerGPU, or rollout.gpuMemoryUtilization where vLLM is on the same GPU$"
 )
-OF_NCCL = r"actor rank 0 ran out of memory during update_actor \(Cuda failure 2 'out of memory'\): lower actor\."
+OF_NCCL = r"actor rank 0 ran out of memory during update_actor \(Cuda failure 2 'out of memory'\): set model\.actor\."
 
 
 @pytest.mark.parametrize(

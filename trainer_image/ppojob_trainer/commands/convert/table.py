@@ -79,7 +79,6 @@ def _trained(verl: str, role: str, engine: str) -> list[Row]:
         _field(f"{engine}.ulysses_sequence_parallel_size", f"{role}.sequenceParallelSize", whole),
         _field(f"{engine}.param_offload", f"model.{role}.offload.parameters", truth),
         _field(f"{engine}.optimizer_offload", f"model.{role}.offload.optimizer", truth),
-        _field(f"{engine}.reshard_after_forward", f"model.{role}.reshardAfterForward", truth),
         Checked(f"{engine}.offload_policy", only(False, f"use model.{role}.offload, which moves whole phases")),
         Checked(f"{verl}.strategy", _ENGINES),
         Checked(f"{engine}.strategy", _ENGINES),
@@ -103,8 +102,13 @@ def _trained(verl: str, role: str, engine: str) -> list[Row]:
         *_needless(f"{verl}.optim", "optimizer_impl zero_indexed_step", "the optimizer is torch's AdamW"),
         *_needless(
             engine,
+            "reshard_after_forward use_no_sync_*",
+            f"models stay gathered where the pool has the memory, see model.{role}.reshardAfterForward",
+        ),
+        *_needless(
+            engine,
             "wrap_policy.* grad_offload forward_prefetch use_orig_params seed entropy_* "
-            "use_torch_compile use_no_sync_* pad_to_length* forward_only turbo_config.* qat.*",
+            "use_torch_compile pad_to_length* forward_only turbo_config.* qat.*",
             "FSDP2 shards layer by layer, and needs no setting of this",
         ),
     ]
@@ -183,7 +187,6 @@ TABLE: tuple[Row, ...] = (
     # The reference.
     _field("actor_rollout_ref.ref.model.path", "model.ref.path", text),
     _field("actor_rollout_ref.ref.fsdp_config.param_offload", "model.ref.offload.parameters", truth),
-    _field("actor_rollout_ref.ref.fsdp_config.reshard_after_forward", "model.ref.reshardAfterForward", truth),
     Needless("actor_rollout_ref.ref.*", "the reference computes as the actor does"),
     # Generation.
     _field(f"{_R}.n", "rollout.samplesPerPrompt", whole),
