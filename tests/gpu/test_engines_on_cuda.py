@@ -105,13 +105,13 @@ def test_the_host_does_not_wait_between_minibatches(parallel: DataParallel, mode
 
     def waits(minibatches: int, epochs: int) -> int:
         batch.meta_info.update({"num_mini_batches": minibatches, "epochs": epochs})
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 policy.update(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
 
     assert waits(1, 1) == waits(4, 3) > 0
