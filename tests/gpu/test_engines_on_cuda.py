@@ -170,3 +170,4 @@ def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:
     assert seen["diff_of_stale_weights"] > 0.024
     assert seen["diff_after_push"] < 0.012
     assert seen["weights_version"] == 2
+    assert (seen["first_is_read_back"], seen["second_is_read_back"]) == (True, False)

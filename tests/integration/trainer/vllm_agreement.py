@@ -80,7 +80,7 @@ def probs_diff(trainer: Trainer, batch: Any) -> float:
     return float((ours - theirs).abs()[mask].mean())
 
 
-async def push(trainer: Trainer, engine: Any, version: int) -> float:
+async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool]:
     from ppojob_trainer.engines.weight_transfer import verify
 
     started = time.perf_counter()
@@ -88,7 +88,7 @@ async def push(trainer: Trainer, engine: Any, version: int) -> float:
         asyncio.to_thread(trainer.sender.push, version), engine.update_weights(version)
     )
     verify(sent, [received])
-    return time.perf_counter() - started
+    return time.perf_counter() - started, received.is_read_back
 
 
 async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
     await engine.sleep()
     await engine.wake("weights")
-    seen["push_seconds"] = await push(trainer, engine, 1)
+    seen["push_seconds"], seen["first_is_read_back"] = await push(trainer, engine, 1)
     await engine.wake("kv_cache")
     after_equal = await generate(engine, prompts, forward)
     seen["equal_weights_write_the_same"] = torch.equal(first.tensor("responses"), after_equal.tensor("responses"))
@@ -123,7 +123,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))
     await engine.sleep()
     await engine.wake("weights")
-    seen["second_push_seconds"] = await push(trainer, engine, 2)
+    seen["second_push_seconds"], seen["second_is_read_back"] = await push(trainer, engine, 2)
     await engine.wake("kv_cache")
     seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, forward))
     seen["weights_version"] = engine.weights_version

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -39,12 +39,16 @@ from ppojob_trainer.engines.weight_channels import Backend, Channel, open_channe
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one end sent or loaded: equal receipts are equal weights."""
+    """What one end sent or loaded: equal receipts are equal weights.
+
+    is_read_back: whether they were compared with the engine's own parameters after it had loaded them.
+    """
 
     version: int
     num_tensors: int
     num_bytes: int
     checksums: tuple[int, ...]
+    is_read_back: bool = field(default=False, compare=False)
 
 
 def verify(sent: Receipt, received: Sequence[Receipt]) -> None:

@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def refused_copies(model: Model, tensor_parallel_size: int = 1) -> list[int]:
-    """Copy weights 21 times; return the numbers of the copies that were refused."""
+    """Copy weights 21 times; return the numbers of the copies that were refused, less than 0 those that passed."""
     worker = WeightReceiverExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel_size)
@@ -58,7 +58,8 @@ def refused_copies(model: Model, tensor_parallel_size: int = 1) -> list[int]:
     refused = []
     for number in range(21):
         try:
-            worker._ppojob_copy_in(number, iter([("weight", torch.ones(3))]))
+            if worker._ppojob_copy_in(number, iter([("weight", torch.ones(3))])):
+                refused.append(-number - 1)
         except WeightSyncError:
             refused.append(number)
     return refused

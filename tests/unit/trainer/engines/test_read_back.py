@@ -47,7 +47,7 @@ def loaded(sent: dict[str, Tensor], model: Fused) -> ReadBack:
 
 def test_a_model_that_holds_what_came_passes() -> None:
     model = Fused()
-    loaded(weights(), model).check(model)
+    assert loaded(weights(), model).check(model)
 
 
 def test_a_weight_that_the_loader_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,4 +84,4 @@ def test_one_bit_is_seen() -> None:
 
 def test_a_model_of_another_dtype_is_not_compared() -> None:
     model = Fused(torch.float32)
-    loaded(weights(), model).check(model)
+    assert not loaded(weights(), model).check(model)

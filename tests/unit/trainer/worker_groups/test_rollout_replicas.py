@@ -92,7 +92,7 @@ def holders() -> Processes:
 
 
 def receipt(version: int) -> Receipt:
-    return Receipt(version, 1, 8, (version,))
+    return Receipt(version, 1, 8, (version,), is_read_back=True)
 
 
 def link(plan: LinkPlan) -> WeightLink:
@@ -238,6 +238,7 @@ async def test_engines_in_a_pool_that_is_lent_meet_rank_zero_beside_those_on_the
     assert places_told(lent) == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
     assert order == [("own", "weights"), ("lent", "weights"), ("own", "kv_cache"), ("lent", "kv_cache")]
     assert moved["comm_mb/update_weights"] == pytest.approx(5 * 8e-6)
+    assert moved["comm_read_back/update_weights"] == 8
 
 
 async def test_other_weights_in_a_pool_that_is_lent_are_seen(replicas: Processes, holders: Processes) -> None:

@@ -163,7 +163,7 @@ class RolloutEngine:
         first = receipts[0]
         if any(receipt != first for receipt in receipts):
             raise RolloutError(f"the {len(receipts)} workers of a replica loaded different weights: {receipts}")
-        return Receipt(first["version"], first["num_tensors"], first["num_bytes"], tuple(first["checksums"]))
+        return Receipt(**{**first, "checksums": tuple(first["checksums"])})
 
     async def reset_prefix_cache(self) -> None:
         """Forget the cache of common prefixes."""

@@ -42,8 +42,8 @@ class ReadBack:
             self._num_numbers += tensor.numel()
             yield name, tensor
 
-    def check(self, model: nn.Module) -> None:
-        """Compare with the parameters of the whole model; waits for the device.
+    def check(self, model: nn.Module) -> bool:
+        """Compare with the parameters of the whole model; return whether they could be. Waits for the device.
 
         A model that computes in another dtype than the weights came in is not compared, nor is one that has room for
         fewer numbers than came.
@@ -53,12 +53,12 @@ class ReadBack:
         """
         parameters = [parameter.detach() for parameter in model.parameters()]
         if {parameter.dtype for parameter in parameters} != self._dtypes:
-            return
+            return False
         left_out = self._num_numbers - sum(parameter.numel() for parameter in parameters)
         name = type(model).__name__
         if left_out > 0:
             logger.warning("vLLM's loader for %s leaves out %d of %d numbers", name, left_out, self._num_numbers)
-            return
+            return False
         came, held = int(_total(self._sums)), int(_total([_bits(parameter) for parameter in parameters]))
         if came != held:
             raise WeightSyncError(
@@ -66,6 +66,7 @@ class ReadBack:
                 f"of their bits is {held}, that of the weights {came}. Its loader for {name} left some out or changed "
                 "them"
             )
+        return True
 
 
 def _bits(tensor: Tensor) -> Tensor:

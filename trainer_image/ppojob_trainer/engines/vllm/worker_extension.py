@@ -10,7 +10,7 @@ What was copied is read back every few times (`read_back`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
@@ -48,28 +48,29 @@ class WeightReceiverExtension:
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
-        stream = self.ppojob_receiver.begin(version)
+        stream, is_read_back = self.ppojob_receiver.begin(version), False
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             if self.device.type == "cuda" and keeps_weights_as_they_come(self.model_runner.get_model()):
-                self._ppojob_copy_in(version, iter(stream))
+                is_read_back = self._ppojob_copy_in(version, iter(stream))
             else:
                 self.model_runner.reload_weights(weights_iterator=iter(stream))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return asdict(stream.receipt())
+        return asdict(replace(stream.receipt(), is_read_back=is_read_back))
 
-    def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
+        """Copy weights into vLLM's model; return whether they were read back and compared."""
         model = self.model_runner.get_model()
         # A part of a model that is divided over GPUs has other sums.
         is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         is_read_back = is_whole and self.ppojob_num_copied % READ_BACK_EVERY == 0
         self.ppojob_num_copied += 1
-        if is_read_back:
-            read_back = ReadBack(version)
-            model.load_weights(read_back.passing(tensors))
-            read_back.check(model)
-        else:
+        if not is_read_back:
             model.load_weights(tensors)
+            return False
+        read_back = ReadBack(version)
+        model.load_weights(read_back.passing(tensors))
+        return read_back.check(model)
 
     def ppojob_disconnect_weights(self) -> None:
         """Give the connection back."""

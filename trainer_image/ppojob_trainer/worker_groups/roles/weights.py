@@ -69,6 +69,7 @@ class WeightsGroup:
     async def push(self, version: int) -> dict[str, float]:
         """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/...: how long
         they took, without waking the engines up. comm_gb_per_s/...: of a whole model, as each of vLLM's GPUs gets.
+        comm_read_back/...: GPUs of vLLM whose parameters were compared with the weights after they were loaded.
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
@@ -99,6 +100,7 @@ class WeightsGroup:
         if asleep:
             await _wake(asleep, "kv_cache")
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
+        moved["read_back"] = float(sum(receipt.is_read_back for receipt in receipt_of.values()))
         return {f"comm_{what}/update_weights": number for what, number in moved.items()}
 
 
