@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import KL
@@ -151,6 +153,43 @@ def test_a_skipped_step_leaves_moments_and_their_count_of_steps(
     torch.testing.assert_close(parameters(skipping), parameters(without), atol=0, rtol=0)
     (steps,) = {float(state["step"]) for state in skipping.optimizer.adamw.state.values()}
     assert steps == 2
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads from tensors, for which it would wait for a device."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_passes_and_optimizer_steps_read_nothing_from_the_device(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_policy()
+    read: dict[str, list[int]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            with Reads() as reads:
+                answer = method(*arguments)
+            read.setdefault(name, []).append(reads.number)
+            return answer
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(engine._passes, "_backward")
+    watch(engine.optimizer, "step")
+    engine.update(batch_of(8, num_mini_batches=4))
+    assert read["step"] == [0] * 4
+    assert read["_backward"] == [0] * 4
+    with Reads() as seen:
+        float(torch.ones(1).sum())
+    assert seen.number == 1
 
 
 def test_a_good_step_in_between_forgives_the_bad_one(

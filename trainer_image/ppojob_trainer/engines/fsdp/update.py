@@ -3,7 +3,7 @@
 Called by the policy and critic engines with the one thing that differs, what is done with a micro-batch. All ranks cut
 their shards into equally many micro-batches and minibatches, because each is a collective. Losses and metrics are
 shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
-changes a gradient. The host waits for the device once for each update, at its end.
+changes a gradient. The host reads nothing from the device before the end of an update.
 """
 
 from __future__ import annotations
