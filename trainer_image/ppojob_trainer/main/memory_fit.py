@@ -24,9 +24,9 @@ __all__ = ["Need", "check_memory", "needs", "stay_gathered"]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
-_SPARE, _SPARE_OF_A_PROCESS = 0.1, 1.5 * _GB
-"""What is left free beside models that stay gathered: for logits and fragments a share of the GPU, for CUDA and NCCL so
-much for each process, whichever is more."""
+_SPARE, _SPARE_OF_A_PROCESS = 0.1, 2.25 * _GB
+"""What is left free beside models that stay gathered: for logits and fragments a share of the GPU, for CUDA, NCCL and
+messages on their way so much for each process, whichever is more."""
 
 
 @dataclass(frozen=True)

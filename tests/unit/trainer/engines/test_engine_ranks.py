@@ -17,11 +17,17 @@ from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
 from tests.unit.trainer.engines import two_ranks
+from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[4]
 LIMIT_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=two_ranks.NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +111,17 @@ def test_models_that_stay_gathered_compute_the_same(of_two: list[dict[str, Any]]
 
 
 def test_models_that_stay_gathered_send_fewer_messages(of_two: list[dict[str, Any]]) -> None:
-    layers, root, optimizer_steps = two_ranks.NUM_LAYERS, 1, 2
+    # Of three layers two travel together, and all of them where they compute in half the bytes.
+    together, halved, root, optimizer_steps = 2, 1, 1, 2
     for seen in of_two:
         freed, gathered = seen["freed"]["messages"], seen["gathered"]["messages"]
-        assert gathered["log_probs"] == gathered["ref"] == (layers + root, 0)
-        once = optimizer_steps * (layers + root)
-        assert gathered["update_actor"] == gathered["update_halved"] == (once, once)
+        assert gathered["log_probs"] == gathered["ref"] == (together + root, 0)
+        once = optimizer_steps * (together + root)
+        assert gathered["update_actor"] == gathered["update_kept"] == (once, once)
+        assert gathered["update_halved"] == (optimizer_steps * (halved + root),) * 2
         with_head = once + optimizer_steps * two_ranks.VALUE_HEAD
         assert gathered["update_critic"] == (with_head, with_head)
+        assert gathered["weights"][0] == freed["weights"][0] - (two_ranks.NUM_LAYERS - together)
         for name, (gathers, scatters) in freed.items():
             assert gathers > gathered[name][0]
             assert scatters == 0 or scatters >= 2 * gathered[name][1]

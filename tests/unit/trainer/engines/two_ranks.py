@@ -13,6 +13,7 @@ from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.fsdp import model as model_module
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
@@ -20,7 +21,9 @@ from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
 WORLD_SIZE = 2
-NUM_LAYERS, VALUE_HEAD = 2, 1
+NUM_LAYERS, VALUE_HEAD = 3, 1
+MESSAGE_BYTES = 100_000
+"""More than a layer of the tiny model in float32, less than two of them, and more than three in bfloat16."""
 
 
 def make_policy(
@@ -101,6 +104,7 @@ def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stay
     policy, critic = make_policy(parallel, model, **options), make_critic(parallel, model, **options)
     adapted = make_policy(parallel, model, lora=LoRA(rank=4), offload=away, **options)
     halved = make_policy(parallel, model, offload=away, dtype=torch.bfloat16, **options)
+    kept = make_policy(parallel, model, gradient_checkpointing=False, **options)
     reference = ReferenceEngine(
         parallel, str(model), stays_gathered=stays_gathered, max_tokens_per_gpu=16, dtype=torch.float32
     )
@@ -116,11 +120,15 @@ def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stay
             ("update_critic", critic.update),
             ("update_adapted", adapted.update),
             ("update_halved", halved.update),
+            ("update_kept", kept.update),
         ):
             with Messages() as seen:
                 found = call(batch)
             numbers[f"{name} {step}"] = found if isinstance(found, dict) else dict(found.tensors())
             messages[name] = (seen.gathers, seen.scatters)
+    with Messages() as seen:
+        list(policy.weights().gather())
+    messages["weights"] = (seen.gathers, seen.scatters)
     sent = {
         name: [tensor.clone() for tensor in engine.weights().gather()]
         for name, engine in (("policy", policy), ("adapted", adapted), ("halved", halved))
@@ -133,6 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
     found = run(parallel, model, shard(rank), out)
+    model_module.MESSAGE_BYTES = MESSAGE_BYTES
     for name, stays_gathered in (("freed", False), ("gathered", True)):
         found[name] = run_gathering(parallel, model, shard(rank), stays_gathered=stays_gathered)
     torch.save(found, out / f"rank-{rank}.pt")

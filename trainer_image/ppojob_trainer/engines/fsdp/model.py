@@ -8,6 +8,7 @@ than a linear layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,6 +36,10 @@ from ppojob_trainer.maths.log_probs import linear_log_probs
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
 
+MESSAGE_BYTES: Final = 256 * 2**20
+"""Layers that stay gathered travel together until they are so many bytes: NVLink takes about a millisecond for them, as
+the processor does to launch a message of any size and to wait for the other ranks' launch."""
+
 # A bar for every rank would fill the logs.
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -44,7 +49,8 @@ class LoadOptions:
     """How a model is loaded. `dtype` is that of the computation; gradient sums and what is trained are float32.
 
     is_frozen: nothing is trained; lora: only adapters are. Frozen weights stay in the computation's dtype if the
-    checkpoint has them so. stays_gathered: the layers are gathered once, and freed by `reshard` alone.
+    checkpoint has them so. stays_gathered: the layers are gathered once, several in one message, and freed by `reshard`
+    alone.
     """
 
     trust_remote_code: bool = False
@@ -249,16 +255,31 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     if options.lora is not None:
         add_adapters(layers, options.lora)
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        if options.compile:
+    if options.compile:
+        for layer in layers:
             layer.compile()
-        # A rank that holds everything itself gathers nothing by gathering again.
-        is_freed = parallel.num_averaged > 1 and not options.stays_gathered
-        fully_shard(layer, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
+    # A rank that holds everything itself gathers nothing by gathering again.
+    is_freed = parallel.num_averaged > 1 and not options.stays_gathered
+    for together in layers_of_messages(layers, options.dtype) if options.stays_gathered else ([one] for one in layers):
+        fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
     module.to(parallel.device)
+
+
+def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[list[nn.Module]]:
+    """Yield the layers in their order, cut where `MESSAGE_BYTES` are reached."""
+    together: list[nn.Module] = []
+    size = 0
+    for layer in layers:
+        together.append(layer)
+        size += sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
+        if size >= MESSAGE_BYTES:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
 
 
 def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:

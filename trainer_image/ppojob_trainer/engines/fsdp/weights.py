@@ -1,16 +1,17 @@
 """A sharded model's parameters, whole and under HuggingFace's names: `WeightSource` for a weight transfer.
 
 Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. A decoder
-layer is gathered at once by FSDP itself, as for its forward pass: a message for each of its parameters costs more than
-their bytes. Adapters are merged into the weights that they belong to, in float32, so the rollout engine knows nothing
-of them.
+layer is gathered at once by FSDP itself, with those that it travels with in a forward pass: a message for each of its
+parameters costs more than their bytes. Adapters are merged into the weights that they belong to, in float32, so the
+rollout engine knows nothing of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,13 @@ class ShardedWeights:
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
         names = (name for name, _ in self._parameters())
-        with self._on_device():
+        with self._on_device(), ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
-                with nullcontext() if layer is None else _unsharded(layer):
-                    yield from map(self._whole, group)
+                # A layer may have come with the one before it.
+                if layer is not None and _is_sharded(layer):
+                    gathered.close()
+                    gathered.enter_context(_unsharded(layer))
+                yield from map(self._whole, group)
 
     def _whole(self, name: str) -> Tensor:
         parameter = self._language_model.get_parameter(name).detach()
@@ -68,13 +72,19 @@ class ShardedWeights:
 
 
 def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
-    """Return which layer to gather for a parameter; not those with adapters, which FSDP would round."""
+    """Return which layer to gather for a parameter; none where there are adapters, which FSDP would round."""
     found: dict[str, FSDPModule] = {}
+    if any(is_adapter(name) for name, _ in language_model.named_parameters()):
+        return found
     for prefix, module in language_model.named_modules():
         names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-        if isinstance(module, FSDPModule) and not any(map(is_adapter, names)):
+        if isinstance(module, FSDPModule):
             found |= dict.fromkeys(names, module)
     return found
+
+
+def _is_sharded(layer: FSDPModule) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in cast(nn.Module, layer).parameters())
 
 
 @contextmanager
