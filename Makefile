@@ -8,6 +8,10 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# With vLLM for CUDA, which has no place beside vLLM for the CPU.
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+NVIDIA := $(shell command -v nvidia-smi)
 # Where tests/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
 # Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).
@@ -36,6 +40,17 @@ $(STAMP): requirements/dev.txt pyproject.toml | $(filter .build/%,$(UV))
 	test -x $(PYTHON) || $(UV) venv --quiet --python 3.11 $(VENV)
 	$(UV) pip install --quiet --python $(PYTHON) --require-hashes --no-deps --requirement requirements/dev.txt
 	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
+	touch $@
+
+.PHONY: install-gpu
+install-gpu: $(GPU_STAMP) ## Make .venv-gpu, for `ppojob run` on this machine's own NVIDIA GPUs.
+
+$(GPU_STAMP): requirements/trainer.txt pyproject.toml | $(filter .build/%,$(UV))
+	test -x $(GPU_VENV)/bin/python || $(UV) venv --quiet --python 3.11 $(GPU_VENV)
+	@# In another folder, because pyproject.toml keeps triton away, also from here.
+	cd / && $(abspath $(UV)) pip install --quiet --python $(CURDIR)/$(GPU_VENV)/bin/python --require-hashes --no-deps \
+	  --requirement $(CURDIR)/requirements/trainer.txt
+	$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --no-deps --editable .
 	touch $@
 
 COMPILE = $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 pyproject.toml
@@ -92,8 +107,8 @@ golden: install ## Compare the examples' manifests with those that were reviewed
 	$(PYTEST) tests/golden
 
 .PHONY: bench
-bench: install ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
-	$(PYTHON) -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
+bench: $(if $(NVIDIA),install-gpu,install) ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
+	$(if $(NVIDIA),$(GPU_VENV)/bin/python,$(PYTHON)) -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
 
 .PHONY: bench-operator
 bench-operator: install ## Measure the operator with many jobs on the running cluster (BENCH="--jobs 200 --pods 3").

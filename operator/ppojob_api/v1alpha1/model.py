@@ -85,8 +85,9 @@ class FrozenModel(ApiModel):
     offload: FrozenOffload = FrozenOffload()
     """What leaves the GPU between the role's phases."""
     reshard_after_forward: bool | None = None
-    """true: each layer's weights are gathered for each forward pass. false: once for all passes of a step. Absent:
-    false where the GPUs of the pool have the memory."""
+    """true: each layer's weights are gathered for each forward pass. false: once for all passes over a batch, or
+    over the part of one that streams. Absent: false where the GPUs of the pool have the memory, without
+    actor.tensorParallelSize."""
 
 
 class RewardInput(StrEnum):

@@ -142,7 +142,8 @@ class Placement(ApiModel):
     critic: DNSLabel | None = None
     """Pool of the critic. Absent: the actor's, with an estimator that needs a critic."""
     ref: DNSLabel | None = None
-    """Pool of the reference policy. Absent: the critic's, else the actor's."""
+    """Pool of the reference policy. Absent: the critic's, else the actor's; the actor's too where model.actor.lora
+    makes the actor its own reference."""
     reward: DNSLabel | None = None
     """Pool of the reward workers. Absent: the critic's, else the actor's."""
     lent_to_rollout: (

@@ -99,8 +99,9 @@ class RunPolicy(ApiModel):
     """Longest active time over all attempts, in seconds; it stands still while the job is suspended or in its queue.
     Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
-    """Longest time for which the trainer may report the same step, activity and checkpoint, in seconds; then the job is
-    Stalled. It must be more than the longest phase of a step, loading or checkpoint takes. Silence does not count."""
+    """Longest time for which the trainer may report nothing new, not even that a phase of a step is done, in seconds;
+    then the job is Stalled. It must be more than the longest phase of a step, loading or checkpoint takes. Silence does
+    not count."""
     restart_on_stall: bool = True
     """A stalled attempt is stopped and counts as failed. false only says so, in the condition Stalled."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)

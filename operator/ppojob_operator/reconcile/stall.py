@@ -49,8 +49,8 @@ def _standstill(situation: Situation) -> str:
         return ""
     return (
         f"for {limit} s (spec.runPolicy.stallTimeoutSeconds) the trainer has reported nothing but step "
-        f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if a step, or loading, "
-        "really takes that long"
+        f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if a phase of a step, "
+        "or loading, really takes that long"
     )
 
 

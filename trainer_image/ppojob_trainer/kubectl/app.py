@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -141,7 +141,7 @@ def plot(
 
     with _refusals(), tempfile.TemporaryDirectory() as aside:
         cluster = _cluster(context, namespace)
-        folders = [_fetch(cluster, name, Path(aside) / name, with_trace=timing) for name in names]
+        folders = [_fetch(cluster, name, Path(aside) / name, with_timing=timing) for name in names]
         if timing:
             typer.echo(plot_timing(folders, output or Path("timing.png"), names))
         else:
@@ -335,12 +335,15 @@ def _folder(cluster: Cluster, name: str) -> Iterator[tuple[Raw, "RunFolder"]]:
         yield job, folder
 
 
-def _fetch(cluster: Cluster, name: str, target: Path, *, with_trace: bool) -> Path:
+def _fetch(cluster: Cluster, name: str, target: Path, *, with_timing: bool) -> Path:
     """Bring what a picture is drawn from into a folder of this machine."""
     target.mkdir()
     with _folder(cluster, name) as (_, folder):
-        for file in (folder.files.metrics, *([folder.files.trace] if with_trace else [])):
-            (target / file.name).write_bytes(folder.read(file))
+        metrics, trace, advice = folder.files.metrics, folder.files.trace, folder.files.recommendation
+        for file in (metrics, trace, advice) if with_timing else (metrics,):
+            # Nothing is said of the layout in the first steps.
+            with suppress(NotThereError) if file == advice else nullcontext():
+                (target / file.name).write_bytes(folder.read(file))
     return target
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from ppojob_trainer.telemetry import timing_plot
 from tests.unit.trainer.kubectl.conftest import HEAD, MemoryCluster, job
 
 Plugin = Callable[..., Result]
@@ -139,6 +140,23 @@ def test_a_picture_is_drawn_from_the_runs_metrics(running: MemoryCluster, ppo: P
 
     assert result.exit_code == 0, result.stderr
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("advice", ["pool critic was 38% busy", ""])
+def test_a_picture_of_timings_has_what_the_run_says_of_its_layout(
+    running: MemoryCluster, ppo: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: str
+) -> None:
+    running.files[f"{ROOT}/trace.json"] = b"[]"
+    if advice:
+        running.files[f"{ROOT}/recommendation.json"] = json.dumps({"recommendation": advice}).encode()
+    drawn: list[timing_plot.Timing] = []
+    draw = timing_plot._draw
+    monkeypatch.setattr(timing_plot, "_draw", lambda timings: drawn.extend(timings) or draw(timings))
+
+    result = ppo("plot", "products", "--timing", "-o", tmp_path / "timing.png")
+
+    assert result.exit_code == 0, result.stderr
+    assert [timing.advice for timing in drawn] == [advice]
 
 
 def test_the_dashboard_is_forwarded_from_the_heads_service(running: MemoryCluster, ppo: Plugin) -> None:

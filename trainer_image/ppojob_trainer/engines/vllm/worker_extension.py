@@ -2,7 +2,7 @@
 
 Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, because vLLM refuses an extension that
 hides a method of the worker. Where vLLM keeps weights as checkpoints have them they are copied into their places.
-Elsewhere it loads by `reload_weights`, ten times as slow, which knows how vLLM laid a weight out (on the CPU it keeps
+Elsewhere it loads by `reload_weights`, six times as slow, which knows how vLLM laid a weight out (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 What was copied is read back every few times (`read_back`).
 """
