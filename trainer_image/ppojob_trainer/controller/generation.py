@@ -42,8 +42,15 @@ class Generation(Generic[B]):
         """Write a response to each row, with the sampling of validation."""
         return await self._write(Phase.VALIDATE, prompts, step, lambda port, rows: port.generate_for_validation(rows))
 
-    async def stream(self, prompts: B, step: int, take: Callable[[Sequence[int], B], None]) -> Rollout[B]:
-        """`write`, and hand rows to `take` as they are finished: their numbers among the prompts, and the responses."""
+    async def stream(
+        self, prompts: B, step: int, take: Callable[[Sequence[int], B], None], ended: Callable[[str], None]
+    ) -> Rollout[B]:
+        """`write`, and tell meanwhile what is done.
+
+        Args:
+            take: gets rows as they are finished: their numbers among the prompts, and the responses.
+            ended: gets each role whose engines have written their part, or have none, so that its pool is free.
+        """
         parts: list[tuple[Sequence[int], B]] = []
 
         async def follow(port: RolloutPort[B], numbers: range) -> None:
@@ -52,10 +59,14 @@ class Generation(Generic[B]):
                 parts.append((rows, finished.batch))
                 take(rows, finished.batch)
 
-        await together(
-            self._phases.run_alone(Phase.GENERATE, role, step, follow(port, numbers))
-            for role, port, numbers in self._shares(len(prompts))
-        )
+        async def one(role: str, port: RolloutPort[B], numbers: range) -> None:
+            await self._phases.run_alone(Phase.GENERATE, role, step, follow(port, numbers))
+            ended(role)
+
+        shares = self._shares(len(prompts))
+        for role in self._engines.keys() - {role for role, _, _ in shares}:
+            ended(role)
+        await together(one(*share) for share in shares)
         return self._own.joined(join_parts(parts))
 
     async def _write(

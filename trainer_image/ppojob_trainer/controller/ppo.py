@@ -11,7 +11,8 @@
   update_weights N and gen N+1 come after update_critic N. A reward model is a phase of its pool; a reward function runs
   on CPU cores, beside whatever its pool's GPUs do.
 * In a pool that is lent to the rollout the engines write their part of gen N+1 after update_critic N, and values N+1
-  come after that. Engines that sleep take memory with the weights: then update_weights N waits for that pool too.
+  come after that. A pool whose engines are done begins with what is finished, while those of other pools still write.
+  Engines that sleep take memory with the weights: then update_weights N waits for that pool too.
 * Responses go to the other pools as they are finished: see `forward`. Where a user's worker changes the batch after
   gen, all of it must be there first.
 * The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
@@ -232,16 +233,20 @@ class PPO(Generic[B]):
         return batch, {**metrics, **total}
 
     async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], Early[B]]:
-        """Write the responses; the phases that need no GPU of the rollout's begin with those that are finished."""
-        phases = self._forward_phases(step)
-        chains = [names for chain, names in self._chains(phases).items() if self._is_early(chain)]
-        early = self._early = Early(phases, chains)
+        """Write the responses; phases begin with those that are finished where no engine writes, or none any more."""
+        phases, pool_of = self._forward_phases(step), self._settings.pool_of
+        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_early(chain)}
+        written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
+        for chain in chains.keys() & written.keys():
+            first = chains[chain][0]
+            phases[first] = _after(written[chain], phases[first])
+        early = self._early = Early(phases, list(chains.values()))
 
         def take(rows: Sequence[int], responses: B) -> None:
             early.add(rows, prompts.take(rows).union(responses))
 
         try:
-            rollout = await self._generation.stream(prompts, step, take)
+            rollout = await self._generation.stream(prompts, step, take, lambda role: written[pool_of[role]].set())
         except BaseException:
             early.cancel()
             raise
@@ -264,8 +269,9 @@ class PPO(Generic[B]):
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
     def _is_early(self, chain: str) -> bool:
-        """Whether the phases of a chain may run while engines write: they do in the chain's pool."""
-        return chain not in {self._settings.pool_of[role] for role in self._generation.roles}
+        """Whether the phases of a chain may run while engines write, which do it in other pools or in more than one."""
+        writing = {self._settings.pool_of[role] for role in self._generation.roles}
+        return chain not in writing or len(writing) > 1
 
     def _forward_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
         """Return the forward phases of a step, in the serial order."""
@@ -299,6 +305,14 @@ class PPO(Generic[B]):
     @property
     def _advantage_role(self) -> str:
         return "actor" if self._ports.critic is None else "critic"
+
+
+def _after(event: asyncio.Event, phase: ForwardPhase[B]) -> ForwardPhase[B]:
+    async def ready() -> None:
+        await event.wait()
+        await phase.ready()
+
+    return replace(phase, ready=ready)
 
 
 def _no_metrics(_: object) -> Metrics:
