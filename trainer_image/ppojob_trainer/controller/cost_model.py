@@ -6,7 +6,8 @@ tokens for each GPU differed enough: in runs on several layouts, or with batches
 fitted by least squares. From one layout and one batch size nobody can tell them apart, and the fixed part is *assumed*:
 a share of the time on one GPU, by Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For
 generation longer responses tell nothing: they take more steps of the engine, each with its latency, so only another
-number of GPUs does.
+number of GPUs does. Its fixed part is the longest response's, however short the others are; what is divided is all
+responses'.
 
 What the model does not know: networks (the gathers of a pool that is spread over nodes for the first time), memory
 (fewer tokens to a pass), and sleeping and waking where roles share a GPU.
@@ -24,7 +25,8 @@ from ppojob_trainer.controller.phases import Phase
 __all__ = ["Observation", "PhaseCost", "fit", "fit_phase"]
 
 FIXED_SHARE: Final[Mapping[str, float]] = {
-    # A step of decoding reads all weights and starts all kernels, however few sequences the replica has.
+    # A step of decoding reads all weights and starts all kernels, however few sequences the replica has. This is for
+    # responses of the same length.
     Phase.GENERATE: 0.5,
     # Launches, gathers, the uneven last micro-batch.
     Phase.OLD_LOG_PROB: 0.1,
@@ -44,11 +46,15 @@ MIN_SPREAD: Final = 1.5
 
 @dataclass(frozen=True)
 class Observation:
-    """A phase as it was measured once: seconds on so many GPUs, for a batch of so many tokens."""
+    """A phase as it was measured once: seconds on so many GPUs, for a batch of so many tokens.
+
+    evenness: the mean length of the responses / the longest one's.
+    """
 
     gpus: int
     seconds: float
     tokens: float = 1.0
+    evenness: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,13 +81,15 @@ def fit(observations: Mapping[str, Sequence[Observation]]) -> dict[str, PhaseCos
 def fit_phase(phase: str, observations: Sequence[Observation]) -> PhaseCost:
     """Return the cost of one phase from one observation or more."""
     tokens = statistics.median(seen.tokens for seen in observations)
+    share = FIXED_SHARE.get(phase, 1.0)
     if phase == Phase.GENERATE:
+        share /= share + (1 - share) * statistics.median(seen.evenness for seen in observations)
         observations = [Observation(seen.gpus, seen.seconds, tokens) for seen in observations]
     loads = [seen.tokens / seen.gpus for seen in observations]
     seconds = [seen.seconds for seen in observations]
     if phase not in FIXED_SHARE or max(loads) < MIN_SPREAD * min(loads):
         gpus = statistics.median(seen.gpus for seen in observations)
-        return _assumed(FIXED_SHARE.get(phase, 1.0), statistics.median(seconds), gpus)
+        return _assumed(share, statistics.median(seconds), gpus)
     fixed, slope = _line(loads, seconds)
     return PhaseCost(fixed, slope * tokens, is_assumed=False)
 

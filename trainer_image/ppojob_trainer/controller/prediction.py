@@ -15,20 +15,24 @@ __all__ = ["observations", "predict"]
 
 _TIMING = "timing_s/"
 _TOKENS = "perf/total_num_tokens"
+_MEAN, _LONGEST = "response_length/mean", "response_length/max"
 
 
 def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[str, list[Observation]]:
     """Return what steps on a layout say of each phase.
 
     Args:
-        steps: the metrics of each, with `timing_s/<phase>`; without `perf/total_num_tokens` all batches count as equal.
+        steps: the metrics of each, with `timing_s/<phase>`; without `perf/total_num_tokens` all batches count as equal,
+            without `response_length/*` the responses of a batch.
     """
     found: dict[str, list[Observation]] = {}
     for metrics in steps:
+        longest = metrics.get(_LONGEST, 0.0)
+        evenness = metrics[_MEAN] / longest if longest else 1.0
         for name, seconds in metrics.items():
             phase = name.removeprefix(_TIMING)
             if phase != name and is_of_step(phase):
-                seen = Observation(layout.gpus_of(phase), seconds, metrics.get(_TOKENS, 1.0))
+                seen = Observation(layout.gpus_of(phase), seconds, metrics.get(_TOKENS, 1.0), evenness)
                 found.setdefault(phase, []).append(seen)
     return found
 

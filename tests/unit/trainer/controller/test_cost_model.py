@@ -57,6 +57,14 @@ def test_longer_responses_say_nothing_of_generation_on_more_gpus() -> None:
     assert cost.seconds(1) == pytest.approx(2.0)
 
 
+def test_the_longest_response_stays_however_many_gpus_write_the_others() -> None:
+    equal, uneven = (fit_phase("gen", [Observation(1, 2.0, evenness=evenness)]) for evenness in (1.0, 0.25))
+
+    assert (equal.fixed_s, equal.divided_gpu_s) == (1.0, 1.0)
+    # Steps of the engine as before; the others' are a quarter of the work.
+    assert (uneven.fixed_s, uneven.divided_gpu_s) == (pytest.approx(1.6), pytest.approx(0.4))
+
+
 @pytest.mark.parametrize("phase", ["update_weights", "adv", "data", "reward", "hook_shaper"])
 def test_what_is_not_divided_is_not_fitted_however_much_the_batches_differ(phase: str) -> None:
     cost = fit_phase(phase, [Observation(2, 0.10, 1.0), Observation(2, 0.11, 2.0), Observation(2, 0.12, 3.0)])
