@@ -42,10 +42,8 @@ def main() -> None:
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, size, arguments.steps)
     console = Console(width=arguments.width)
-    names = arguments.layouts.split(",") if arguments.layouts else list(layouts(arguments.gpus))
-    chosen = {name: layout(name, arguments.gpus) for name in names}
     results: list[Result] = []
-    for name, sections in chosen.items():
+    for name, sections in arguments.layouts.items():
         if workload.needs_reward_model(sections):
             workload.prepare_reward_model(data, size)
         results.append(measure(name, _job(data, size, sections, arguments), output / name))
@@ -103,6 +101,11 @@ def _arguments() -> argparse.Namespace:
         arguments.gpus = _found_gpus() if arguments.device == "cuda" else 2
         if not arguments.gpus:
             parser.error("--device cuda: no GPU is found here; take --device cpu --shape tiny to try the benchmark")
+    names = arguments.layouts.split(",") if arguments.layouts else list(layouts(arguments.gpus))
+    try:
+        arguments.layouts = {name: layout(name, arguments.gpus) for name in names}
+    except ValueError as error:
+        parser.error(f"--layouts {','.join(names)}: {error}")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
     if arguments.verl is not None:

@@ -37,6 +37,18 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--device cuda: no GPU is found here; take --device cpu" in capsys.readouterr().err
 
 
+def test_a_layout_that_is_not_there_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", "--layouts", "colocated,halves"]
+    monkeypatch.setattr(sys, "argv", ["bench_split", "--output", "out", *options])
+
+    with pytest.raises(SystemExit):
+        _arguments()
+
+    assert "--layouts colocated,halves: there is no layout halves on 2 GPUs: take some of" in capsys.readouterr().err
+
+
 def test_a_benchmark_that_is_ended_ends_what_it_runs() -> None:
     program = """
 import time
