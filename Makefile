@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # With vLLM for CUDA, which has no place beside vLLM for the CPU.
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
-NVIDIA := $(shell command -v nvidia-smi)
+BENCH_VENV := $(if $(findstring cpu,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
 # Where tests/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
 # Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).
@@ -107,8 +107,8 @@ golden: install ## Compare the examples' manifests with those that were reviewed
 	$(PYTEST) tests/golden
 
 .PHONY: bench
-bench: $(if $(NVIDIA),install-gpu,install) ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
-	$(if $(NVIDIA),$(GPU_VENV)/bin/python,$(PYTHON)) -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
+bench: $(BENCH_VENV)/.installed ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
+	PATH="$(CURDIR)/$(BENCH_VENV)/bin:$$PATH" $(BENCH_VENV)/bin/python -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)
 
 .PHONY: bench-operator
 bench-operator: install ## Measure the operator with many jobs on the running cluster (BENCH="--jobs 200 --pods 3").

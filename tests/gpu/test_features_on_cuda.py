@@ -194,17 +194,21 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     assert seen["checkpointing, LoRA, all offloads"].idle < 200
 
 
-def make_engine(parallel: DataParallel, path: Path, **settings: Any) -> PolicyEngine:
+def make_engine(parallel: DataParallel, path: Path, *, stays_gathered: bool = False, **settings: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
-    return PolicyEngine(parallel, ActorModel(path=str(path), **settings), training, KL(), total_steps=STEPS)
+    model = ActorModel(path=str(path), **settings)
+    return PolicyEngine(parallel, model, training, KL(), total_steps=STEPS, stays_gathered=stays_gathered)
 
 
-def test_after_a_rehearsal_a_step_compiles_nothing(parallel: DataParallel, model_path: Path) -> None:
+@pytest.mark.parametrize("stays_gathered", [False, True])
+def test_after_a_rehearsal_a_step_compiles_nothing(
+    parallel: DataParallel, model_path: Path, stays_gathered: bool
+) -> None:
     from torch._dynamo.utils import counters
 
     _forget()
     counters.clear()
-    engine, batch = make_engine(parallel, model_path, compile=True), make_batch()
+    engine, batch = make_engine(parallel, model_path, compile=True, stays_gathered=stays_gathered), make_batch()
     engine.rehearse(PROMPT, RESPONSE)
     rehearsed = counters["stats"]["unique_graphs"]
     assert rehearsed > 0

@@ -168,8 +168,9 @@ class ScheduleSpec(ApiModel):
     """Overlaps that mode Overlapped does without, to measure what each is worth. Values: values and reward beside the
     actor's log-probs. Reference: the reference's log-probs beside them. WeightSync: the weights go out before the
     critic is done; NextGeneration: so does the next generation begin. Streaming: values, reference and
-    reward of finished responses while others are being written. OldLogProb: the actor's log-probs before the
-    update are not computed where they are those of the update (one minibatch, one epoch, no KL in the reward)."""
+    reward of finished responses while others are being written, and the actor's log-probs where its GPUs do not write.
+    OldLogProb: the actor's log-probs before the update are not computed where they are those of the update (one
+    minibatch, one epoch, no KL in the reward)."""
 
 
 class ExportPolicy(StrEnum):

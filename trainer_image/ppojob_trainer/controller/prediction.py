@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from ppojob_trainer.controller.cost_model import Observation, PhaseCost
 from ppojob_trainer.controller.step_time import Layout, StepTime, is_of_step, step_time
 
-__all__ = ["observations", "predict"]
+__all__ = ["evenness", "observations", "predict"]
 
 _TIMING = "timing_s/"
 _TOKENS = "perf/total_num_tokens"
@@ -27,14 +27,18 @@ def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[s
     """
     found: dict[str, list[Observation]] = {}
     for metrics in steps:
-        longest = metrics.get(_LONGEST, 0.0)
-        evenness = metrics[_MEAN] / longest if longest else 1.0
         for name, seconds in metrics.items():
             phase = name.removeprefix(_TIMING)
             if phase != name and is_of_step(phase):
-                seen = Observation(layout.gpus_of(phase), seconds, metrics.get(_TOKENS, 1.0), evenness)
+                seen = Observation(layout.gpus_of(phase), seconds, metrics.get(_TOKENS, 1.0), evenness(metrics))
                 found.setdefault(phase, []).append(seen)
     return found
+
+
+def evenness(metrics: Mapping[str, float]) -> float:
+    """Return the mean length of a step's responses / the longest one's; 1 where it is not known."""
+    longest = metrics.get(_LONGEST, 0.0)
+    return metrics[_MEAN] / longest if longest else 1.0
 
 
 def predict(costs: Mapping[str, PhaseCost], layout: Layout) -> StepTime:

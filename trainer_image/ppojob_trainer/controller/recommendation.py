@@ -9,6 +9,7 @@ monitor.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,7 +22,7 @@ from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
 from ppojob_trainer.controller.cost_model import fit
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus
-from ppojob_trainer.controller.prediction import observations, predict
+from ppojob_trainer.controller.prediction import evenness, observations, predict
 from ppojob_trainer.controller.step_time import Layout
 
 __all__ = ["NUM_STEPS", "Recommendation", "recommend"]
@@ -34,8 +35,10 @@ MIN_GAIN: Final = 0.05
 """Share of the step time from which on a gain is worth a word. It is no bound of the error: from one pool to two and
 back, on two and on four GPUs, a step was predicted to within 13 % and its change to within 14 % of a step; on hosts
 whose processors were the limit, where a phase takes as long on one GPU as on two, only to within 33 %. Lending the
-critic's pool was predicted to within 8 %. Of the same pools in other sizes no phases were measured. A gain is a reason
-to measure, and the sentence says it is predicted."""
+critic's pool was predicted to within 8 % where all responses were of the same length. Of the same pools in other sizes
+no phases were measured. A gain is a reason to measure, and the sentence says it is predicted."""
+MIN_EVENNESS: Final = 0.6
+"""Mean length of the responses / the longest one's, from which on lending is spoken of where responses stream."""
 _A_STEP = "timing_s/update_actor"
 
 
@@ -104,9 +107,13 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
 def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
     """Yield each pool that could be lent to the rollout as well, with the spec that lends it.
 
-    Engines for the CPU would share the cores of a node, so they are not asked about.
+    Engines for the CPU would share the cores of a node, so they are not asked about. Nor is anything where responses
+    stream and differ much in length: a pool that writes computes nothing of those that are finished, which the
+    predicted times leave out.
     """
     placement = spec.placement
+    if layout_of(spec).schedule.streaming and statistics.median(map(evenness, steps)) < MIN_EVENNESS:
+        return
     for pool in spec.pools if spec.device is Device.CUDA else ():
         lent = [*placement.lent_pools, pool.name]
         other = spec.model_copy(update={"placement": placement.model_copy(update={"lent_to_rollout": lent})})

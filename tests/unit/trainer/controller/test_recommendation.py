@@ -175,6 +175,20 @@ def test_a_pool_is_lent_to_the_rollout_only_where_an_engine_has_room(
     assert (LENT in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
 
 
+@pytest.mark.parametrize(
+    ("mean", "without", "is_offered"), [(512, [], True), (177, [], False), (177, ["Streaming"], True)]
+)
+def test_a_pool_is_not_lent_where_responses_stream_and_differ_in_length(
+    mean: float, without: list[str], is_offered: bool
+) -> None:
+    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, schedule={"without": without})
+    lengths = {"response_length/mean": float(mean), "response_length/max": 512.0}
+    # Long enough to be worth a word also where half of its time and more is the longest response's.
+    phases = {**QUIET_CRITIC, "gen": 4 * QUIET_CRITIC["gen"]}
+
+    assert ("lent" in found(spec, steps_of(phases, **lengths)).text) is is_offered
+
+
 def test_a_pool_that_is_lent_is_not_offered_again() -> None:
     spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, {**SPLIT, "lentToRollout": ["critic"]})
 

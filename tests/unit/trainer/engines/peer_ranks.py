@@ -6,8 +6,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
@@ -36,6 +38,9 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
     values = critic.compute_values(batch).tensor("values")
     names = [spec.name for spec in policy.weights().specs()]
     before = dict(zip(names, [tensor.clone() for tensor in policy.weights().gather()], strict=True))
+    gathered = make_policy(parallel, model, stays_gathered=True)
+    with mock.patch.object(FSDPModule, "unshard", autospec=True, side_effect=FSDPModule.unshard) as unshard:
+        together = dict(zip(names, [tensor.clone() for tensor in gathered.weights().gather()], strict=True))
     metrics = {**policy.update(batch), **critic.update(batch)}
     policy.save(folder / "checkpoint")
     policy.export(folder / "export")
@@ -45,6 +50,8 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
         "values": values,
         "metrics": metrics,
         "before": before,
+        "together": together,
+        "num_unshards": unshard.call_count,
         "weights": weights,
         "second": policy.update(batch),
     }

@@ -139,6 +139,12 @@ def test_weights_are_whole_and_have_their_names(seen: Seen) -> None:
     torch.testing.assert_close(seen.ranks[0]["before"], seen.of_one["before"], atol=0, rtol=0)
 
 
+def test_layers_that_travel_together_are_gathered_once_for_a_push(seen: Seen) -> None:
+    for rank in seen.ranks:
+        assert rank["num_unshards"] == 1, "the tiny model's layers are one message"
+        torch.testing.assert_close(rank["together"], rank["before"], atol=0, rtol=0)
+
+
 def test_the_update_is_that_of_one_rank(seen: Seen) -> None:
     metrics = seen.ranks[0]["metrics"]
     assert metrics == pytest.approx(seen.of_one["metrics"], rel=1e-4, abs=1e-5)

@@ -274,7 +274,7 @@ def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[li
     size = 0
     for layer in layers:
         together.append(layer)
-        size += sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
+        size += sum(local(parameter).numel() for parameter in layer.parameters()) * dtype.itemsize
         if size >= MESSAGE_BYTES:
             yield together
             together, size = [], 0

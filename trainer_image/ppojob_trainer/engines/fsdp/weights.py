@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.fsdp.lora import adapter_of, is_adapter, merge
+from ppojob_trainer.engines.fsdp.mesh import MESH_AXIS
 from ppojob_trainer.engines.weight_buckets import TensorSpec
 
 
@@ -84,7 +85,9 @@ def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
 
 
 def _is_sharded(layer: FSDPModule) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in cast(nn.Module, layer).parameters())
+    # With tensor parallelism what is gathered is still divided, over the peers' axis.
+    parts = (one for one in cast(nn.Module, layer).parameters() if isinstance(one, DTensor))
+    return any(MESH_AXIS in (part.device_mesh.mesh_dim_names or ()) for part in parts)
 
 
 @contextmanager
