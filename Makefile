@@ -36,21 +36,17 @@ install: $(STAMP) ## Make .venv with the pinned development requirements and the
 	python3 -m venv .build/uv
 	.build/uv/bin/python -m pip install --quiet uv
 
-$(STAMP): requirements/dev.txt pyproject.toml | $(filter .build/%,$(UV))
-	test -x $(PYTHON) || $(UV) venv --quiet --python 3.11 $(VENV)
-	$(UV) pip install --quiet --python $(PYTHON) --require-hashes --no-deps --requirement requirements/dev.txt
-	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
-	touch $@
-
 .PHONY: install-gpu
 install-gpu: $(GPU_STAMP) ## Make .venv-gpu, for `ppojob run` on this machine's own NVIDIA GPUs.
 
-$(GPU_STAMP): requirements/trainer.txt pyproject.toml | $(filter .build/%,$(UV))
-	test -x $(GPU_VENV)/bin/python || $(UV) venv --quiet --python 3.11 $(GPU_VENV)
-	@# In another folder, because pyproject.toml keeps triton away, also from here.
-	cd / && $(abspath $(UV)) pip install --quiet --python $(CURDIR)/$(GPU_VENV)/bin/python --require-hashes --no-deps \
-	  --requirement $(CURDIR)/requirements/trainer.txt
-	$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --no-deps --editable .
+$(STAMP): requirements/dev.txt
+$(GPU_STAMP): requirements/trainer.txt
+$(STAMP) $(GPU_STAMP): pyproject.toml | $(filter .build/%,$(UV))
+	test -x $(@D)/bin/python || $(UV) venv --quiet --python 3.11 $(@D)
+	@# In another folder, because pyproject.toml keeps triton away, also from requirements that name it.
+	cd / && $(abspath $(UV)) pip install --quiet --python $(CURDIR)/$(@D)/bin/python --require-hashes --no-deps \
+	  --requirement $(CURDIR)/$(filter requirements/%,$^)
+	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --editable .
 	touch $@
 
 COMPILE = $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 pyproject.toml

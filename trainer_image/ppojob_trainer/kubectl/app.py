@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -339,11 +339,16 @@ def _fetch(cluster: Cluster, name: str, target: Path, *, with_timing: bool) -> P
     """Bring what a picture is drawn from into a folder of this machine."""
     target.mkdir()
     with _folder(cluster, name) as (_, folder):
-        metrics, trace, advice = folder.files.metrics, folder.files.trace, folder.files.recommendation
-        for file in (metrics, trace, advice) if with_timing else (metrics,):
+
+        def bring(file: Path) -> None:
+            (target / file.name).write_bytes(folder.read(file))
+
+        bring(folder.files.metrics)
+        if with_timing:
+            bring(folder.files.trace)
             # Nothing is said of the layout in the first steps.
-            with suppress(NotThereError) if file == advice else nullcontext():
-                (target / file.name).write_bytes(folder.read(file))
+            with suppress(NotThereError):
+                bring(folder.files.recommendation)
     return target
 
 

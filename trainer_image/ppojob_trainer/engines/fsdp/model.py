@@ -260,7 +260,8 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
             layer.compile()
     # A rank that holds everything itself gathers nothing by gathering again.
     is_freed = parallel.num_averaged > 1 and not options.stays_gathered
-    for together in layers_of_messages(layers, options.dtype) if options.stays_gathered else ([one] for one in layers):
+    messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
+    for together in messages:
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:
