@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 BENCH_VENV := $(if $(findstring cpu,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
-# Where tests/cluster puts helm and kubectl.
+# Where tools/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
 # Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,7 +73,7 @@ format: install ## Format the code and fix what ruff can fix.
 .PHONY: types
 types: install ## Check the types (mypy, strict).
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tests.cluster
+	$(VENV)/bin/mypy --package tools.cluster
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).
@@ -91,7 +91,7 @@ generate-check: install ## Fail if a generated file is not what `make generate` 
 
 .PHONY: tools
 tools: install ## Build helm, which some checks call.
-	@$(PYTHON) -m tests.cluster build helm
+	@$(PYTHON) -m tools.cluster build helm
 
 .PHONY: unit
 unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has them).
@@ -125,15 +125,15 @@ check: lint types contracts generate-check unit golden architecture ## The quick
 
 .PHONY: cluster-up
 cluster-up: install ## Start the one-node Kubernetes with KubeRay (the first time builds it: about 15 minutes).
-	$(PYTHON) -m tests.cluster up
+	$(PYTHON) -m tools.cluster up
 
 .PHONY: cluster-down
 cluster-down: install ## End it and remove all that it left on the machine.
-	$(PYTHON) -m tests.cluster down
+	$(PYTHON) -m tools.cluster down
 
 .PHONY: images
 images: install ## Build the operator's and the trainer's image into the running cluster.
-	$(PYTHON) -m tests.cluster image operator trainer
+	$(PYTHON) -m tools.cluster image operator trainer
 
 .PHONY: trainer
 trainer: install ## Run the trainer's parts together on a real Ray (about 30 minutes), and the slow unit tests.
@@ -154,9 +154,9 @@ long: install ## Run the tests that take many minutes each: five Ray nodes, a jo
 
 .PHONY: test
 test: install ## Everything, with the cluster and the images built meanwhile; a table at the end.
-	$(PYTHON) -m tests.cluster test
+	$(PYTHON) -m tools.cluster test
 
 .PHONY: demo
 demo: install ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
-	$(PYTHON) -m tests.cluster demo
+	$(PYTHON) -m tools.cluster demo
 

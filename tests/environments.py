@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.layout import PROJECT, Layout
-from tests.cluster.locks import held
+from tools.cluster.layout import PROJECT, Layout
+from tools.cluster.locks import held
 
 BUILD_LIMIT_SECONDS = 1500
 # Written last: an environment without it was cut off while it was built.

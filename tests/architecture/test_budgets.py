@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("operator", "trainer_image", "tests")
+FOLDERS = ("operator", "trainer_image", "tests", "tools")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 3

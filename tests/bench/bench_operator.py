@@ -29,10 +29,10 @@ from tests.bench.operator_scale.figures import Meter, Usage, percentile, residen
 from tests.bench.operator_scale.fleet import Fleet
 from tests.bench.operator_scale.reports import Reporters, reporting
 from tests.bench.operator_scale.surroundings import OperatorProcess, place
-from tests.cluster.cluster import is_healthy
-from tests.cluster.kuberay import PROCESS as KUBERAY
-from tests.cluster.layout import Layout
-from tests.cluster.processes import Processes
+from tools.cluster.cluster import is_healthy
+from tools.cluster.kuberay import PROCESS as KUBERAY
+from tools.cluster.layout import Layout
+from tools.cluster.processes import Processes
 
 TURNS_PER_SECOND = 20.0
 REPORT_INTERVAL_S = 10.0

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster import operators, storage
-from tests.cluster.command import run
-from tests.cluster.demo import manifests
-from tests.cluster.fixtures import RunningCluster, cluster, operator_image, trainer_image
-from tests.cluster.layout import PROJECT
-from tests.cluster.waiting import wait_until
+from tools.cluster import operators, storage
+from tools.cluster.command import run
+from tools.cluster.demo import manifests
+from tools.cluster.fixtures import RunningCluster, cluster, operator_image, trainer_image
+from tools.cluster.layout import PROJECT
+from tools.cluster.waiting import wait_until
 
 __all__ = ["Site", "cluster", "operator_image", "site", "trainer_image"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.cluster.waiting import wait_until
+from tools.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
 
 FEW_SAMPLES: dict[str, Any] = {

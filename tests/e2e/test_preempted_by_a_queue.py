@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import kueue
+from tools.cluster import kueue
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, Stopwatch, await_resumption, await_step, records, small_pools
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.quantities import parse_quantity
-from tests.cluster.images.pause import ensure_pause_image
+from tools.cluster.images.pause import ensure_pause_image
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, Stopwatch, await_resumption, await_step, records, small_pools
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.waiting import wait_until
+from tools.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_step, small_pools
 

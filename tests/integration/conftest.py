@@ -1,6 +1,6 @@
 """A real API server through kubectl, and a namespace for each test module.
 
-It is that of `KUBECONFIG`, else the one-node cluster that `python -m tests.cluster up` starts.
+It is that of `KUBECONFIG`, else the one-node cluster that `python -m tools.cluster up` starts.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.layout import Layout
+from tools.cluster.layout import Layout
 
 PROJECT = Path(__file__).resolve().parents[2]
 _LIMIT_SECONDS = 60
@@ -63,7 +63,7 @@ def cluster() -> Kubectl:
     os.environ.setdefault("KUBECONFIG", str(layout.kubeconfig))
     kubectl = Kubectl("default")
     if not shutil.which("kubectl") or kubectl.run("get", "--raw=/readyz").returncode:
-        pytest.fail(f"no API server answers by {os.environ['KUBECONFIG']}: run `python -m tests.cluster up`")
+        pytest.fail(f"no API server answers by {os.environ['KUBECONFIG']}: run `python -m tools.cluster up`")
     crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
     kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.

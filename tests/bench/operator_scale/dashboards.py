@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
-from tests.cluster.addresses import FAKE_POD_CIDR
+from tools.cluster.addresses import FAKE_POD_CIDR
 
 
 class Dashboards:

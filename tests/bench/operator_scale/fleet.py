@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1 import constants
 from tests.bench.operator_scale.connection import Connection
-from tests.cluster.kwok import TOLERATION
+from tools.cluster.kwok import TOLERATION
 
 Item = TypeVar("Item")
 JOBS = f"/apis/{constants.API_VERSION}/namespaces/{{}}/{constants.PLURAL}"

@@ -22,9 +22,9 @@ import aiohttp
 from prometheus_client.samples import Sample
 
 from tests.bench.operator_scale.connection import samples
-from tests.cluster import kubernetes, kwok, operators
-from tests.cluster.errors import ClusterError
-from tests.cluster.layout import PROJECT, Layout
+from tools.cluster import kubernetes, kwok, operators
+from tools.cluster.errors import ClusterError
+from tools.cluster.layout import PROJECT, Layout
 
 _PODS_PER_NODE = 400
 _START_SECONDS = 120.0

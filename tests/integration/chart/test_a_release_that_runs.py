@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import operators
-from tests.cluster.images import build as images
-from tests.cluster.images.recipes import OPERATOR
-from tests.cluster.layout import Layout
+from tools.cluster import operators
+from tools.cluster.images import build as images
+from tools.cluster.images.recipes import OPERATOR
+from tools.cluster.layout import Layout
 
 pytestmark = pytest.mark.timeout(900)
 

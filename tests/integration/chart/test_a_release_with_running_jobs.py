@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
-from tests.cluster import operators
+from tools.cluster import operators
 from tests.integration.operator.conftest import Jobs, OperatorProcess, Rights, claim, environment_of, volumes
 
 __all__ = ["claim", "volumes"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster import operators
+from tools.cluster import operators
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 PREVIOUS = Path(__file__).with_name("previous") / "ppojob-0.1.0.tgz"

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster import operators
-from tests.cluster.kwok import TOLERATION, add_nodes, remove_nodes
-from tests.cluster.layout import Layout
+from tools.cluster import operators
+from tools.cluster.kwok import TOLERATION, add_nodes, remove_nodes
+from tools.cluster.layout import Layout
 from tests.integration.operator.hiding_proxy import HidingProxy
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"

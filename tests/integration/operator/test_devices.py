@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from tests.cluster.kwok import add_nodes, remove_nodes
-from tests.cluster.layout import Layout
+from tools.cluster.kwok import add_nodes, remove_nodes
+from tools.cluster.layout import Layout
 from tests.integration.operator.test_placement import fake_head, fake_pool
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
-from tests.cluster import kueue
-from tests.cluster.layout import Layout
+from tools.cluster import kueue
+from tools.cluster.layout import Layout
 from tests.integration.operator.conftest import FakeNodes, pool
 from tests.integration.operator.test_suspension_and_layout import clusters, patch
 

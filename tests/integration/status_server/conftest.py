@@ -25,7 +25,7 @@ from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.manifests import naming
 from ppojob_operator.status_server import Health, OperatorMetrics, StatusServer, StatusServerSettings
-from tests.cluster.layout import Layout
+from tools.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"

@@ -1,4 +1,4 @@
-"""helm, where there is one: on the PATH or built by `python -m tests.cluster build`."""
+"""helm, where there is one: on the PATH or built by `python -m tools.cluster build`."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.layout import Layout
+from tools.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 # helm asks no cluster here, and a helm that was built from source does not know a version by itself.
@@ -44,5 +44,5 @@ class Helm:
 def helm() -> Helm:
     binary = shutil.which("helm", path=os.pathsep.join([os.environ["PATH"], str(Layout.from_environment().bin)]))
     if binary is None:
-        pytest.skip("there is no helm: `python -m tests.cluster build` makes one")
+        pytest.skip("there is no helm: `python -m tools.cluster build` makes one")
     return Helm(binary)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.command import run, succeeds
-from tests.cluster.errors import ClusterError, tail
-from tests.cluster.processes import start_ticks
-from tests.cluster.waiting import wait_until
+from tools.cluster.command import run, succeeds
+from tools.cluster.errors import ClusterError, tail
+from tools.cluster.processes import start_ticks
+from tools.cluster.waiting import wait_until
 
 
 def test_run_returns_the_output_and_passes_input_and_environment() -> None:

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.cluster.demo import manifests, progress
-from tests.cluster.demo.run import EXAMPLE
-from tests.cluster.demo.target import choose
-from tests.cluster.errors import ClusterError
-from tests.cluster.layout import Layout
+from tools.cluster.demo import manifests, progress
+from tools.cluster.demo.run import EXAMPLE
+from tools.cluster.demo.target import choose
+from tools.cluster.errors import ClusterError
+from tools.cluster.layout import Layout
 
 JOB: dict[str, Any] = {
     "spec": {"trainer": {"totalSteps": 8}},

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.demo import foreign, pods, storage
-from tests.cluster.demo.target import Target
-from tests.cluster.errors import ClusterError
+from tools.cluster.demo import foreign, pods, storage
+from tools.cluster.demo.target import Target
+from tools.cluster.errors import ClusterError
 
 VERSION = json.dumps({"serverVersion": {"gitVersion": "v1.34.4"}})
 STANDARD = {"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}}}

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from cryptography import x509
 
-from tests.cluster import binaries, certificates, templates
-from tests.cluster.addresses import API_SERVICE_IP, NODE_IP, PORTS
-from tests.cluster.layout import CONFIG_TEMPLATES, GO_MODULES, Layout
+from tools.cluster import binaries, certificates, templates
+from tools.cluster.addresses import API_SERVICE_IP, NODE_IP, PORTS
+from tools.cluster.layout import CONFIG_TEMPLATES, GO_MODULES, Layout
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.errors import ClusterError
-from tests.cluster.images.recipes import OPERATOR, RECIPES, TRAINER, Recipe
-from tests.cluster.layout import PROJECT
+from tools.cluster.errors import ClusterError
+from tools.cluster.images.recipes import OPERATOR, RECIPES, TRAINER, Recipe
+from tools.cluster.layout import PROJECT
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cluster.iptables import removal_of_cluster_rules
+from tools.cluster.iptables import removal_of_cluster_rules
 
 OURS = "CNI-0123456789abcdef01234567"
 THEIRS = "CNI-fedcba9876543210fedcba98"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import leftovers
-from tests.cluster.errors import ClusterError
-from tests.cluster.layout import Layout
+from tools.cluster import leftovers
+from tools.cluster.errors import ClusterError
+from tools.cluster.layout import Layout
 
 MOUNTINFO = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:30 / /state/kubelet rw,relatime shared:1 - ext4 /dev/vda rw

@@ -16,14 +16,14 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.cluster.errors import ClusterError
-from tests.cluster.layout import PROJECT
-from tests.cluster.offline import comparison, device_plugin, host_image, parts
-from tests.cluster.offline import device_messages as messages
-from tests.cluster.offline.device_plugin import GPU
-from tests.cluster.offline.machine import Machine, outermost
-from tests.cluster.offline.service_proxy import routes
-from tests.cluster.offline.start import missing_libraries
+from tools.cluster.errors import ClusterError
+from tools.cluster.layout import PROJECT
+from tools.cluster.offline import comparison, device_plugin, host_image, parts
+from tools.cluster.offline import device_messages as messages
+from tools.cluster.offline.device_plugin import GPU
+from tools.cluster.offline.machine import Machine, outermost
+from tools.cluster.offline.service_proxy import routes
+from tools.cluster.offline.start import missing_libraries
 
 
 @pytest.mark.parametrize("is_quick", [False, True])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.errors import ClusterError
-from tests.cluster.layout import Layout
-from tests.cluster.processes import Processes, end, start_ticks
+from tools.cluster.errors import ClusterError
+from tools.cluster.layout import Layout
+from tools.cluster.processes import Processes, end, start_ticks
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 DEAF = [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import suite
-from tests.cluster.layout import Layout
-from tests.cluster.processes import start_ticks
+from tools.cluster import suite
+from tools.cluster.layout import Layout
+from tools.cluster.processes import start_ticks
 
 PARTS = [*suite.QUICK_PARTS, *suite.CLUSTER_PARTS]
 

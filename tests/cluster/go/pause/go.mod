@@ -1,5 +1,0 @@
-module ppojob.dev/tests/cluster/pause
-
-go 1.24.0
-
-tool ppojob.dev/tests/cluster/pause

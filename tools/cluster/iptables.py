@@ -1,0 +1,86 @@
+"""Removes the chains and rules of kube-proxy, the kubelet and our CNI network; all others stay as they are.
+
+Called by `leftovers`. The text of iptables-save goes in, the text for iptables-restore --noflush comes out, so the
+whole removal is one step for the kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+
+from tools.cluster.addresses import CNI_NETWORK
+from tools.cluster.command import run
+from tools.cluster.errors import ClusterError
+
+_KUBERNETES_CHAIN = re.compile(r"^KUBE-")
+_CNI_CHAIN = re.compile(r"^CNI-[0-9a-f]{24}$|^CNI-(HOSTPORT|DN)-")
+_OUR_CNI_COMMENT = f'name: \\"{CNI_NETWORK}\\"'
+
+
+def remove_cluster_rules() -> int:
+    """Remove the cluster's rules from the IPv4 and IPv6 tables; return how many lines they had."""
+    count = 0
+    for program in ("iptables", "ip6tables"):
+        if shutil.which(f"{program}-save") is None:
+            continue
+        try:
+            saved = run([f"{program}-save"], limit=30)
+        except ClusterError:
+            # A kernel without IPv6 has no such tables, and so no rules in them.
+            continue
+        removal, found = removal_of_cluster_rules(saved)
+        if found:
+            run([f"{program}-restore", "--noflush", "--wait"], limit=60, stdin=removal)
+        count += found
+    return count
+
+
+def removal_of_cluster_rules(saved: str) -> tuple[str, int]:
+    """From the output of iptables-save: the input of iptables-restore --noflush, and the number of lines that go."""
+    lines: list[str] = []
+    found = 0
+    for table, chains, rules in _tables(saved):
+        ours = {chain for chain in chains if _is_ours(chain, rules)}
+        jumps = [rule for rule in rules if _chain_of(rule) not in ours and _mentions(rule, ours)]
+        removed = [rule for rule in rules if _chain_of(rule) in ours]
+        if not ours and not jumps:
+            continue
+        found += len(ours) + len(jumps) + len(removed)
+        lines.append(f"*{table}")
+        lines += [f"-D {rule.removeprefix('-A ')}" for rule in jumps]
+        lines += [f"-F {chain}" for chain in sorted(ours)]
+        lines += [f"-X {chain}" for chain in sorted(ours)]
+        lines.append("COMMIT")
+    return "\n".join([*lines, ""]), found
+
+
+def _tables(saved: str) -> list[tuple[str, list[str], list[str]]]:
+    tables: list[tuple[str, list[str], list[str]]] = []
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            tables.append((line[1:].strip(), [], []))
+        elif line.startswith(":"):
+            tables[-1][1].append(line[1:].split()[0])
+        elif line.startswith("-A "):
+            tables[-1][2].append(line)
+    return tables
+
+
+def _is_ours(chain: str, rules: list[str]) -> bool:
+    if _KUBERNETES_CHAIN.match(chain):
+        return True
+    # Other programs' pods have CNI chains as well: ours carry the network's name in a comment.
+    return bool(_CNI_CHAIN.match(chain)) and any(
+        _OUR_CNI_COMMENT in rule for rule in rules if _mentions(rule, {chain}) or _chain_of(rule) == chain
+    )
+
+
+def _chain_of(rule: str) -> str:
+    return rule.split()[1]
+
+
+def _mentions(rule: str, chains: set[str]) -> bool:
+    words = rule.split()
+    return any(word in ("-j", "-g") and following in chains for word, following in itertools.pairwise(words))

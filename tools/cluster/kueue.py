@@ -1,0 +1,87 @@
+"""Kueue, an optional part of the cluster: its controller as a pod, its CRDs and webhooks. Only RayClusters are queued.
+
+Called by the command `kueue` and by the tests that need it, which take it away again: its webhooks stand in the way of
+every RayCluster of the cluster, and of all of them as long as its pod does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from tools.cluster import binaries
+from tools.cluster.images.static import ensure_static_image
+from tools.cluster.kubernetes import apply, kubectl, kubectl_succeeds
+from tools.cluster.layout import Layout
+from tools.cluster.waiting import wait_until
+
+NAMESPACE = "kueue-system"
+_DEPLOYMENT = "kueue-controller-manager"
+_PROGRAM = "/manager"
+_OWN_KINDS = "localqueues,clusterqueues,workloads,resourceflavors,workloadpriorityclasses"
+
+
+def install(layout: Layout) -> None:
+    """Build Kueue (four minutes, once), install it, and wait until its webhooks answer."""
+    binaries.ensure(layout, binaries.KUEUE)
+    image = ensure_static_image(layout, binaries.KUEUE.name, path=_PROGRAM)
+    objects = [_with_image(each, image) for each in _objects(layout)]
+    definitions = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
+    apply(layout, *definitions)
+    apply(layout, *(each for each in objects if each not in definitions))
+    kubectl(
+        layout,
+        "rollout",
+        "status",
+        f"deployment/{_DEPLOYMENT}",
+        f"--namespace={NAMESPACE}",
+        "--timeout=170s",
+        limit=180,
+    )
+    wait_until("Kueue's webhooks", lambda: _unanswered(layout), limit=120, interval=1)
+
+
+def remove(layout: Layout) -> None:
+    """Take Kueue away with all that it kept; what it had suspended stays so."""
+    if kubectl_succeeds(layout, "get", "crd", "workloads.kueue.x-k8s.io"):
+        # Their finalizers need the controller.
+        kubectl(layout, "delete", _OWN_KINDS, "--all", "--all-namespaces", "--timeout=60s", limit=120)
+    manifest = yaml.safe_dump_all(_objects(layout))
+    kubectl(layout, "delete", "--ignore-not-found", "--filename=-", "--timeout=150s", stdin=manifest, limit=180)
+
+
+@contextmanager
+def installed(layout: Layout) -> Iterator[None]:
+    """Have Kueue for a while."""
+    try:
+        install(layout)
+        yield
+    finally:
+        remove(layout)
+
+
+def _objects(layout: Layout) -> list[dict[str, Any]]:
+    """The manifests that the module ships."""
+    folder = binaries.upstream_folder(binaries.KUEUE) / "config" / "default"
+    return [each for each in yaml.safe_load_all(kubectl(layout, "kustomize", str(folder))) if each]
+
+
+def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
+    """The manager's Deployment with our image, and with no more of the small node than it needs."""
+    if manifest["kind"] == "Deployment" and manifest["metadata"]["name"] == _DEPLOYMENT:
+        [container] = manifest["spec"]["template"]["spec"]["containers"]
+        container |= {"image": image, "imagePullPolicy": "IfNotPresent"}
+        container["resources"]["requests"] = {"cpu": "10m", "memory": "64Mi"}
+    return manifest
+
+
+def _unanswered(layout: Layout) -> str:
+    """Why no object of Kueue can be made yet; "" if it can: all of them pass a webhook."""
+    flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "webhook-check"}}
+    is_taken = kubectl_succeeds(
+        layout, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(flavor), limit=20
+    )
+    return "" if is_taken else "an answer from its webhook"
