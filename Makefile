@@ -43,20 +43,19 @@ $(STAMP): requirements/dev.txt
 $(GPU_STAMP): requirements/trainer.txt
 $(STAMP) $(GPU_STAMP): pyproject.toml | $(filter .build/%,$(UV))
 	test -x $(@D)/bin/python || $(UV) venv --quiet --python 3.11 $(@D)
-	@# In another folder, because pyproject.toml keeps triton away, also from requirements that name it.
-	cd / && $(abspath $(UV)) pip install --quiet --python $(CURDIR)/$(@D)/bin/python --require-hashes --no-deps \
-	  --requirement $(CURDIR)/$(filter requirements/%,$^)
+	$(UV) pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps --requirement $(filter requirements/%,$^)
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --editable .
 	touch $@
 
 COMPILE = $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 pyproject.toml
+COMPILE_CPU = $(COMPILE) --override requirements/overrides-cpu.txt --constraint
 .PHONY: requirements
-requirements: | $(filter .build/%,$(UV)) ## Pin the requirements anew, with hashes, from pyproject.toml.
-	$(COMPILE) --extra dev --extra trainer-cpu --output-file requirements/dev.txt
-	$(COMPILE) --extra operator --constraint requirements/dev.txt --output-file requirements/operator.txt
-	$(COMPILE) --extra trainer-cpu --constraint requirements/dev.txt --output-file requirements/trainer-cpu.txt
-	@# pyproject.toml keeps triton away from machines without a GPU; the CUDA image needs the one that torch 2.13 names.
-	$(COMPILE) --extra trainer --override <(echo 'triton==3.7.1') --output-file requirements/trainer.txt
+requirements: | $(filter .build/%,$(UV)) ## Pin the requirements again, with hashes, from pyproject.toml.
+	$(COMPILE) --extra trainer --output-file requirements/trainer.txt
+	@# The same versions as on GPUs: what is tested is what runs there.
+	$(COMPILE_CPU) requirements/trainer.txt --extra dev --extra trainer-cpu --output-file requirements/dev.txt
+	$(COMPILE_CPU) requirements/dev.txt --extra operator --output-file requirements/operator.txt
+	$(COMPILE_CPU) requirements/dev.txt --extra trainer-cpu --output-file requirements/trainer-cpu.txt
 
 # --- quick checks ---
 

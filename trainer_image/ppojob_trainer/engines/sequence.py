@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.nn import functional
 
 
@@ -82,22 +83,9 @@ def _repeated(tensor: Tensor, size: int) -> Tensor:
     return tensor if num_heads >= size else tensor.repeat_interleave(size // num_heads, dim=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part i of dimension 0 to peer i; part i of the result came from peer i."""
-    exchanged: Tensor = _Exchange.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
+    """Send part i of dimension 0 to rank i; part i of the result came from rank i. Differentiable, and compiled."""
+    return wait_tensor(all_to_all_single(tensor.contiguous(), None, None, group))
 
 
 class _Sum(torch.autograd.Function):
@@ -110,10 +98,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = tensor.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received

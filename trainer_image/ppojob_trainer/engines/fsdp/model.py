@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
@@ -243,8 +245,6 @@ def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreT
     model.tie_weights()
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
-    if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -255,8 +255,11 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     if options.lora is not None:
         add_adapters(layers, options.lora)
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
-    if options.compile:
-        for layer in layers:
+    for layer in layers:
+        if options.gradient_checkpointing:
+            # Inside what is compiled: around compiled code, torch recomputes without it and saves other tensors.
+            layer.forward = partial(activation_checkpoint, layer.forward, use_reentrant=False)
+        if options.compile:
             layer.compile()
     # A rank that holds everything itself gathers nothing by gathering again.
     is_freed = parallel.num_averaged > 1 and not options.stays_gathered
