@@ -101,6 +101,11 @@ golden: install ## Compare the examples' manifests with those that were reviewed
 	$(if $(UPDATE),$(PYTHON) -m tests.golden.golden_manifests --update)
 	$(PYTEST) tests/golden
 
+.PHONY: gpu
+gpu: install-gpu ## Run the tests that need GPUs on those of this machine; the versions come first.
+	$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --constraint requirements/dev.txt pytest pytest-asyncio pytest-timeout
+	$(GPU_VENV)/bin/python -m pytest tests/gpu --capture=no --durations=15
+
 .PHONY: bench
 bench: $(BENCH_VENV)/.installed ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").
 	PATH="$(CURDIR)/$(BENCH_VENV)/bin:$$PATH" $(BENCH_VENV)/bin/python -m tests.bench.bench_split --output output/bench-$$(date +%s) $(BENCH)

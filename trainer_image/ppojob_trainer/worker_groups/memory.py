@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
 from ppojob_trainer.engines.errors import RolloutMemoryError
-from ppojob_trainer.engines.vllm.memory_words import about_memory
+from ppojob_trainer.engines.vllm.failure_log import memory_shortage
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
 
@@ -69,7 +69,7 @@ def _words_of_gpu(error: BaseException) -> str | None:
     """Return what torch, or NCCL with its buffers beside torch's, says of a GPU that is full; None: it is not."""
     if isinstance(error, torch.OutOfMemoryError):
         return _beginning(error)
-    return about_memory(str(error)) if is_of_communication(error) else None
+    return memory_shortage(str(error)) if is_of_communication(error) else None
 
 
 def _beginning(error: BaseException) -> str:

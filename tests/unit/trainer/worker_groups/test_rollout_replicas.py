@@ -11,7 +11,6 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.vllm.memory_words import about_memory
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import (
@@ -171,30 +170,6 @@ async def test_who_shares_the_gpus_frees_what_it_keeps_before_an_engine_that_sle
         rollout = group_of(spec, replicas)
         await WeightsGroup(as_group(actor()), [rollout], spec, [as_group(each) for each in neighbours]).push(1)
     assert order == ["freed", "freed", "weights", "kv_cache"], "in a pool of its own it does not sleep"
-
-
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        (
-            "(EngineCore pid=12) ERROR 11-22 10:53:46 [core.py:1146] ValueError: Free memory on device (60/139.8 GiB) "
-            "on startup is less than desired GPU memory utilization (0.9, 125.8 GiB).\n(EngineCore pid=12) the end\n",
-            "Free memory on device (60/139.8 GiB) on startup is less than desired GPU memory utilization "
-            "(0.9, 125.8 GiB).",
-        ),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "CUDA out of memory. Tried to "),
-        ("vLLM's workers failed in ppojob_receive_weights: CUDA out of memory. Tried", "vLLM's workers failed in"),
-        ("CUDA Error: out of memory at cumem_allocator.cpp:139", "CUDA Error: out of memory"),
-    ],
-)
-def test_what_vllms_own_processes_say_of_memory_is_found_in_their_log(log: str, words: str) -> None:
-    found = about_memory(f"started\n{log}")
-    assert found is not None
-    assert found.startswith(words)
-
-
-def test_another_failure_of_vllms_is_not_one_of_memory() -> None:
-    assert about_memory("(EngineCore pid=12) INFO memory profiling took 2 s\nRuntimeError: Engine core failed") is None
 
 
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -150,5 +151,41 @@ def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def activations_on_host(*, is_asked: bool) -> AbstractContextManager[object]:
-    """Keep what a forward pass saves for backward in the host's pinned memory, if asked."""
-    return save_on_cpu(pin_memory=True) if is_asked else nullcontext()
+    """Keep what a forward pass saves for backward in the host's pinned memory, if asked.
+
+    As torch's `save_on_cpu`, which fails for DTensors: of those, this rank's part is kept.
+    """
+    return saved_tensors_hooks(_to_host, _from_host) if is_asked else nullcontext()
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """A saved tensor's copy in the host's memory; `of` restores the DTensor that it was a part of."""
+
+    copy: Tensor
+    device: torch.device
+    of: Callable[[Tensor], Tensor]
+
+
+def _to_host(tensor: Tensor) -> _OnHost:
+    local, of = tensor, _itself
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        of = partial(
+            DTensor.from_local,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+    return _OnHost(copy.copy_(local, non_blocking=local.is_cuda), local.device, of)
+
+
+def _from_host(saved: _OnHost) -> Tensor:
+    return saved.of(saved.copy.to(saved.device, non_blocking=saved.copy.is_pinned()))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -24,7 +24,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.transports import Transports, log_connections
-from ppojob_trainer.engines.vllm.memory_words import about_memory, end_of
+from ppojob_trainer.engines.vllm.failure_log import end_of, explain, memory_shortage
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -217,10 +217,11 @@ class RolloutWorker:
                 raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
             raise
         except RolloutError as error:
-            words = about_memory(str(error)) or about_memory(end_of(self.seat.log_file))
-            if words is None:
-                raise
-            raise RolloutMemoryError(words) from error
+            log = end_of(self.seat.log_file)
+            shortage = memory_shortage(str(error)) or memory_shortage(log)
+            if shortage is not None:
+                raise RolloutMemoryError(shortage) from error
+            raise type(error)(explain(str(error), log)) from error
 
 
 def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:

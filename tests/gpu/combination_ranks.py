@@ -1,0 +1,191 @@
+"""One rank of the table of combinations: compile x gradient checkpointing x offload x LoRA x division of the model.
+
+`python -m tests.gpu.combination_ranks RANK DEVICE MODEL OUT PORT...`, a port for each division; CUDA_VISIBLE_DEVICES
+names the GPU. Each combination loads a small random model, makes two updates and writes what it computed as JSON, or
+the error. `test_combinations_on_cuda` starts two of them and compares.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+
+VOCABULARY, NUM_SEQUENCES, NUM_UPDATES = 512, 16, 2
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the ranks divide the work; `stays_gathered` as of `PolicyEngine`."""
+
+    world_size: int
+    sizes: PeerSizes = field(default_factory=PeerSizes)
+    stays_gathered: bool = False
+
+
+DIVISIONS = {
+    "one rank": Division(1),
+    "FSDP 2": Division(2),
+    "FSDP 2, gathered": Division(2, stays_gathered=True),
+    "sequence 2": Division(2, PeerSizes(sequence=2)),
+    "sequence 2, gathered": Division(2, PeerSizes(sequence=2), stays_gathered=True),
+    "tensor 2": Division(2, PeerSizes(tensor=2)),
+}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "nothing offloaded": {},
+    "states offloaded": {"offload": Offload(parameters=True, optimizer=True)},
+    "activations offloaded": {"activation_offload": True},
+}
+LORA = LoRA(rank=8, alpha=16.0)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One row of the table."""
+
+    division: str
+    compile: bool
+    checkpointing: bool
+    offload: str
+    lora: bool
+
+    @property
+    def name(self) -> str:
+        """What the table prints."""
+        words = [
+            self.division,
+            "compiled" if self.compile else "eager",
+            "checkpointing" if self.checkpointing else "no checkpointing",
+            self.offload,
+            "LoRA" if self.lora else "all weights",
+        ]
+        return ", ".join(words)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The settings of `ActorModel`."""
+        lora = {"lora": LORA} if self.lora else {}
+        return {
+            "compile": self.compile,
+            "gradient_checkpointing": self.checkpointing,
+            **OFFLOADS[self.offload],
+            **lora,
+        }
+
+
+def combinations_of(name: str) -> Iterator[Combination]:
+    """Yield the rows of one division.
+
+    Tensor parallelism refuses adapters. What stays gathered changes nothing in how a layer is offloaded.
+    """
+    division = DIVISIONS[name]
+    loras = (False,) if division.sizes.tensor > 1 else (False, True)
+    offloads = list(OFFLOADS)[:1] if division.stays_gathered else list(OFFLOADS)
+    for lora, compiled, checkpointing, offload in itertools.product(loras, (False, True), (False, True), offloads):
+        yield Combination(name, compiled, checkpointing, offload, lora)
+
+
+COMBINATIONS = [combination for division in DIVISIONS for combination in combinations_of(division)]
+
+
+def write_model(folder: Path) -> Path:
+    """Write a random Llama of four layers whose distributions are far from uniform."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch() -> DataProto:
+    """Prompts and responses of different lengths, with advantages."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+    rows = range(NUM_SEQUENCES)
+    tensors = rollout_batch([tokens(12 + row) for row in rows], [tokens(60 - 2 * row) for row in rows], 0)
+    mask = tensors[Keys.RESPONSE_MASK]
+    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+
+
+def run(parallel: DataParallel, model: Path, combination: Combination) -> dict[str, Any]:
+    """Return what two updates of one combination compute; log-probs are those of the rank's first sequences."""
+    division = DIVISIONS[combination.division]
+    peers = division.sizes.peers
+    batch = make_batch().split(NUM_SEQUENCES * peers // division.world_size)[parallel.rank // peers]
+    training = ActorSpec(learning_rate=3e-4, max_tokens_per_gpu=256)
+    engine = PolicyEngine(
+        parallel,
+        ActorModel(path=str(model), **combination.model),
+        training,
+        KL(),
+        total_steps=10,
+        stays_gathered=division.stays_gathered,
+    )
+    started = time.perf_counter()
+    old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+    norms = [engine.update(batch.union(old))["actor/grad_norm"] for _ in range(NUM_UPDATES)]
+    log_probs = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    return {
+        "grad_norms": norms,
+        "before": old.tensor(Keys.OLD_LOG_PROBS)[:4].flatten().tolist(),
+        "after": log_probs[:4].flatten().tolist(),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    """Run this rank's part of every combination."""
+    rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    found: dict[str, Any] = {}
+    for (name, division), port in zip(DIVISIONS.items(), sys.argv[5:], strict=True):
+        if rank >= division.world_size:
+            continue
+        parallel = init_process_group(device, rank, division.world_size, "127.0.0.1", int(port), 120, division.sizes)
+        for combination in combinations_of(name):
+            torch.compiler.reset()
+            try:
+                found[combination.name] = run(parallel, model, combination)
+            except Exception:  # noqa: BLE001 - the other rows are wanted all the same; the test fails on this one
+                found[combination.name] = {"error": traceback.format_exc()}
+            # One line each, so that a run which is cut off shows how far it came.
+            sys.stdout.write(
+                f"rank {rank}: {combination.name}: {'failed' if 'error' in found[combination.name] else 'ok'}\n"
+            )
+            sys.stdout.flush()
+            gc.collect()
+        parallel.destroy()
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

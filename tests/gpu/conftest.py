@@ -1,0 +1,30 @@
+"""The versions that the tests on GPUs run with, printed first: a figure is worth what they are."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")
+
+
+def pytest_report_header() -> list[str]:
+    """Return the lines that pytest prints before the first test."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    lines = [f"versions: Python {platform.python_version()}, {versions}"]
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        lines.append(f"GPUs: {gpus}; CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    else:
+        lines.append("GPUs: none, so every test here is skipped")
+    return lines
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "is missing"

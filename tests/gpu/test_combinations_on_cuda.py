@@ -1,0 +1,86 @@
+"""Two GPUs: every combination of compile, gradient checkpointing, offload, LoRA and division makes the same update.
+
+Each row is compared with the plainest one of its kind: one rank, eager, nothing recomputed, nothing offloaded. The
+last test prints the table: run it with -s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_trainer.engines.network import free_port
+from tests.gpu import combination_ranks
+from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS, Combination
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    # Whichever test comes first waits for all combinations.
+    pytest.mark.timeout(900),
+]
+
+PROJECT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 840
+Seen = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What rank 0 computed, which is in every division."""
+    out = tmp_path_factory.mktemp("combinations")
+    model = combination_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
+    ports = [str(free_port("127.0.0.1")) for _ in DIVISIONS]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", combination_ranks.__name__, str(rank), "cuda", str(model), str(out), *ports],
+            cwd=PROJECT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4"},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(10)
+    assert codes == [0, 0]
+    found: Seen = json.loads((out / "rank-0.json").read_text())
+    return found
+
+
+def plain_of(combination: Combination) -> Combination:
+    return Combination("one rank", False, False, "nothing offloaded", combination.lora)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda combination: combination.name)
+def test_the_update_is_that_of_the_plain_model(seen: Seen, combination: Combination) -> None:
+    computed, plain = seen[combination.name], seen[plain_of(combination).name]
+
+    assert "error" not in computed, computed["error"]
+    # bfloat16 keeps eight bits, and each combination adds in another order.
+    assert computed["grad_norms"] == pytest.approx(plain["grad_norms"], rel=0.05)
+    num_compared = min(len(computed["before"]), len(plain["before"]))
+    for moment in ("before", "after"):
+        pairs = zip(computed[moment][:num_compared], plain[moment][:num_compared], strict=True)
+        differences = [abs(mine - other) for mine, other in pairs]
+        assert sum(differences) / num_compared < 0.03, moment
+    moved = [abs(new - old) for new, old in zip(computed["after"], computed["before"], strict=True)]
+    assert sum(moved) / len(moved) > 0.1, "two updates move the policy by more than what rounding does"
+
+
+def test_the_table(seen: Seen) -> None:
+    lines = [f"{'combination':86}{'seconds':>8}{'norm 1':>9}{'norm 2':>9}"]
+    for name, row in seen.items():
+        norms = "".join(f"{norm:9.4f}" for norm in row.get("grad_norms", []))
+        lines.append(f"{name:86}{row.get('seconds', 0.0):8.2f}{norms or '   failed'}")
+    sys.stdout.write(f"\ntorch {torch.__version__}, {torch.cuda.get_device_name()}\n" + "\n".join(lines) + "\n")
+    assert len(seen) == len(COMBINATIONS)
