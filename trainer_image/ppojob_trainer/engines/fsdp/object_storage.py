@@ -4,7 +4,7 @@
 not at all; nothing is renamed but the small `.metadata`, which is written last. Every rank reads and writes by itself.
 
 torch's writer keeps what it copied from the device until the file is finished, so a rank writes several files of at
-most `FILE_BYTES` (or of one tensor). What is held of a file beside that is one part of an upload, or what is read ahead.
+most `FILE_BYTES` (or of one tensor). Beside that it holds one part of an upload, or what is read ahead.
 
 torch's own `FsspecReader` was tried with obstore's fsspec files: these read past the end of a part, and what is loaded
 is not what was saved.

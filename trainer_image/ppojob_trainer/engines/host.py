@@ -1,0 +1,20 @@
+"""How much memory this process may share with the others of its pod or machine. Called by the roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+# Of cgroup v2, and of v1, whose "no limit" is a number larger than any memory.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def host_bytes(limits: tuple[Path, ...] = _LIMITS) -> int:
+    """Return the least of the machine's memory and the limit of the pod, in bytes."""
+    found = [int(psutil.virtual_memory().total)]
+    for file in limits:
+        text = file.read_text(encoding="ascii").strip() if file.exists() else ""
+        if text.isdecimal():
+            found.append(int(text))
+    return min(found)
