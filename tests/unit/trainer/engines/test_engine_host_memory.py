@@ -69,14 +69,14 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
         ("save, moments offloaded", 0.5),
         ("background, moments offloaded", 1.5),
         ("background, both offloaded", 0.5),
-        # A file and a layer, of a model of two parts.
-        ("export", 0.7),
+        # A file and a layer. All of it is 2 in float32 and 1 in bfloat16.
+        ("export", 1.2),
         # Moments and, while torch makes them, gradients; no second copy of what is read.
         ("load", 3.5),
     ],
 )
 def test_a_call_takes_no_more_than_what_it_must_hold(shares: list[dict[str, float]], call: str, most: float) -> None:
-    assert [share[call] for share in shares] == [pytest.approx(most / 2, abs=most / 2)] * WORLD_SIZE
+    assert max(share[call] for share in shares) <= most
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

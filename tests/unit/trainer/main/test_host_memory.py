@@ -1,9 +1,9 @@
 """What is offloaded takes the host's memory, and so does a save in the background: by hand, and when it is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -68,7 +68,7 @@ def test_a_host_that_cannot_hold_what_is_offloaded_is_refused_with_numbers() -> 
 
 
 def test_a_pod_has_the_memory_of_its_limit(tmp_path: Path) -> None:
-    total = psutil.virtual_memory().total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = tmp_path / "memory.max"
     assert host_bytes((limit,)) == total
     limit.write_text("max\n")
