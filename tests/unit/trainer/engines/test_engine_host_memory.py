@@ -92,7 +92,8 @@ def test_a_rank_holds_no_more_than_a_file_of_what_it_copies(
 
     taken = most_taken(lambda: save(dict(state), storage_writer=writer_of(location), no_dist=True))
 
-    assert taken < 60 * MB
+    # A finished upload may still have parts of 10 MB on their way.
+    assert taken < (120 if kind == "bucket" else 60) * MB
     found: dict[str, Any] = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
     load(found, storage_reader=reader_of(location), no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
     pages = mmap.mmap(-1, num_bytes)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     address = buffer.data_ptr()
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)))
-    # When the process ends the driver gives everything back by itself.
-    weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))
+    # Before the pages are unmapped; when the process ends the driver gives everything back by itself.
+    weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     return buffer
