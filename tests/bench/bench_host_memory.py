@@ -35,7 +35,7 @@ PROGRAM = "from ppojob_trainer.cli import main; main()"
 CRITICS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": {"critic": {"lora": {"rank": 16}}}},
-    "none": {"algorithm": {"advantageEstimator": "GRPO"}},
+    "none": {"algorithm": {"advantageEstimator": "grpo"}},
 }
 _GB = 1e9
 _POLL_S = 0.5

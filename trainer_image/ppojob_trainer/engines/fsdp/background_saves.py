@@ -33,6 +33,12 @@ class _Staged(AsyncStager):
         """Return the state."""
         return state_dict
 
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class BackgroundSaves:
     """The save that is under way, if there is one."""
