@@ -1,8 +1,9 @@
 """Workload W: what the benchmark trains, made from nothing, so that it needs neither a hub nor a data set.
 
-A Qwen2 of 0.5B or 1.5B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly 512
-(the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl does
-the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. Called by `bench_split`.
+A Qwen2 of 0.5B, 1.5B or 7B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
+512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
+does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. Called by
+`bench_split` and `bench_host_memory`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,19 @@ VARIED_MEAN = 0.4
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
+# A processor takes minutes for them.
+_DRAWN_ON_GPU = frozenset({"7B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""
@@ -52,11 +63,15 @@ class Size:
     is_varied: bool = False
 
 
-def prepare(folder: Path, size: Size, num_steps: int) -> None:
-    """Write model, tokenizer, prompts and reward function into `folder`, unless they are there."""
+def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = None) -> None:
+    """Write model, tokenizer, prompts and reward function into `folder`, unless they are there.
+
+    Args:
+        layers: decoder layers of the model, where they are not those of the shape.
+    """
     if (folder / "finished").exists():
         return
-    _write_model(folder / "model", size)
+    _write_model(folder / "model", size, SHAPES[size.shape] | ({} if layers is None else {"num_hidden_layers": layers}))
     generator = random.Random(1)
     # With the chat template's own two the prompt has exactly `prompt_tokens`.
     num_letters = size.prompt_tokens - 2
@@ -79,7 +94,7 @@ def needs_reward_model(layout: Mapping[str, Any]) -> bool:
     return "type" in layout.get("reward", {})
 
 
-def _write_model(folder: Path, size: Size) -> None:
+def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
     import torch
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -95,16 +110,20 @@ def _write_model(folder: Path, size: Size) -> None:
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}<|assistant|>"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
+    settings: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": True, **shape}
     config = Qwen2Config(
         vocab_size=size.vocabulary,
-        num_key_value_heads=2,
         max_position_embeddings=32_768,
         rope_theta=1e6,
-        tie_word_embeddings=True,
         eos_token_id=vocabulary["<|endoftext|>"],
-        **SHAPES[size.shape],
+        **settings,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    if size.shape in _DRAWN_ON_GPU and torch.cuda.is_available():
+        with torch.device("cuda"):
+            model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    else:
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="4GB")
     _let_others_read(folder)
 
 

@@ -79,7 +79,7 @@ def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_s
         (tmp_path / "aside").write_text(store.begin(2))
         (tmp_path / "aside").rename(tmp_path / "second")
         half = "ranks/step-2.attempt-0/actor"
-        until(lambda: {"__0_0.distcp", "__1_0.distcp"} <= set(server.keys(half)), ranks, tmp_path)
+        until(lambda: {"__0_0_0.distcp", "__1_0_0.distcp"} <= set(server.keys(half)), ranks, tmp_path)
     finally:
         for process in ranks:
             process.kill()

@@ -198,8 +198,10 @@ class TrainingLoop(Generic[B]):
         return self._settings.has_validation and self._monitor.settings.validate_every_steps > 0
 
     def _is_due(self, step: int, every: int) -> bool:
-        is_last = step >= self._monitor.settings.total_steps
-        return is_last or (every > 0 and step % every == 0)
+        return step >= self._monitor.settings.total_steps or (every > 0 and step % every == 0)
+
+    def _is_last(self, step: int) -> bool:
+        return self._monitor.is_stopping or step >= self._monitor.settings.total_steps
 
     def _is_requested(self) -> bool:
         return self._monitor.checkpoint_request not in (None, self._request)
@@ -219,10 +221,13 @@ class TrainingLoop(Generic[B]):
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
         state = {"data": position, "kl": self._kl_state}
         keep = self._monitor.settings.checkpoint_keep
-        await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._checkpoints.stage(step))
+        # After the last step nothing changes the models, so nothing of them is copied.
+        in_background = self._settings.saves_in_background and not self._is_last(step)
+        staging = self._checkpoints.stage(step, in_background=in_background)
+        await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, staging)
         self._saved_step = step
         self._writing = asyncio.create_task(self._commit(step, state, keep, self._request))
-        if not self._settings.saves_in_background:
+        if not in_background:
             await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._written())
         if self._settings.exports_each:
             await self._export()

@@ -276,8 +276,12 @@ class CheckpointPort(Protocol):
         """Load the checkpoint to go on from; return its step and the state it was saved with, or None."""
         ...
 
-    async def stage(self, step: int) -> None:
-        """Take the models as they are into a new checkpoint; afterwards they may change."""
+    async def stage(self, step: int, *, in_background: bool) -> None:
+        """Take the models as they are into a new checkpoint; afterwards they may change.
+
+        Args:
+            in_background: return before all is written; `commit` waits for the rest.
+        """
         ...
 
     async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, CheckpointUnreadableError
 from ppojob_trainer.checkpoints.address import below
 from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.telemetry import RunFiles
@@ -46,7 +47,8 @@ class JobCheckpoints:
         self._store = store
         self._groups = groups
         self._files = files
-        self._settings = spec.checkpoint
+        pool_of = pools_of_roles(spec)
+        self._is_shared = pool_of.get("critic") == pool_of["actor"]
         self._limit_s = float(spec.trainer.phase_timeout_seconds)
         self._attempt = attempt
         self._found = found
@@ -60,15 +62,18 @@ class JobCheckpoints:
         found = self._found
         if found is None:
             return None
+        calls = self._calls(ActorWorker.restore, CriticWorker.restore, found.location)
         try:
-            await self._each(ActorWorker.restore, CriticWorker.restore, found.location)
+            # One after the other where they share GPUs: gradients and moments are there while they are read, and what
+            # is offloaded leaves only afterwards.
+            await (_in_turn(calls) if self._is_shared else asyncio.gather(*calls))
         except WorkerFailedError as error:
             if isinstance(error.__cause__, EngineCheckpointError):
                 raise self._unreadable(found, error) from error
             raise
         return found.step, found.state
 
-    async def stage(self, step: int) -> None:
+    async def stage(self, step: int, *, in_background: bool) -> None:
         """See `CheckpointPort`.
 
         Raises:
@@ -76,7 +81,7 @@ class JobCheckpoints:
         """
         location = await asyncio.to_thread(self._store.begin, step)
         with self._abandoning(step):
-            await self._each(ActorWorker.save, CriticWorker.save, location, self._settings.asynchronous)
+            await asyncio.gather(*self._calls(ActorWorker.save, CriticWorker.save, location, in_background))
 
     async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
         """See `CheckpointPort`.
@@ -85,9 +90,8 @@ class JobCheckpoints:
             FencedOutError: a newer attempt owns the place.
             PhaseTimeoutError: the ranks did not write it in time.
         """
-        if self._settings.asynchronous:
-            with self._abandoning(step):
-                await self._until_written()
+        with self._abandoning(step):
+            await self._until_written()
         done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
         return done.location
 
@@ -121,16 +125,26 @@ class JobCheckpoints:
         await asyncio.to_thread(_replace, aside, target)
         return target
 
-    async def _each(self, of_actor: Any, of_critic: Any, location: str, *args: Any) -> None:
-        calls: list[Any] = [self._groups.actor.group.call(of_actor, below(location, _ACTOR), *args)]
+    def _calls(self, of_actor: Any, of_critic: Any, location: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
+        calls = [self._groups.actor.group.call(of_actor, below(location, _ACTOR), *args)]
         if self._groups.critic is not None:
             calls.append(self._groups.critic.group.call(of_critic, below(location, _CRITIC), *args))
-        await asyncio.gather(*calls)
+        return calls
 
     def _unreadable(self, found: Checkpoint, error: WorkerFailedError) -> CheckpointUnreadableError:
         return CheckpointUnreadableError.of(
             found.location, str(error.__cause__), older=self._store.older_than(found.step)
         )
+
+
+async def _in_turn(calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    waiting = list(calls)
+    try:
+        while waiting:
+            await waiting.pop(0)
+    finally:
+        for call in waiting:
+            call.close()
 
 
 def _replace(source: Path, target: Path) -> None:

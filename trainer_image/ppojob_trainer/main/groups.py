@@ -21,6 +21,7 @@ from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
 from ppojob_trainer.engines.transports import Transports
+from ppojob_trainer.main.host_memory import saves_in_background
 from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
@@ -170,11 +171,20 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
     return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
 
 
-async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[Connections]:
-    """Check everything, then load everything; each within the limit of a phase.
+@dataclass(frozen=True)
+class Ready:
+    """What is known of a job when all is loaded.
 
-    Returns:
-        Over what the ranks of each role, and the actor and the rollout, are connected.
+    connections: over what the ranks of each role, and the actor and the rollout, are connected. saves_in_background:
+    whether steps go on while a checkpoint is written.
+    """
+
+    connections: list[Connections]
+    saves_in_background: bool
+
+
+async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
+    """Check everything, then load everything; each within the limit of a phase.
 
     Raises:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
@@ -190,7 +200,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
         # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
         await _check(groups, phases)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
-        for doubt in check_memory(spec, sizes):
+        in_background, of_hosts = saves_in_background(spec, sizes)
+        for doubt in [*check_memory(spec, sizes), *of_hosts]:
             logger.warning("%s", doubt)
         gathered = stay_gathered(spec, sizes)
         if whole := [role for role, stays in gathered.items() if stays]:
@@ -204,7 +215,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> list[C
     logger.info("all models are loaded")
     pool_of = pools_of_roles(spec)
     ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
-    return [*(found for found in ranks if found), of_weights(pool_of["actor"], spec.placement.rollout_pools, sent)]
+    weights = of_weights(pool_of["actor"], spec.placement.rollout_pools, sent)
+    return Ready([*(found for found in ranks if found), weights], in_background)
 
 
 async def _load_rollouts(groups: Groups, phases: Phases, is_free: asyncio.Event) -> None:

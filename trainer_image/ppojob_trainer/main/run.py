@@ -112,6 +112,7 @@ class _Attempt:
         self._monitor = Monitor(job, attempt, files, stop)
         self._pools: dict[str, PlacedPool] = {}
         self._groups: Groups | None = None
+        self._saves_in_background = False
         self._trace = TraceWriter(files.trace)
         limit_s = float(job.spec.trainer.phase_timeout_seconds)
         self._phases = Phases(pools_of_phases(job.spec), limit_s, _Watched(self._trace, self._monitor))
@@ -159,7 +160,9 @@ class _Attempt:
         pool_of = pools_of_roles(spec)
         self._monitor.observed = lambda step: observed_metrics(launcher.observations.take(step), pool_of)
         self._groups = launch(spec, self._pools, launcher)
-        connections = [*await make_ready(self._groups, spec, self._phases), *between_pools(self._pools.values())]
+        ready = await make_ready(self._groups, spec, self._phases)
+        self._saves_in_background = ready.saves_in_background
+        connections = [*ready.connections, *between_pools(self._pools.values())]
         report(connections, {pool.name: pool for pool in spec.pools}, folder)
         self._monitor.once = connection_metrics(connections)
 
@@ -177,7 +180,8 @@ class _Attempt:
         )
         ppo = PPO(ports, schedule, phases, settings, kl)
         saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt, self._found)
-        loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, loop_settings(spec))
+        of_loop = loop_settings(spec, saves_in_background=self._saves_in_background)
+        loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, of_loop)
         return await loop.run()
 
     def _end(self) -> None:
@@ -190,15 +194,15 @@ class _Attempt:
         self._trace.close()
 
 
-def loop_settings(spec: PPOJobSpec) -> LoopSettings:
-    """Return what the loop must know of the spec."""
+def loop_settings(spec: PPOJobSpec, *, saves_in_background: bool) -> LoopSettings:
+    """Return what the loop must know of the spec, and of what the hosts have room for."""
     return LoopSettings(
         has_validation=spec.data.validation is not None,
         validates_first=spec.trainer.validate_before_training,
         exports_final=spec.checkpoint.export is not ExportPolicy.NEVER,
         exports_each=spec.checkpoint.export is ExportPolicy.EACH,
         num_gpus=sum(pool.gpus for pool in spec.pools),
-        saves_in_background=spec.checkpoint.asynchronous,
+        saves_in_background=saves_in_background,
     )
 
 

@@ -20,13 +20,16 @@ class FakeCheckpoints:
         self.found = found
         self.staged: dict[int, tuple[float, float]] = {}
         self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
+        self.in_background: list[int] = []
         self.num_exports = 0
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
         return self.found
 
-    async def stage(self, step: int) -> None:
+    async def stage(self, step: int, *, in_background: bool) -> None:
         await self.world.phase("save", step)
+        if in_background:
+            self.in_background.append(step)
         self.staged[step] = (self.world.actor, self.world.critic)
 
     async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:

@@ -22,6 +22,8 @@ async def test_the_next_step_does_not_wait_and_the_checkpoint_holds_the_models_o
     # Numbers, data position and KL state are those of a save that everything waits for.
     assert run.checkpoints.saved == waiting.checkpoints.saved
     assert run.monitor.saved_steps == [1, 2, 3]
+    # Nothing changes the models after the last step, so that one needs no copy of them.
+    assert (run.checkpoints.in_background, waiting.checkpoints.in_background) == ([1, 2], [])
 
 
 async def test_at_most_one_is_being_written(make_run: MakeRun) -> None:
@@ -56,6 +58,7 @@ async def test_a_stop_waits_for_it_too(make_run: MakeRun) -> None:
 
     assert (outcome.step, outcome.is_finished) == (1, False)
     assert list(run.checkpoints.saved) == [1]
+    assert run.checkpoints.in_background == [1]
 
 
 async def test_one_that_fails_ends_the_run_at_the_next_step(make_run: MakeRun) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import KL
 from ppojob_api.v1alpha1.model import ActorModel
@@ -138,3 +142,56 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
     for spec, tensor in zip(weights.specs(), weights.gather(), strict=True):
         assert torch.equal(exported.pop(spec.name), tensor.bfloat16())
     assert not exported
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_large_model_is_exported_in_files_with_an_index(
+    parallel: DataParallel, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
+) -> None:
+    monkeypatch.setattr("ppojob_trainer.engines.fsdp.export.SHARD_BYTES", 30_000)
+    engine = make_policy(parallel, save_tiny_model(tmp_path / "source", tie_word_embeddings=is_tied))
+    engine.update(batch)
+    engine.export(tmp_path / "export")
+    files = sorted(file.name for file in (tmp_path / "export").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert len(files) > 2
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    whole = whole_state(engine)
+    assert index["metadata"] == {
+        "total_parameters": sum(tensor.numel() for tensor in whole.values()),
+        "total_size": 2 * sum(tensor.numel() for tensor in whole.values()),
+    }
+    stored = {}
+    for file in files:
+        tensors = load_file(tmp_path / "export" / file)
+        assert {index["weight_map"][name] for name in tensors} == {file}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 30_000
+        stored |= tensors
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
+
+
+def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: DataParallel, tmp_path: Path) -> None:
+    """Transformers fuses a layer's experts, and no file has them so."""
+    torch.manual_seed(7)
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, initializer_range=0.3, sliding_window=None,
+    )  # fmt: skip
+    source = MixtralForCausalLM(config).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    make_policy(parallel, tmp_path / "source").export(tmp_path / "export")
+    stored, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "source"))
+    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in expected
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+
+
+def whole_state(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+    """Return the model in bfloat16, tied weights once, by torch's own means."""
+    model = engine.module.language_model
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full: dict[str, Any] = get_model_state_dict(model, options=options)
+    return {name: full[name].bfloat16() for name, _ in model.named_parameters()}

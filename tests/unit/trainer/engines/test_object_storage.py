@@ -55,7 +55,7 @@ def test_what_was_saved_is_loaded(
     load(found, storage_reader=reader_of(ADDRESS), no_dist=True)
 
     assert all(torch.equal(found[name], saved[name]) for name in found)
-    assert keys(store) == [f"step-4.attempt-0/actor/{name}" for name in (".metadata", "__0_0.distcp")]
+    assert keys(store) == [f"step-4.attempt-0/actor/{name}" for name in (".metadata", "__0_0_0.distcp")]
     assert has_metadata(ADDRESS)
     assert is_used(ADDRESS)
     assert not is_used("s3://bucket/step-4.attempt-0/act")
@@ -111,7 +111,7 @@ def test_what_cannot_be_read_from_a_bucket_is_refused_by_name(
     with pytest.raises(CheckpointUnreadableError, match=r"actor is not complete: it has no \.metadata"):
         engine.load(ADDRESS)
     engine.save(ADDRESS)
-    shard = "step-4.attempt-0/actor/__0_0.distcp"
+    shard = "step-4.attempt-0/actor/__0_0_0.distcp"
     obstore.put(store, shard, bytes(obstore.get(store, shard).bytes())[:1000])
 
     with pytest.raises(CheckpointUnreadableError, match="actor cannot be read into this model"):

@@ -79,6 +79,6 @@ def test_every_role_has_its_pool_and_the_data_the_first() -> None:
 
 
 def test_the_loop_counts_the_gpus_of_all_pools() -> None:
-    settings = loop_settings(job("x").spec)
+    settings = loop_settings(job("x").spec, saves_in_background=False)
 
     assert (settings.num_gpus, settings.has_validation, settings.exports_final) == (3, False, True)

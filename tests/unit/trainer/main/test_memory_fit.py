@@ -13,6 +13,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
 from ppojob_trainer.worker_groups.worker_process import Seat
@@ -220,4 +221,4 @@ def test_parameters_are_counted_without_loading(
     config = model.config
     counted = sum(parameter.numel() for parameter in model.parameters())
     shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    assert size == ModelSize(counted, 123, *shape)
+    assert size == ModelSize(counted, 123, *shape, host="", host_bytes=host_bytes())

@@ -1,25 +1,43 @@
-"""A checkpoint that is written while the training goes on: copied to the host at once, written by a thread.
+"""A checkpoint that a thread writes from the host's memory while the training goes on.
 
 Each trained worker holds one; `checkpoint.save` starts it and the worker's `is_saved` asks after it. At most one is
 under way. The ranks meet in a process group of their own, because collectives of two threads in one group would meet
-each other's. Based on `torch.distributed.checkpoint.async_save`.
+each other's. Based on `torch.distributed.checkpoint.async_save`, without its copy of everything: `checkpoint.save` has
+copied what would change (`Residence.as_it_lies`).
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnwritableError, EngineError
 from ppojob_trainer.engines.fsdp.object_storage import is_of_store
 
 __all__ = ["BackgroundSaves", "bucket_failed", "first_line", "unwritable"]
+
+
+class _Staged(AsyncStager):
+    """Takes a state as it is."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class BackgroundSaves:
@@ -30,14 +48,22 @@ class BackgroundSaves:
         self._running: tuple[str | Path, Future[Any]] | None = None
 
     def start(self, state: dict[str, Any], location: str | Path, writer: FileSystemWriter) -> None:
-        """Copy the state to the host, and go on to write it to the new location. Collective."""
+        """Begin to write a state to the new location. Collective.
+
+        Args:
+            state: on the host; nothing of it may change before `wait` has returned.
+        """
         assert self._running is None, "one save is still under way"
         if self._group is None and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
-        started = async_save(state, storage_writer=writer, process_group=self._group)
-        # The copy is made when this returns: what the next update changes is not written.
+        started = async_save(state, storage_writer=writer, process_group=self._group, async_stager=_Staged())
         future = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
         self._running = (location, future)
+
+    def wait(self) -> None:
+        """Wait until nothing is under way any more; `is_done` says whether it failed."""
+        if self._running is not None:
+            wait([self._running[1]])
 
     def is_done(self) -> bool:
         """Whether nothing is under way any more.

@@ -1,4 +1,4 @@
-"""Checkpoints of one model in training, and the HuggingFace folder that is the product of a run.
+"""Checkpoints of one model in training.
 
 Called by the engines; where the folders lie, and which of them counts, is for the caller. A checkpoint can be read by
 any number of ranks (`torch.distributed.checkpoint`). Frozen weights are not in it: with adapters it holds these alone,
@@ -8,8 +8,6 @@ read as part of the new one.
 
 from __future__ import annotations
 
-import copy
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,18 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from transformers import PreTrainedModel
 
-from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
 from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves, bucket_failed, first_line, unwritable
-from ppojob_trainer.engines.fsdp.lora import ADAPTER_FOLDER, merge_all, write_adapters
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.object_storage import (
     ObjectStoreError,
@@ -45,8 +39,6 @@ from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
 # Frozen weights are not loaded, so torch must not ask for all; what the checkpoint lacks is found in reading it.
 _TRAINED: Final = StateDictOptions(strict=False)
-# Weights are written anew; everything else of the model's folder belongs to the tokenizer or to remote code.
-_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "config.json")
 
 
 def save(
@@ -62,7 +54,8 @@ def save(
     Args:
         location: a folder, or an address in an object store.
         residence: what is offloaded is written from the host's memory.
-        background: with it, this returns when all is copied to the host, and the rest is written meanwhile.
+        background: with it, this returns when all that is on the device is copied to the host. A thread writes these
+            copies, and what is offloaded from where it is: the end of the next update waits for it.
 
     Raises:
         FileExistsError: there is something already.
@@ -70,15 +63,16 @@ def save(
         BucketFailedError: the object store failed.
     """
     try:
-        _refuse_existing(location, parallel)
+        refuse_existing(location, parallel)
         writer = writer_of(location)
     except ObjectStoreError as error:
         raise unwritable(location, error) from error
-    with residence.as_it_lies() as placed:
+    with residence.as_it_lies(is_copied=background is not None) as placed:
         state = placed(_state(module, optimizer))
         state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         if background is not None:
             background.start(state, location, writer)
+            residence.wait_before_changes(background.wait)
             return
         try:
             dcp_save(state, storage_writer=writer)
@@ -124,33 +118,6 @@ def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel
     _set_random_states({key.rsplit("/", 1)[1]: state[key] for key in random}, parallel)
 
 
-def export(
-    folder: Path, language_model: PreTrainedModel, source: Path, parallel: DataParallel, lora: LoRA | None = None
-) -> None:
-    """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; rank 0 writes.
-
-    Adapters are merged into the weights, and lie in the subfolder `adapter` once more, in peft's format and float32.
-
-    Raises:
-        FileExistsError: the folder has something in it.
-    """
-    _refuse_existing(folder, parallel)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full: dict[str, Any] = get_model_state_dict(language_model, options=options)
-    if parallel.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        _copy_companions(source, folder)
-        if lora is not None:
-            write_adapters(folder / ADAPTER_FOLDER, full, lora, base=str(source))
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in merge_all(language_model, full).items()}
-        language_model.save_pretrained(folder, state_dict=weights)
-        _write_config(language_model, folder)
-        for file in folder.rglob("*.safetensors"):
-            # safetensors writes 0600, and who serves the model may be another user.
-            file.chmod(0o644)
-    parallel.barrier()
-
-
 def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return what a checkpoint holds but for random numbers, sharded."""
     has_stepped = bool(optimizer.adamw.state)
@@ -167,19 +134,6 @@ def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {MODEL: trained, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
 
 
-def _write_config(language_model: PreTrainedModel, folder: Path) -> None:
-    """Write the configuration again: the model's own says float32, and no cache."""
-    config = copy.deepcopy(language_model.config)
-    config.dtype, config.use_cache = torch.bfloat16, True
-    config.save_pretrained(folder)
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
-            shutil.copyfile(file, folder / file.name)
-
-
 def _has_metadata(location: str | Path) -> bool:
     try:
         return has_metadata(location)
@@ -187,7 +141,8 @@ def _has_metadata(location: str | Path) -> bool:
         raise bucket_failed(location, "read", error) from error
 
 
-def _refuse_existing(location: str | Path, parallel: DataParallel) -> None:
+def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
+    """Raise FileExistsError where there is something. Collective."""
     has_something = is_used(location)
     # All ranks look before any of them writes.
     parallel.barrier()

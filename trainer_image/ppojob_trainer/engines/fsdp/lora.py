@@ -110,26 +110,14 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=factor)
 
 
-def merge_all(language_model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's whole tensors with the adapters merged and without their own entries."""
-    merged: dict[str, Tensor] = {}
-    for name, tensor in whole.items():
-        if is_adapter(name):
-            continue
-        layer, owner = adapter_of(language_model, name), name.rpartition(".")[0]
-        merged[name] = (
-            tensor if layer is None else merge(tensor, whole[f"{owner}.{_A}"], whole[f"{owner}.{_B}"], layer.factor)
-        )
-    return merged
-
-
 def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: str) -> None:
-    """Write the adapters among a model's whole tensors as peft's PeftModel.from_pretrained reads them.
+    """Write adapters as peft's PeftModel.from_pretrained reads them.
 
     Args:
+        whole: their tensors, by their names in the model.
         base: path of the model that they belong to.
     """
-    adapters = {f"base_model.model.{name}.weight": tensor for name, tensor in whole.items() if is_adapter(name)}
+    adapters = {f"base_model.model.{name}.weight": tensor for name, tensor in whole.items()}
     targets = sorted({name.split(".")[-3] for name in adapters})
     config = {
         "peft_type": "LORA",

@@ -1,8 +1,10 @@
 """The files of a checkpoint as torch reads and writes them: in a folder, or in an object store (`s3://`, `gs://`).
 
-`checkpoint.py` and `background_saves.py` ask here for reader and writer. In an object store a file is one upload, which
-the store shows whole or not at all; nothing is renamed but the small `.metadata`, which is written last. Every rank
-reads and writes by itself. What is held of a file in memory is one part of an upload, or what is read ahead.
+`checkpoint.py` asks here for reader and writer. In an object store a file is one upload, which the store shows whole or
+not at all; nothing is renamed but the small `.metadata`, which is written last. Every rank reads and writes by itself.
+
+torch's writer keeps what it copied from the device until the file is finished, so a rank writes several files of at
+most `FILE_BYTES` (or of one tensor). Beside that it holds one part of an upload, or what is read ahead.
 
 torch's own `FsspecReader` was tried with obstore's fsspec files: these read past the end of a part, and what is loaded
 is not what was saved.
@@ -11,17 +13,22 @@ is not what was saved.
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ppojob_trainer.checkpoints import BucketError
 from ppojob_trainer.checkpoints.address import is_address
@@ -29,7 +36,9 @@ from ppojob_trainer.checkpoints.bucket import Bucket, connect, said
 
 __all__ = ["ObjectStoreError", "has_metadata", "is_of_store", "is_used", "reader_of", "writer_of"]
 
+FILE_BYTES: Final = 2**30
 _READ_AHEAD = 8 * 1024 * 1024
+_PART = 8 * 1024 * 1024
 _METADATA = ".metadata"
 
 
@@ -59,7 +68,7 @@ def writer_of(location: str | Path) -> FileSystemWriter:
     Raises:
         ObjectStoreError: the object store cannot be used.
     """
-    return _ObjectWriter(_connected(str(location))) if is_address(str(location)) else FileSystemWriter(location)
+    return _ObjectWriter(_connected(str(location))) if is_address(str(location)) else _Writer(location)
 
 
 def has_metadata(location: str | Path) -> bool:
@@ -96,7 +105,47 @@ class _ObjectReader(FileSystemReader):
         self.path = bucket.prefix
 
 
-class _ObjectWriter(FileSystemWriter):
+class _Writer(FileSystemWriter):
+    """Writes a rank's part of a checkpoint one tensor after the other, into files of at most `FILE_BYTES`."""
+
+    def __init__(self, path: str | Path, *, sync_files: bool = True) -> None:
+        # To copy ahead, torch takes pinned memory, in powers of two, and keeps it.
+        super().__init__(path, sync_files=sync_files, thread_count=1, per_thread_copy_ahead=0)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See `StorageWriter`."""
+        written: list[WriteResult] = []
+        for number, items in enumerate(_in_files(plan.items)):
+            storage = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            part = replace(plan, items=items, storage_data=storage)
+            written += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+
+def _in_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield the items of each file."""
+    together: list[WriteItem] = []
+    size = 0
+    for item in items:
+        num_bytes = _num_bytes(item)
+        if together and size + num_bytes > FILE_BYTES:
+            yield together
+            together, size = [], 0
+        together.append(item)
+        size += num_bytes
+    if together:
+        yield together
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Return the bytes of this rank's part of a tensor."""
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+class _ObjectWriter(_Writer):
     """Writes a checkpoint below an address; there must be nothing yet."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -208,7 +257,9 @@ class _Upload(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self._writer.write(bytes(data))
+        # A tensor comes in one piece, and obstore takes copies.
+        for start in range(0, len(data), _PART):
+            self._writer.write(bytes(data[start : start + _PART]))
         self._position += len(data)
         return len(data)
 

@@ -1,8 +1,11 @@
 """Parameters and moments in the host's memory while their role does not compute.
 
 Called by the engines around each of their methods. What is put away keeps its tensors, whose storage is emptied and
-filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept, so both ways run at
-the speed of the bus. It changes no number.
+filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`), so both ways
+run at the speed of the bus. It changes no number.
+
+A checkpoint is written from the host's copies where they are, in the background too. They change at the end of an
+update only, which therefore waits until such a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ppojob_api.v1alpha1.model import FrozenOffload, Offload
+from ppojob_trainer.engines.fsdp.pinned import host_buffer
 
 
 class Residence:
@@ -38,47 +42,62 @@ class Residence:
         self._parameters = _Luggage(module.parameters) if offload.parameters else None
         wants_moments = isinstance(offload, Offload) and offload.optimizer
         self._moments = _Luggage(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
-        self._put_away(self._chosen(moments=True))
+        self._before_changes: Callable[[], None] | None = None
+        self._put_away(self._chosen(moments=True), is_changed=True)
 
     @contextmanager
     def on_device(self, *, moments: bool = False) -> Iterator[None]:
-        """Hold the parameters, and with `moments` the optimizer's, on the device meanwhile."""
+        """Hold the parameters on the device meanwhile.
+
+        Args:
+            moments: hold the optimizer's too. Without them nothing may change, and nothing is copied back.
+        """
         chosen = self._chosen(moments=moments)
         for luggage in chosen:
             luggage.fetch()
         try:
             yield
         finally:
-            self._put_away(chosen)
+            self._put_away(chosen, is_changed=moments)
+
+    def wait_before_changes(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, once, before the host's copies change for the next time."""
+        self._before_changes = wait
 
     @contextmanager
-    def as_it_lies(self) -> Iterator[Callable[[Any], Any]]:
+    def as_it_lies(self, *, is_copied: bool = False) -> Iterator[Callable[[Any], Any]]:
         """Yield what puts the host's copies into a state's tensors in place of storages that are away.
 
         A checkpoint is written from where everything is: the device's memory may be somebody else's by then, vLLM's
         above all. Before the first update torch makes the moments, which it can do on the device alone.
+
+        Args:
+            is_copied: replace all other tensors by copies on the host, which no update changes.
         """
         if self._adamw is not None and not self._adamw.state:
             with self.on_device(moments=True):
-                yield lambda state: state
+                yield partial(tree_map_only, Tensor, _Staging({}).copy) if is_copied else _unchanged
             return
         chosen = self._chosen(moments=True)
-        copies = {storage._cdata: copy for luggage in chosen for storage, copy in luggage.away}
-        yield lambda state: tree_map_only(Tensor, partial(_of_host, copies), state)
+        staging = _Staging({storage._cdata: copy for luggage in chosen for storage, copy in luggage.away})
+        yield partial(tree_map_only, Tensor, staging.copy if is_copied else staging.of_host)
 
     def _chosen(self, *, moments: bool) -> list[_Luggage]:
         found = (self._parameters, self._moments if moments else None)
         return [luggage for luggage in found if luggage is not None]
 
-    def _put_away(self, chosen: list[_Luggage]) -> None:
+    def _put_away(self, chosen: list[_Luggage], *, is_changed: bool) -> None:
         if not chosen:
             return
+        if is_changed and self._before_changes is not None:
+            self._before_changes()
+            self._before_changes = None
         for part in self._module.modules():
             if isinstance(part, FSDPModule):
                 # Gathered parameters would stay on the device.
                 part.reshard()
         for luggage in chosen:
-            luggage.put_away()
+            luggage.put_away(is_changed=is_changed)
         if self._device.type == "cuda":
             # Other processes share the GPU, and the allocator would keep what was freed.
             torch.cuda.empty_cache()
@@ -91,57 +110,92 @@ class _Luggage:
         self._tensors = tensors
         self.away: list[tuple[UntypedStorage, Tensor]] = []
         """Each storage that is empty now, and its bytes."""
+        self._fetched: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
 
-    def put_away(self) -> None:
-        """Copy to the host and empty the storages. A tensor that came since the last time goes too."""
-        self.away = []
+    def put_away(self, *, is_changed: bool) -> None:
+        """Empty the storages. If they changed, copy them first; a tensor that came since the last time goes too."""
+        self.away, self._fetched = self._copied() if is_changed else self._fetched, []
+        for storage, _ in self.away:
+            storage.resize_(0)
+
+    def _copied(self) -> list[tuple[UntypedStorage, Tensor]]:
+        found: list[tuple[UntypedStorage, Tensor]] = []
         for number, storage in enumerate(_storages(self._tensors())):
             copy = self._copies.get(number)
             if copy is None or copy.numel() != storage.nbytes():
-                pinned = storage.device.type == "cuda"
-                copy = self._copies[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                copy = self._copies[number] = host_buffer(storage.nbytes(), pinned=storage.device.type == "cuda")
             copy.copy_(_bytes(storage), non_blocking=True)
-            self.away.append((storage, copy))
-        if self.away and self.away[0][0].device.type == "cuda":
-            torch.cuda.synchronize(self.away[0][0].device)
-        for storage, _ in self.away:
-            storage.resize_(0)
+            found.append((storage, copy))
+        if found and found[0][0].device.type == "cuda":
+            torch.cuda.synchronize(found[0][0].device)
+        return found
 
     def fetch(self) -> None:
         """Fill the storages again."""
         for storage, copy in self.away:
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=True)
-        self.away = []
+        self.away, self._fetched = [], self.away
+
+
+class _Staging:
+    """Replaces the tensors of a state by what a checkpoint is written from."""
+
+    def __init__(self, copies: Mapping[int, Tensor]) -> None:
+        self._copies = copies
+        # Tied weights have two names in a state, and one copy.
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def of_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose storage is away as a view of the host's copy; any other as it is."""
+        local = _local(tensor)
+        copy = self._copies.get(local.untyped_storage()._cdata)
+        if copy is None:
+            return tensor
+        view = torch.empty(0, dtype=local.dtype).set_(
+            copy.untyped_storage(), local.storage_offset(), local.shape, local.stride()
+        )
+        return _in_place_of(tensor, view)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose storage is away as a view of the host's copy; of any other a copy on the host."""
+        found = self.of_host(tensor)
+        if found is not tensor:
+            return found
+        local = _local(tensor)
+        key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride())
+        if key not in self._made:
+            self._made[key] = local.to("cpu", copy=True)
+        return _in_place_of(tensor, self._made[key])
+
+
+def _unchanged(state: Any) -> Any:
+    return state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _in_place_of(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return what is local to this rank as `tensor` is: a part of a whole tensor, or the tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # `from_local` would move it to the mesh's device; torch's own staging of checkpoints puts it in place like this.
+    placed: Any = tensor.detach()
+    placed._local_tensor = local
+    return cast("Tensor", placed)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return each storage once; tied tensors share theirs, and a rank may have no part of a tensor."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors)
-    storages = (tensor.untyped_storage() for tensor in local)
+    storages = (_local(tensor).untyped_storage() for tensor in tensors)
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _of_host(copies: Mapping[int, Tensor], tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage is away as a view of the host's copy; any other as it is."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    copy = copies.get(local.untyped_storage()._cdata)
-    if copy is None:
-        return tensor
-    view = torch.empty(0, dtype=local.dtype).set_(
-        copy.untyped_storage(), local.storage_offset(), local.shape, local.stride()
-    )
-    if not isinstance(tensor, DTensor):
-        return view
-    # `from_local` would move it to the mesh's device; torch's own staging of checkpoints puts it in place like this.
-    placed: Any = tensor.detach()
-    placed._local_tensor = view
-    return cast("Tensor", placed)
 
 
 def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:

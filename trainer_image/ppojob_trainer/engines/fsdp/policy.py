@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.batch import MicroBatch
 from ppojob_trainer.engines.fsdp import checkpoint
 from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.fsdp.export import export
 from ppojob_trainer.engines.fsdp.flops import mfu
 from ppojob_trainer.engines.fsdp.lora import adapters_off
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
@@ -123,7 +124,7 @@ class PolicyEngine:
     def export(self, folder: Path) -> None:
         """Write the policy as a HuggingFace folder (safetensors, config, tokenizer). Collective; rank 0 writes."""
         with self._residence.on_device():
-            checkpoint.export(folder, self.module.language_model, Path(self.path), self.parallel, self.lora)
+            export(folder, self.module.language_model, Path(self.path), self.parallel, self.lora)
 
     def weights(self) -> ShardedWeights:
         """Return the parameters as the rollout engine wants them, for a `WeightSender`."""

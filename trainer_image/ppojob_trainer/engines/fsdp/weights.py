@@ -58,6 +58,14 @@ class ShardedWeights:
                     gathered.enter_context(_unsharded(layer))
                 yield from map(self._whole, group)
 
+    @torch.no_grad()
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters' parameters, whole, in float32, under their names. Collective."""
+        with self._on_device():
+            for name, parameter in self._language_model.named_parameters():
+                if is_adapter(name):
+                    yield name, _full(parameter.detach())
+
     def _whole(self, name: str) -> Tensor:
         parameter = self._language_model.get_parameter(name).detach()
         adapted = adapter_of(self._language_model, name)

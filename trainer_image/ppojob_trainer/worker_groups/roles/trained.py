@@ -86,6 +86,7 @@ class ModelSize:
     """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes.
 
     layers, hidden, intermediate: its decoder's, for the memory of activations; 0 where the configuration does not say.
+    host, host_bytes: the address of the first rank's pod or machine, and its memory.
     """
 
     num_parameters: int
@@ -93,6 +94,8 @@ class ModelSize:
     layers: int = 0
     hidden: int = 0
     intermediate: int = 0
+    host: str = ""
+    host_bytes: int = 0
 
 
 class Rehearses(Protocol):
@@ -151,11 +154,12 @@ class TrainedWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def size(self) -> ModelSize:
-        """Count the parameters of `source` without loading it, and look how large this process's GPU is."""
+        """Count the parameters of `source` without loading it; return them with the memory of GPU and host."""
         import torch
         from transformers import AutoModel, AutoModelForCausalLM
 
         from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+        from ppojob_trainer.engines.host import host_bytes
 
         assert self.source is not None, "the role says in its constructor which model it loads"
         trust = self.source.trust_remote_code
@@ -169,6 +173,8 @@ class TrainedWorker:
             count,
             torch.cuda.get_device_properties(0).total_memory,
             *(int(getattr(config, name, None) or 0) for name in names),
+            host=self.seat.address,
+            host_bytes=host_bytes(),
         )
 
     def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
