@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppojob_api.v1alpha1.model import FrozenOffload, TrainedModel
+from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
@@ -83,11 +83,12 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
 
 def _bytes(spec: PPOJobSpec, role: str) -> tuple[int, int]:
     """Return the bytes of a parameter that are offloaded, and that a background save copies from the GPU."""
-    model = {"actor": spec.model.actor, "critic": spec.model.critic, "ref": spec.model.ref}.get(role)
-    offload = model.offload if model is not None else FrozenOffload()
-    if not isinstance(model, TrainedModel) or model.lora is not None:
+    trained: dict[str, TrainedModel] = {"actor": spec.model.actor, "critic": spec.model.critic}
+    model = trained.get(role)
+    if model is None:
+        return _BFLOAT16 * (role == "ref" and spec.model.ref.offload.parameters), 0
+    if model.lora is not None:
         # A checkpoint has adapters alone, which are small.
-        return _BFLOAT16 * offload.parameters, 0
-    everything = _FLOAT32 + _MOMENTS
-    offloaded = _FLOAT32 * offload.parameters + _MOMENTS * model.offload.optimizer
-    return offloaded, everything - offloaded
+        return _BFLOAT16 * model.offload.parameters, 0
+    offloaded = _FLOAT32 * model.offload.parameters + _MOMENTS * model.offload.optimizer
+    return offloaded, _FLOAT32 + _MOMENTS - offloaded

@@ -22,6 +22,7 @@ from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.bench.bench_host_memory import compare_export
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
@@ -144,6 +145,7 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
     assert not exported
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_large_model_is_exported_in_files_with_an_index(
     parallel: DataParallel, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
@@ -169,6 +171,8 @@ def test_a_large_model_is_exported_in_files_with_an_index(
         stored |= tensors
     assert stored.keys() == whole.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+    engine.save(tmp_path / "checkpoint" / "actor")
+    assert compare_export(tmp_path / "export", tmp_path / "checkpoint" / "actor") == len(whole)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
 
