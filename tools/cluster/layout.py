@@ -81,6 +81,11 @@ class Layout:
         return self.state / "processes"
 
     @property
+    def claims(self) -> Path:
+        """What was on the machine before this cluster, of the traces that have the same name for every cluster."""
+        return self.state / "claims"
+
+    @property
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig."""
         return self.config / "admin.kubeconfig"
