@@ -18,7 +18,6 @@ from tools.cluster.layout import Layout
 from tools.cluster.process_table import SHIM, Running
 from tools.cluster.processes import Processes
 
-_SHOWN_CHARACTERS = 160
 # The one-node cluster keeps its state below the home folder of the user who started it.
 _STATE_FOLDER = "/ppojob/cluster/"
 _OF_ANOTHER_USER = "make cluster-down, with the HOME that it was started with"
@@ -108,4 +107,4 @@ def _named(pid: int | None) -> str:
     process = process_table.read(pid) if pid else None
     if process is None:
         return f"process {pid}" if pid else "a process that cannot be seen from here"
-    return f"process {pid}: {' '.join(process.words)[:_SHOWN_CHARACTERS]}"
+    return f"process {pid}: {process.shown}"

@@ -1,5 +1,6 @@
-"""What runs on this machine, whoever started it, read from /proc. It only reads. Called by `preflight` and `leftovers`.
+"""What runs on this machine, whoever started it, read from /proc. It only reads.
 
+Called by `preflight`, `leftovers` and the test suite.
 A process that ends while it is read, or that may not be read, is left out.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+_SHOWN_CHARACTERS = 200
 SHIM = "containerd-shim-runc-v2"
 _LISTENING = "0A"
 _SOCKET = "socket:["
@@ -28,6 +30,11 @@ class Running:
     def words(self) -> list[str]:
         """The command line, split at spaces too: some programs write their title as one argument."""
         return " ".join(self.arguments).split()
+
+    @property
+    def shown(self) -> str:
+        """The beginning of the command line, for people."""
+        return " ".join(self.words)[:_SHOWN_CHARACTERS]
 
 
 def pids() -> Iterator[int]:
