@@ -148,7 +148,9 @@ trainer: install ## Run the trainer's parts together on a real Ray (about 30 min
 
 .PHONY: integration
 integration: install ## Run operator, chart and CRD against the cluster.
-	$(PYTEST) tests/integration --ignore=tests/integration/trainer -m "not long"
+	$(PYTEST_PARALLEL) tests/integration/operator tests/integration/status_server -m "not long"
+	@# They replace the definition of PPOJob, so nobody else may have jobs meanwhile.
+	$(PYTEST) tests/integration/crd tests/integration/chart -m "not long"
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.

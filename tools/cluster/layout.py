@@ -112,6 +112,11 @@ class Layout:
         """Held while the cluster is started or stopped."""
         return self.cache / "cluster.lock"
 
+    @property
+    def pauses_lock(self) -> Path:
+        """Shared by all who have the operators paused."""
+        return self.cache / "operators-paused.lock"
+
     def log(self, name: str) -> Path:
         """The log file of the process or build `name`."""
         return self.logs / f"{name}.log"
