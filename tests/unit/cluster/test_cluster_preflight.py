@@ -76,7 +76,7 @@ def record(layout: Layout, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
         ("/usr/bin/k0s controller", r"k0s \(process 41: .*k0s stop"),
         (f"{SHIM} /run/containerd/containerd.sock", r"a containerd with pods \(process 41: "),
         (
-            "/home/b/.cache/ppojob/bin/kubelet --config=/home/b/.local/state/ppojob/cluster/x",
+            "/srv/b/.cache/ppojob/bin/kubelet --config=/srv/b/.local/state/ppojob/cluster/x",
             r"make cluster-down, with",
         ),
     ],
