@@ -8,6 +8,10 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# What tools/cluster needs, and neither torch nor vLLM: the demo on somebody's own cluster installs no more.
+CLUSTER_VENV := .venv-cluster
+CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
+CLUSTER := $(CLUSTER_VENV)/bin/python -m tools.cluster
 # With vLLM for CUDA, which has no place beside vLLM for the CPU.
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
@@ -19,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(VENV)/bin:$(CLUSTER_BIN):$(PATH)
 # A machine without uv gets it from pip, in an environment of its own.
 UV := $(or $(shell command -v uv),.build/uv/bin/uv)
-PYTEST := $(PYTHON) -m pytest
+PYTEST := $(PYTHON) -m pytest --durations=15
 # A file's tests stay in one process, so that what they share is made once; more threads than processes would only wait.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=logical --maxprocesses=4 --dist=loadfile
 
@@ -41,7 +45,8 @@ install-gpu: $(GPU_STAMP) ## Make .venv-gpu, for `ppojob run` on this machine's 
 
 $(STAMP): requirements/dev.txt
 $(GPU_STAMP): requirements/trainer.txt
-$(STAMP) $(GPU_STAMP): pyproject.toml | $(filter .build/%,$(UV))
+$(CLUSTER_STAMP): requirements/cluster.txt
+$(STAMP) $(GPU_STAMP) $(CLUSTER_STAMP): pyproject.toml | $(filter .build/%,$(UV))
 	test -x $(@D)/bin/python || $(UV) venv --quiet --python 3.11 $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps --requirement $(filter requirements/%,$^)
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --editable .
@@ -56,6 +61,7 @@ requirements: | $(filter .build/%,$(UV)) ## Pin the requirements again, with has
 	$(COMPILE_CPU) requirements/trainer.txt --extra dev --extra trainer-cpu --output-file requirements/dev.txt
 	$(COMPILE_CPU) requirements/dev.txt --extra operator --output-file requirements/operator.txt
 	$(COMPILE_CPU) requirements/dev.txt --extra trainer-cpu --output-file requirements/trainer-cpu.txt
+	$(COMPILE_CPU) requirements/dev.txt --group cluster --output-file requirements/cluster.txt
 
 # --- quick checks ---
 
@@ -72,7 +78,7 @@ format: install ## Format the code and fix what ruff can fix.
 .PHONY: types
 types: install ## Check the types (mypy, strict).
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tools.cluster
+	$(VENV)/bin/mypy --package tools.cluster --package tools.suite
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).
@@ -89,8 +95,8 @@ generate-check: install ## Fail if a generated file is not what `make generate` 
 	$(PYTHON) charts/readme.py --check
 
 .PHONY: tools
-tools: install ## Build helm, which some checks call.
-	@$(PYTHON) -m tools.cluster build helm
+tools: $(CLUSTER_STAMP) ## Build helm, which some checks call.
+	@$(CLUSTER) build helm
 
 .PHONY: unit
 unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has them).
@@ -128,16 +134,16 @@ check: lint types contracts generate-check unit golden architecture ## The quick
 # --- the one-node cluster ---
 
 .PHONY: cluster-up
-cluster-up: install ## Start the one-node Kubernetes with KubeRay (the first time builds it: about 15 minutes).
-	$(PYTHON) -m tools.cluster up
+cluster-up: $(CLUSTER_STAMP) ## Start the one-node Kubernetes with KubeRay (the first time builds it: about 15 minutes).
+	$(CLUSTER) up
 
 .PHONY: cluster-down
-cluster-down: install ## End it and remove all that it left on the machine.
-	$(PYTHON) -m tools.cluster down
+cluster-down: $(CLUSTER_STAMP) ## End it and remove all that it left on the machine.
+	$(CLUSTER) down
 
 .PHONY: images
-images: install ## Build the operator's and the trainer's image into the running cluster.
-	$(PYTHON) -m tools.cluster image operator trainer
+images: $(CLUSTER_STAMP) ## Build the operator's and the trainer's image into the running cluster.
+	$(CLUSTER) image operator trainer
 
 .PHONY: trainer
 trainer: install ## Run the trainer's parts together on a real Ray (about 30 minutes), and the slow unit tests.
@@ -146,7 +152,9 @@ trainer: install ## Run the trainer's parts together on a real Ray (about 30 min
 
 .PHONY: integration
 integration: install ## Run operator, chart and CRD against the cluster.
-	$(PYTEST) tests/integration --ignore=tests/integration/trainer -m "not long"
+	$(PYTEST_PARALLEL) tests/integration/operator tests/integration/status_server -m "not long"
+	@# They replace the definition of PPOJob, so nobody else may have jobs meanwhile.
+	$(PYTEST) tests/integration/crd tests/integration/chart -m "not long"
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.
@@ -157,10 +165,10 @@ long: install ## Run the tests that take many minutes each: five Ray nodes, a jo
 	$(PYTEST) tests/integration tests/e2e -m long
 
 .PHONY: test
-test: install ## Everything, with the cluster and the images built meanwhile; a table at the end.
-	$(PYTHON) -m tools.cluster test
+test: install ## Everything, in two lanes: what needs the cluster, and the rest; a table at the end.
+	$(PYTHON) -m tools.suite
 
 .PHONY: demo
-demo: install ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
-	$(PYTHON) -m tools.cluster demo
+demo: $(CLUSTER_STAMP) ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
+	$(CLUSTER) demo
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
+from tools.cluster.waiting import wait_until
 
 FEW_SAMPLES: dict[str, Any] = {
     "data": {"trainBatchSize": 8, "validation": {"reasoningGym": {"size": 8}}},

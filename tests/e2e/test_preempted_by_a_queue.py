@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tools.cluster import kueue
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, Stopwatch, await_resumption, await_step, records, small_pools
+from tools.cluster import kueue
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 

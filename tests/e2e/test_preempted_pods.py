@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.quantities import parse_quantity
-from tools.cluster.images.pause import ensure_pause_image
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, Stopwatch, await_resumption, await_step, records, small_pools
+from tools.cluster.images.pause import ensure_pause_image
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tools.cluster.waiting import wait_until
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_step, small_pools
+from tools.cluster.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tools.cluster import cluster, kueue, kwok, suite
+from tools.cluster import cluster, kueue, kwok
 from tools.cluster.demo.run import ImageNames
 from tools.cluster.demo.run import run as run_demo
 from tools.cluster.demo.target import choose
@@ -110,12 +110,6 @@ def demo(
         stages.print_table()
     if target.is_ours:
         env()
-
-
-@app.command()
-def test() -> None:
-    """Run every part of the tests; the cluster and the images are built while the quick parts run."""
-    raise typer.Exit(suite.run(Layout.from_environment()))
 
 
 @app.command("kwok")

@@ -28,15 +28,18 @@ KUBERAY_METRICS_PORT = 18080
 KUBERAY_HEALTH_PORT = 18082
 COREDNS_HEALTH_PORT = 18053
 
-# port -> who listens there; `up` looks that they are free before it starts anything.
-PORTS = {
+# port -> who listens there. On these, every Kubernetes listens.
+KUBERNETES_PORTS = {
     API_PORT: "kube-apiserver",
-    ETCD_PORT: "etcd",
-    ETCD_PEER_PORT: "etcd (peers)",
-    REGISTRY_PORT: "registry",
     10250: "kubelet",
     10257: "kube-controller-manager",
     10259: "kube-scheduler",
+}
+PORTS = {
+    **KUBERNETES_PORTS,
+    ETCD_PORT: "etcd",
+    ETCD_PEER_PORT: "etcd (peers)",
+    REGISTRY_PORT: "registry",
     KUBERAY_METRICS_PORT: "kuberay (metrics)",
     KUBERAY_HEALTH_PORT: "kuberay (health)",
     COREDNS_HEALTH_PORT: "coredns (health)",

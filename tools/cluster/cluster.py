@@ -7,7 +7,6 @@ otherwise clears everything away and starts with an empty etcd: half a cluster i
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,10 +20,10 @@ from tools.cluster import (
     leftovers,
     network,
     node,
+    preflight,
     registry,
     system_packages,
 )
-from tools.cluster.addresses import PORTS
 from tools.cluster.errors import ClusterError
 from tools.cluster.images.pause import ensure_pause_image
 from tools.cluster.layout import Layout
@@ -35,6 +34,7 @@ from tools.cluster.waiting import wait_until
 
 LOCK_LIMIT_SECONDS = 1200.0
 HEALTH_LIMIT_SECONDS = 90.0
+_PREFLIGHT = "look for another Kubernetes"
 CORE = (*control_plane.PROCESSES, "containerd", "kubelet")
 SATELLITES = ("kube-proxy", dns.PROCESS, kuberay.PROCESS, registry.PROCESS)
 # What a process may need of what runs after it decides the order of the end: pods' owners first, stores last.
@@ -87,8 +87,10 @@ def up(layout: Layout, stages: Stages) -> bool:
     """Make the cluster run; True if it was started, False if a healthy one was found.
 
     Raises:
-        StageFailed: a stage failed; it has been reported.
+        StageFailed: a stage failed, the first of them because another Kubernetes runs here; it has been reported.
     """
+    with stages.stage(_PREFLIGHT):
+        preflight.require_room(layout)
     with stages.stage("system packages") as stage:
         stage.note = ", ".join(system_packages.ensure()) or "all there"
     build(layout, stages)
@@ -106,7 +108,13 @@ def up(layout: Layout, stages: Stages) -> bool:
 
 
 def down(layout: Layout, stages: Stages, *, purge: bool = False) -> None:
-    """End every process and remove everything that the cluster left; with `purge`, the cached images too."""
+    """End every process and remove everything that the cluster left; with `purge`, the cached images too.
+
+    Raises:
+        StageFailed: a stage failed, the first of them because another Kubernetes runs here; it has been reported.
+    """
+    with stages.stage(_PREFLIGHT):
+        preflight.require_no_other_kubernetes(layout)
     with stages.stage("end the processes") as stage:
         stage.note = ", ".join(_stop_all(layout, Processes(layout))) or "none ran"
     with stages.stage("remove what the containers left") as stage:
@@ -124,13 +132,12 @@ def clear_away(layout: Layout, processes: Processes) -> list[str]:
     """End the cluster's processes and remove what stands in the way of a new one; return what was found.
 
     Raises:
-        ClusterError: something cannot be removed, or a port is taken.
+        ClusterError: something cannot be removed.
     """
     stopped = _stop_all(layout, processes)
     found = leftovers.clear(layout)
     for folder in (layout.etcd, layout.logs):
         leftovers.remove_tree(folder)
-    _require_free_ports()
     return [*stopped, *found]
 
 
@@ -188,16 +195,3 @@ def _start_satellites(layout: Layout, processes: Processes, stages: Stages) -> N
 def _stop_all(layout: Layout, processes: Processes) -> list[str]:
     others = [name for name in processes.recorded() if name not in STOP_ORDER]
     return [name for name in (*others, *STOP_ORDER) if processes.stop(name)]
-
-
-def _require_free_ports() -> None:
-    for port, owner in PORTS.items():
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                raise ClusterError(
-                    f"port {port}, which {owner} needs, is taken by a process that this cluster did not start; "
-                    f"`ss -ltnp sport = :{port}` names it"
-                ) from error

@@ -1,7 +1,7 @@
-"""Removes the chains and rules of kube-proxy, the kubelet and our CNI network; all others stay as they are.
+"""Removes the chains and rules of our CNI network, and those of kube-proxy and the kubelet where they are ours.
 
-Called by `leftovers`. The text of iptables-save goes in, the text for iptables-restore --noflush comes out, so the
-whole removal is one step for the kernel.
+Called by `leftovers`; `ownership` says whose the KUBE- chains are. All other rules stay as they are. The text of
+iptables-save goes in, the text for iptables-restore --noflush comes out: the whole removal is one step for the kernel.
 """
 
 from __future__ import annotations
@@ -14,35 +14,47 @@ from tools.cluster.addresses import CNI_NETWORK
 from tools.cluster.command import run
 from tools.cluster.errors import ClusterError
 
+_PROGRAMS = ("iptables", "ip6tables")
 _KUBERNETES_CHAIN = re.compile(r"^KUBE-")
 _CNI_CHAIN = re.compile(r"^CNI-[0-9a-f]{24}$|^CNI-(HOSTPORT|DN)-")
 _OUR_CNI_COMMENT = f'name: \\"{CNI_NETWORK}\\"'
 
 
-def remove_cluster_rules() -> int:
+def has_kubernetes_chains() -> bool:
+    """True if the IPv4 or the IPv6 tables have a chain with a name of kube-proxy's or the kubelet's."""
+    saved = (_save(program) for program in _PROGRAMS)
+    return any(_KUBERNETES_CHAIN.match(chain) for text in saved for _, chains, _ in _tables(text) for chain in chains)
+
+
+def remove_cluster_rules(*, with_kubernetes_chains: bool) -> int:
     """Remove the cluster's rules from the IPv4 and IPv6 tables; return how many lines they had."""
     count = 0
-    for program in ("iptables", "ip6tables"):
-        if shutil.which(f"{program}-save") is None:
-            continue
-        try:
-            saved = run([f"{program}-save"], limit=30)
-        except ClusterError:
-            # A kernel without IPv6 has no such tables, and so no rules in them.
-            continue
-        removal, found = removal_of_cluster_rules(saved)
+    for program in _PROGRAMS:
+        removal, found = removal_of_cluster_rules(_save(program), with_kubernetes_chains=with_kubernetes_chains)
         if found:
             run([f"{program}-restore", "--noflush", "--wait"], limit=60, stdin=removal)
         count += found
     return count
 
 
-def removal_of_cluster_rules(saved: str) -> tuple[str, int]:
+def _save(program: str) -> str:
+    """The output of iptables-save; "" where there is no such program, or a kernel without such tables."""
+    if shutil.which(f"{program}-save") is None:
+        return ""
+    try:
+        return run([f"{program}-save"], limit=30)
+    except ClusterError:
+        return ""
+
+
+def removal_of_cluster_rules(saved: str, *, with_kubernetes_chains: bool) -> tuple[str, int]:
     """From the output of iptables-save: the input of iptables-restore --noflush, and the number of lines that go."""
     lines: list[str] = []
     found = 0
     for table, chains, rules in _tables(saved):
-        ours = {chain for chain in chains if _is_ours(chain, rules)}
+        ours = {chain for chain in chains if _is_of_our_network(chain, rules)}
+        if with_kubernetes_chains:
+            ours |= {chain for chain in chains if _KUBERNETES_CHAIN.match(chain)}
         jumps = [rule for rule in rules if _chain_of(rule) not in ours and _mentions(rule, ours)]
         removed = [rule for rule in rules if _chain_of(rule) in ours]
         if not ours and not jumps:
@@ -68,9 +80,7 @@ def _tables(saved: str) -> list[tuple[str, list[str], list[str]]]:
     return tables
 
 
-def _is_ours(chain: str, rules: list[str]) -> bool:
-    if _KUBERNETES_CHAIN.match(chain):
-        return True
+def _is_of_our_network(chain: str, rules: list[str]) -> bool:
     # Other programs' pods have CNI chains as well: ours carry the network's name in a comment.
     return bool(_CNI_CHAIN.match(chain)) and any(
         _OUR_CNI_COMMENT in rule for rule in rules if _mentions(rule, {chain}) or _chain_of(rule) == chain

@@ -13,6 +13,7 @@ from tools.cluster.addresses import FAKE_POD_CIDR
 from tools.cluster.binaries import assets
 from tools.cluster.kubernetes import apply, get_json, kubectl
 from tools.cluster.layout import Layout
+from tools.cluster.locks import held
 from tools.cluster.node import GPU_RESOURCE
 from tools.cluster.processes import Processes
 from tools.cluster.waiting import wait_until
@@ -21,23 +22,23 @@ PROCESS = "kwok"
 TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
 TOLERATION = {"key": TAINT["key"], "operator": "Equal", "value": TAINT["value"], "effect": TAINT["effect"]}
 FAKE_LABEL = "ppojob.dev/fake-node"
+_START_LIMIT_SECONDS = 30.0
 _PODS_PER_NODE = "500"
 
 
 def ensure_running(layout: Layout, processes: Processes) -> None:
-    """Start KWOK unless it runs."""
-    if processes.is_running(PROCESS):
-        return
-    processes.start(
-        PROCESS,
-        [
+    """Start KWOK unless it runs; tests in several processes may ask for it at the same time."""
+    with held(layout.state / "kwok.lock", limit=_START_LIMIT_SECONDS):
+        if processes.is_running(PROCESS):
+            return
+        command: list[str | Path] = [
             layout.bin / "kwok",
             f"--kubeconfig={layout.config}/kwok.kubeconfig",
             "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
             f"--config={_stages(layout)}",
             f"--cidr={FAKE_POD_CIDR}",
-        ],
-    )
+        ]
+        processes.start(PROCESS, command)
 
 
 def add_nodes(

@@ -81,6 +81,11 @@ class Layout:
         return self.state / "processes"
 
     @property
+    def claims(self) -> Path:
+        """What was on the machine before this cluster, of the traces that have the same name for every cluster."""
+        return self.state / "claims"
+
+    @property
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig."""
         return self.config / "admin.kubeconfig"
@@ -106,6 +111,11 @@ class Layout:
     def lock(self) -> Path:
         """Held while the cluster is started or stopped."""
         return self.cache / "cluster.lock"
+
+    @property
+    def pauses_lock(self) -> Path:
+        """Shared by all who have the operators paused."""
+        return self.cache / "operators-paused.lock"
 
     def log(self, name: str) -> Path:
         """The log file of the process or build `name`."""

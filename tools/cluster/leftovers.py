@@ -1,59 +1,54 @@
 """Takes away what containers leave on the host when nobody tidies up: the second half of `down`, the first of `up`.
 
 After a kill -9 of everything there remain: the containers' processes and shims, overlay and tmpfs mounts, network
-namespaces, the bridge, hundreds of iptables rules, and `kubepods` cgroups. Each is found by a mark that only this
-cluster leaves (its socket, its folders, its CNI network's name), and ended or removed one by one. It refuses to guess:
-what has no such mark stays. The `kubepods` cgroups, the notes of devices and the KUBE- chains are the kubelet's and
-kube-proxy's own names; a machine has room for only one kubelet (port 10250), and `up` refuses to start where another
-one listens.
+namespaces, the bridge, hundreds of iptables rules, and control groups. Each is found by a mark that only this cluster
+leaves (its control group, its socket, its folders, its CNI network's name) or by what `ownership` wrote down, and ended
+or removed one by one. It refuses to guess: what is not marked stays, and is named.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
+from tools.cluster import cgroups, ownership, process_table
 from tools.cluster.addresses import BRIDGE, CNI_NETWORK
 from tools.cluster.command import run
 from tools.cluster.errors import ClusterError
-from tools.cluster.iptables import remove_cluster_rules
+from tools.cluster.iptables import has_kubernetes_chains, remove_cluster_rules
 from tools.cluster.layout import Layout
+from tools.cluster.process_table import SHIM
 from tools.cluster.processes import end, start_ticks
-from tools.cluster.waiting import wait_until
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 CNI_RESULTS = Path("/var/lib/cni/results")
 MOUNTS = Path("/proc/self/mountinfo")
-SHIM = "containerd-shim-runc-v2"
-# Which devices pods have; wherever a kubelet's other files are, it is here. The next one would count those devices as
-# its node's, and none of them as there.
-DEVICE_NOTES = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
+_FOREIGN_CHAINS = "left in place: KUBE- chains that were there before this cluster (a reboot removes them)"
 
 
 def clear(layout: Layout) -> list[str]:
-    """Remove every leftover and return what was found, in words. Call it when no process of the cluster runs.
+    """Remove every leftover and return what was found or left, in words. Call it when no process of the cluster runs.
 
     Raises:
         ClusterError: something outlives its removal.
     """
+    owns_chains = ownership.owns_kubernetes_chains(layout)
     # The processes hold the mounts and namespaces, so they go first; a shim would restart nothing, but waits for them.
     counts = {
-        "container processes": _end_container_processes(),
+        "container processes": cgroups.end_processes(),
         "shims": _end_shims(layout),
         "mounts": _unmount(layout),
         "network namespaces": _remove_network_namespaces(),
         "bridge": _remove_bridge(),
-        "iptables rules": remove_cluster_rules(),
-        "cgroups": _remove_cgroups(),
-        "notes of devices": _remove_device_notes(),
+        "iptables rules": remove_cluster_rules(with_kubernetes_chains=owns_chains),
+        "control groups": cgroups.remove(),
+        "device checkpoint": ownership.release_device_checkpoint(layout),
     }
-    for folder in (layout.runtime, layout.kubelet):
+    for folder in (layout.runtime, layout.kubelet, layout.claims):
         remove_tree(folder)
-    return [f"{count} {name}" for name, count in counts.items() if count]
+    found = [f"{count} {name}" for name, count in counts.items() if count]
+    return [*found, _FOREIGN_CHAINS] if not owns_chains and has_kubernetes_chains() else found
 
 
 def mounts_below(folders: list[Path]) -> list[Path]:
@@ -70,50 +65,17 @@ def mounts_below(folders: list[Path]) -> list[Path]:
 
 def shims(layout: Layout) -> list[int]:
     """The process ids of the shims that belong to this cluster's containerd."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if arguments[0].endswith(SHIM) and str(layout.containerd_socket) in arguments:
-                found.append(int(folder.name))
-    return found
-
-
-def pod_cgroups() -> list[Path]:
-    """The kubelet's cgroups in every hierarchy, the deepest first."""
-    tops = [*CGROUP_ROOT.glob("kubepods"), *CGROUP_ROOT.glob("*/kubepods")]
-    found = [Path(folder) for top in tops for folder, _, _ in os.walk(top)]
-    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
+    return [
+        process.pid
+        for process in process_table.running()
+        if process.arguments[0].endswith(SHIM) and str(layout.containerd_socket) in process.arguments
+    ]
 
 
 def network_namespaces() -> list[Path]:
     """The network namespaces that the CNI's records name for our network."""
     records = CNI_RESULTS.glob(f"{CNI_NETWORK}-*")
     return sorted({path for record in records for path in _namespaces_of(record)})
-
-
-def _end_container_processes() -> int:
-    def pids() -> set[int]:
-        found: set[int] = set()
-        for folder in pod_cgroups():
-            with contextlib.suppress(OSError):
-                found |= {int(line) for line in (folder / "cgroup.procs").read_text().split()}
-        return {pid for pid in found if start_ticks(pid) is not None}
-
-    count = len(pids())
-
-    def remaining() -> str:
-        # Again and again: a process may fork while it is being ended.
-        left = pids()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return f"{len(left)} processes in kubepods cgroups" if left else ""
-
-    wait_until("the end of the containers' processes", remaining, limit=30)
-    return count
 
 
 def _end_shims(layout: Layout) -> int:
@@ -157,12 +119,6 @@ def _namespaces_of(record: Path) -> set[Path]:
     return set()
 
 
-def _remove_device_notes() -> int:
-    found = DEVICE_NOTES.is_file()
-    DEVICE_NOTES.unlink(missing_ok=True)
-    return int(found)
-
-
 def _remove_bridge() -> int:
     # Pods of one namespace end with it, and their veths too; a namespace still dying keeps its veth for a moment.
     for port in Path(f"/sys/class/net/{BRIDGE}/brif").glob("veth*"):
@@ -172,20 +128,6 @@ def _remove_bridge() -> int:
         return 0
     run(["ip", "link", "delete", BRIDGE], limit=10)
     return 1
-
-
-def _remove_cgroups() -> int:
-    folders = pod_cgroups()
-
-    def remaining() -> str:
-        for folder in pod_cgroups():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        left = pod_cgroups()
-        return f"{len(left)} cgroups, such as {left[0]}" if left else ""
-
-    wait_until("the removal of the kubepods cgroups", remaining, limit=20)
-    return len(folders)
 
 
 def remove_tree(folder: Path) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.cluster import cgroups, ownership
 from tools.cluster.addresses import ALL_PODS_CIDR, CLUSTER_DOMAIN, NODE_IP, NODE_NAME, REGISTRY, REGISTRY_PORT
 from tools.cluster.command import run, succeeds
 from tools.cluster.errors import ClusterError, tail
@@ -79,8 +80,10 @@ def start_kubelet(layout: Layout, processes: Processes) -> None:
     Raises:
         ClusterError: the node is not ready in time.
     """
+    ownership.claim(layout)
+    cgroups.ensure()
     (layout.config / "resolv.conf").write_text("")
-    config = render(layout, "kubelet.yaml", node_ip=NODE_IP, cluster_domain=CLUSTER_DOMAIN)
+    config = render(layout, "kubelet.yaml", node_ip=NODE_IP, cluster_domain=CLUSTER_DOMAIN, cgroup=cgroups.NAME)
     command: list[str | Path] = [
         layout.bin / "kubelet",
         f"--config={config}",

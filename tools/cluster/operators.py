@@ -1,39 +1,72 @@
 """Pauses operators of ours that watch all namespaces, such as the demo's, while tests run one of their own.
 
 A job is run by the operator that sees it first, and that must be the test's. Jobs of a paused operator go on: a trainer
-does without one for a while.
+does without one for a while. Tests in several processes may pause them at the same time: the last one scales them back.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO, Any
+
+from tools.cluster.layout import Layout
 
 _SELECTOR = "--selector=app.kubernetes.io/name=ppojob-operator"
+# On a paused Deployment: the replicas that it had.
+_REPLICAS = "ppojob.dev/replicas-before-tests"
 
 
 @contextmanager
-def paused(kubectl: Callable[..., str]) -> Iterator[None]:
+def paused(kubectl: Callable[..., str], *, layout: Layout | None = None) -> Iterator[None]:
     """Scale them to 0, and back at the end; `kubectl` runs it with the arguments and returns its output."""
-    deployments = _of_all_namespaces(kubectl)
+    lock = (layout or Layout.from_environment()).pauses_lock
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            _for_each(kubectl, _pause)
+            yield
+        finally:
+            if _is_last(file):
+                _for_each(kubectl, _resume)
+
+
+def _is_last(file: IO[str]) -> bool:
+    """Whether nobody else has them paused; the lock is released with the file."""
     try:
-        for namespace, name, _ in deployments:
-            kubectl("scale", f"deployment/{name}", f"--namespace={namespace}", "--replicas=0")
-            kubectl("wait", "--for=delete", "pods", _SELECTOR, f"--namespace={namespace}", "--timeout=50s")
-        yield
-    finally:
-        for namespace, name, replicas in deployments:
-            kubectl("scale", f"deployment/{name}", f"--namespace={namespace}", f"--replicas={replicas}")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def _of_all_namespaces(kubectl: Callable[..., str]) -> list[tuple[str, str, int]]:
+def _for_each(kubectl: Callable[..., str], action: Callable[[Callable[..., str], dict[str, Any]], None]) -> None:
+    """Do it with the Deployment of each operator that watches all namespaces."""
     found = json.loads(kubectl("get", "deployments", "--all-namespaces", _SELECTOR, "--output=json"))
-    return [
-        (each["metadata"]["namespace"], each["metadata"]["name"], each["spec"]["replicas"])
-        for each in found["items"]
-        if each["spec"]["replicas"] and not _watched_namespace(each["spec"]["template"]["spec"]["containers"][0])
-    ]
+    for each in found["items"]:
+        if not _watched_namespace(each["spec"]["template"]["spec"]["containers"][0]):
+            action(kubectl, each)
+
+
+def _pause(kubectl: Callable[..., str], deployment: dict[str, Any]) -> None:
+    name, namespace = f"deployment/{deployment['metadata']['name']}", deployment["metadata"]["namespace"]
+    replicas = deployment["spec"]["replicas"]
+    if not replicas:
+        return
+    kubectl("annotate", name, f"--namespace={namespace}", "--overwrite", f"{_REPLICAS}={replicas}")
+    kubectl("scale", name, f"--namespace={namespace}", "--replicas=0")
+    kubectl("wait", "--for=delete", "pods", _SELECTOR, f"--namespace={namespace}", "--timeout=50s")
+
+
+def _resume(kubectl: Callable[..., str], deployment: dict[str, Any]) -> None:
+    name, namespace = f"deployment/{deployment['metadata']['name']}", deployment["metadata"]["namespace"]
+    replicas = deployment["metadata"].get("annotations", {}).get(_REPLICAS)
+    if replicas:
+        kubectl("scale", name, f"--namespace={namespace}", f"--replicas={replicas}")
+        kubectl("annotate", name, f"--namespace={namespace}", f"{_REPLICAS}-")
 
 
 def _watched_namespace(container: dict[str, list[dict[str, str]]]) -> str:

@@ -35,7 +35,12 @@ class Record:
 
     def is_alive(self) -> bool:
         """True if this very process still runs (a zombie does not)."""
-        return self.boot == _BOOT_ID.read_text().strip() and start_ticks(self.pid) == self.start_ticks
+        return self.boot == boot_id() and start_ticks(self.pid) == self.start_ticks
+
+
+def boot_id() -> str:
+    """What identifies the time since the machine's last start."""
+    return _BOOT_ID.read_text().strip()
 
 
 def start_ticks(pid: int) -> int | None:
@@ -83,7 +88,7 @@ class Processes:
         ticks = start_ticks(process.pid)
         if ticks is None:
             raise ClusterError(f"{name} ended at once with code {process.poll()}", log)
-        record = Record(process.pid, ticks, _BOOT_ID.read_text().strip(), arguments)
+        record = Record(process.pid, ticks, boot_id(), arguments)
         self._layout.processes.mkdir(parents=True, exist_ok=True)
         self._path(name).write_text(json.dumps(asdict(record), indent=1))
         return record

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
-from tools.cluster import operators
 from tests.integration.operator.conftest import Jobs, OperatorProcess, Rights, claim, environment_of, volumes
+from tools.cluster import operators
 
 __all__ = ["claim", "volumes"]
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("volumes", "claim")]

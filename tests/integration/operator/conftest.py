@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.integration.operator.hiding_proxy import HidingProxy
 from tools.cluster import operators
 from tools.cluster.kwok import TOLERATION, add_nodes, remove_nodes
 from tools.cluster.layout import Layout
-from tests.integration.operator.hiding_proxy import HidingProxy
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"

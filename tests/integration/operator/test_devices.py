@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.integration.operator.test_placement import fake_head, fake_pool
 from tools.cluster.kwok import add_nodes, remove_nodes
 from tools.cluster.layout import Layout
-from tests.integration.operator.test_placement import fake_head, fake_pool
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 

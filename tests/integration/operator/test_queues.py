@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
-from tools.cluster import kueue
-from tools.cluster.layout import Layout
 from tests.integration.operator.conftest import FakeNodes, pool
 from tests.integration.operator.test_suspension_and_layout import clusters, patch
+from tools.cluster import kueue
+from tools.cluster.layout import Layout
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.usefixtures("queue", "volumes", "claim")]
 

@@ -1,7 +1,10 @@
-"""Only the rules of kube-proxy, of the kubelet and of our CNI network go."""
+"""Only the rules of our CNI network go, and those of kube-proxy and the kubelet where they are ours."""
 
 from __future__ import annotations
 
+import pytest
+
+from tools.cluster import iptables
 from tools.cluster.iptables import removal_of_cluster_rules
 
 OURS = "CNI-0123456789abcdef01234567"
@@ -32,7 +35,7 @@ COMMIT
 
 
 def test_the_removal_names_our_chains_and_the_jumps_to_them_and_nothing_else() -> None:
-    removal, found = removal_of_cluster_rules(SAVED)
+    removal, found = removal_of_cluster_rules(SAVED, with_kubernetes_chains=True)
     assert removal.splitlines() == [
         "*filter",
         '-D FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD',
@@ -48,5 +51,21 @@ def test_the_removal_names_our_chains_and_the_jumps_to_them_and_nothing_else() -
     assert found == 6
 
 
+def test_chains_of_another_kubernetes_stay() -> None:
+    removal, found = removal_of_cluster_rules(SAVED, with_kubernetes_chains=False)
+    assert "KUBE-" not in removal
+    assert f"-X {OURS}" in removal.splitlines()
+    assert found == 3
+
+
 def test_a_clean_table_needs_no_removal() -> None:
-    assert removal_of_cluster_rules("*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -j ACCEPT\nCOMMIT\n") == ("", 0)
+    clean = "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -j ACCEPT\nCOMMIT\n"
+    assert removal_of_cluster_rules(clean, with_kubernetes_chains=True) == ("", 0)
+
+
+@pytest.mark.parametrize(("saved", "has_chains"), [(SAVED, True), (SAVED.replace("KUBE-FORWARD", "MINE"), False)])
+def test_chains_with_kubernetes_names_are_seen(monkeypatch: pytest.MonkeyPatch, saved: str, has_chains: bool) -> None:
+    # The kernel has no tables for IPv6.
+    tables = {"iptables": saved, "ip6tables": ""}
+    monkeypatch.setattr(iptables, "_save", lambda program: tables[program])
+    assert iptables.has_kubernetes_chains() is has_chains

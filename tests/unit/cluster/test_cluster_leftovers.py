@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tools.cluster import leftovers
+from tools.cluster import cgroups, leftovers, ownership
 from tools.cluster.errors import ClusterError
 from tools.cluster.layout import Layout
 
@@ -61,11 +62,76 @@ def test_no_process_of_this_machine_is_a_shim_of_a_cluster_that_never_ran(tmp_pa
     assert leftovers.shims(layout) == []
 
 
-def test_what_a_kubelet_noted_of_devices_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    notes = tmp_path / "kubelet_internal_checkpoint"
-    monkeypatch.setattr(leftovers, "DEVICE_NOTES", notes)
-    notes.touch()
+@dataclass(frozen=True)
+class Clearing:
+    """What a `clear` did to the traces that could be another cluster's."""
 
-    assert leftovers._remove_device_notes() == 1
-    assert leftovers._remove_device_notes() == 0
-    assert not notes.exists()
+    removed_kubernetes_chains: list[bool]
+    found: list[str]
+
+
+def clear(layout: Layout, monkeypatch: pytest.MonkeyPatch, *, chains_before: bool, starts: bool) -> Clearing:
+    """Start a cluster, or not, on a machine with or without KUBE- chains, and clear it away."""
+    asked: list[bool] = []
+
+    def remove(*, with_kubernetes_chains: bool) -> int:
+        asked.append(with_kubernetes_chains)
+        return 0
+
+    monkeypatch.setattr(cgroups, "ROOT", layout.state / "cgroup")
+    monkeypatch.setattr(ownership, "has_kubernetes_chains", lambda: chains_before)
+    monkeypatch.setattr(leftovers, "has_kubernetes_chains", lambda: chains_before)
+    monkeypatch.setattr(leftovers, "remove_cluster_rules", remove)
+    for name in ("_unmount", "_remove_network_namespaces", "_remove_bridge"):
+        monkeypatch.setattr(leftovers, name, lambda *_: 0)
+    if starts:
+        ownership.claim(layout)
+    return Clearing(asked, leftovers.clear(layout))
+
+
+@pytest.fixture
+def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    monkeypatch.setattr(ownership, "DEVICE_CHECKPOINT", tmp_path / "kubelet_internal_checkpoint")
+    return Layout(cache=tmp_path / "cache", state=tmp_path / "state", runtime=tmp_path / "run")
+
+
+def test_chains_that_were_not_there_before_are_removed(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clear(layout, monkeypatch, chains_before=False, starts=True) == Clearing([True], [])
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_chains_that_were_there_before_stay_and_are_named(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    done = clear(layout, monkeypatch, chains_before=True, starts=starts)
+    assert done.removed_kubernetes_chains == [False]
+    assert done.found == ["left in place: KUBE- chains that were there before this cluster (a reboot removes them)"]
+
+
+def test_chains_of_the_time_before_a_reboot_are_not_covered(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "has_kubernetes_chains", lambda: False)
+    ownership.claim(layout)
+    assert ownership.owns_kubernetes_chains(layout)
+    monkeypatch.setattr(ownership, "boot_id", lambda: "the next boot")
+    assert not ownership.owns_kubernetes_chains(layout)
+
+
+def test_the_device_checkpoint_of_another_kubelet_is_put_back(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = ownership.DEVICE_CHECKPOINT
+    checkpoint.write_text("theirs")
+    ownership.claim(layout)
+    assert not checkpoint.exists()
+    checkpoint.write_text("ours")
+
+    assert clear(layout, monkeypatch, chains_before=False, starts=False).found == ["1 device checkpoint"]
+    assert checkpoint.read_text() == "theirs"
+
+    clear(layout, monkeypatch, chains_before=False, starts=False)
+    assert checkpoint.read_text() == "theirs"
+
+
+def test_the_device_checkpoint_of_this_cluster_goes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    ownership.claim(layout)
+    ownership.DEVICE_CHECKPOINT.write_text("ours")
+    clear(layout, monkeypatch, chains_before=False, starts=False)
+    assert not ownership.DEVICE_CHECKPOINT.exists()

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tools.cluster import certificates, cluster, control_plane, dns, kuberay, network, node
+from tools.cluster import certificates, cluster, control_plane, dns, kuberay, network, node, preflight
 from tools.cluster.addresses import NODE_NAME
 from tools.cluster.command import run, succeeds
 from tools.cluster.errors import ClusterError
@@ -40,6 +40,8 @@ def up(machine: Machine, stages: Stages) -> None:
         StageFailed: a stage failed; it has been reported.
     """
     layout, processes = machine.layout, Processes(machine.layout)
+    with stages.stage("look for another Kubernetes"):
+        preflight.require_room(layout)
     with stages.stage("programs") as stage:
         stage.note = _install_programs(machine)
     with stages.stage("bytecode"):

@@ -6,9 +6,8 @@ Called by the suite after each part. It refuses to look at processes without the
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
 
+from tools.cluster import process_table
 from tools.cluster.processes import end, start_ticks
 
 MARK = "PPOJOB_TEST_PART"
@@ -34,18 +33,14 @@ def end_strays(mark: str) -> list[str]:
 def _marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
     found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
+    for pid in process_table.pids():
         # A process that ends meanwhile, or another user's, is none of ours.
         with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+            if wanted in (process_table.PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
     return found
 
 
 def _command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return " ".join(words).strip()[:200]
-    return f"process {pid}"
+    process = process_table.read(pid)
+    return process.shown if process else f"process {pid}"

@@ -1,0 +1,139 @@
+"""`make test`: two lanes beside each other, each in order; a failed build ends the run, nothing is left running."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.cluster.layout import PROJECT, Layout
+from tools.cluster.processes import end, start_ticks
+from tools.suite import parts
+from tools.suite.parts import CLUSTER_DOWN, LANES, LOGS, Part
+
+NAMES = [part.name for lane in LANES.values() for part in lane]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """A layout without a cluster: the suite believes that it has to start one."""
+    return Layout(cache=tmp_path / "cache", state=tmp_path / "state", runtime=tmp_path / "run")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project whose targets only write down that they ran."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "Makefile").write_text("".join(target(name) for name in [*NAMES, CLUSTER_DOWN.name]))
+    return folder
+
+
+def target(name: str, command: str = "@:") -> str:
+    return f"{name}:\n\t@echo {name} >> ran\n\t{command}\n"
+
+
+def replace_target(project: Path, name: str, command: str) -> None:
+    makefile = project / "Makefile"
+    makefile.write_text(makefile.read_text().replace(target(name), target(name, command)))
+
+
+def ran(project: Path) -> list[str]:
+    return (project / "ran").read_text().split()
+
+
+def test_every_part_runs_once_and_the_cluster_that_was_started_is_taken_down(layout: Layout, project: Path) -> None:
+    assert parts.run(layout, project) == 0
+    assert sorted(ran(project)) == sorted([*NAMES, "cluster-down"])
+    for lane in LANES.values():
+        names = [part.name for part in lane]
+        assert [name for name in ran(project) if name in names] == names
+    assert ran(project)[-1] == "cluster-down"
+
+
+def test_a_cluster_that_ran_before_stays(layout: Layout, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "is_healthy", lambda _: True)
+    assert parts.run(layout, project) == 0
+    assert "cluster-down" not in ran(project)
+
+
+def test_the_lanes_run_beside_each_other(layout: Layout, project: Path) -> None:
+    # Each waits for the other one's file: one after the other they would wait for ever.
+    replace_target(project, "trainer", "@touch a; until [ -e b ]; do sleep 0.1; done")
+    replace_target(project, "e2e", "@touch b; until [ -e a ]; do sleep 0.1; done")
+    assert parts.run(layout, project) == 0
+
+
+def test_a_failed_part_fails_the_run_and_does_not_stop_the_next(
+    layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_target(project, "types", "@echo wrong type; exit 1")
+    assert parts.run(layout, project) == 1
+    assert sorted(ran(project)) == sorted([*NAMES, "cluster-down"])
+    assert "wrong type\n" in (project / LOGS / "types.log").read_text()
+    assert "wrong type\n" in capsys.readouterr().out
+
+
+def test_what_parts_of_two_lanes_say_is_not_mixed(
+    layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("trainer", "e2e"):
+        replace_target(project, name, f"@for i in 1 2 3 4 5; do echo {name} $$i; sleep 0.1; done")
+    assert parts.run(layout, project) == 0
+    said = capsys.readouterr().out
+    for name in ("trainer", "e2e"):
+        assert "".join(f"{name} {i}\n" for i in range(1, 6)) in said
+
+
+@pytest.mark.parametrize("name", ["cluster-up", "images"])
+def test_a_failed_build_ends_the_run_at_once(
+    layout: Layout, project: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    replace_target(project, name, "@echo the disk is full; exit 1")
+    replace_target(project, "lint", "@sleep 60")
+    start = time.monotonic()
+    assert parts.run(layout, project) == 1
+    assert time.monotonic() - start < 50
+    said = capsys.readouterr().out
+    assert "the disk is full" in said
+    assert "make lint: ended with the run" in said
+    assert "e2e" not in ran(project)
+    assert ran(project)[-1] == "cluster-down"
+
+
+def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_target(project, "lint", "@sleep 60")
+    start = time.monotonic()
+    assert parts.run(layout, project, {"tests": [Part("lint", 0.5), Part("types", 60)]}) == 1
+    assert time.monotonic() - start < 50
+    assert "ended after its limit of 0.5 s" in capsys.readouterr().out
+    assert ran(project) == ["lint", "types", "cluster-down"]
+
+
+def leave_running(project: Path, name: str) -> None:
+    # A session of its own, as Ray's daemons have: ending the part's process group would miss it.
+    replace_target(
+        project, name, "@setsid --fork sh -c 'echo $$$$ > pid; exec sleep 61'; while [ ! -s pid ]; do :; done"
+    )
+
+
+def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_running(project, "unit")
+    assert parts.run(layout, project) == 0
+    assert start_ticks(int((project / "pid").read_text())) is None
+    assert "left running by unit, and ended: sleep 61" in capsys.readouterr().out
+
+
+def test_the_cluster_that_a_part_starts_keeps_running(layout: Layout, project: Path) -> None:
+    leave_running(project, "cluster-up")
+    assert parts.run(layout, project) == 0
+    pid = int((project / "pid").read_text())
+    ticks = start_ticks(pid)
+    assert ticks is not None
+    end(pid, ticks, limit=5)
+
+
+def test_every_part_is_a_target_of_the_makefile() -> None:
+    makefile = (PROJECT / "Makefile").read_text()
+    assert [name for name in [*NAMES, CLUSTER_DOWN.name] if f"\n.PHONY: {name}\n" not in makefile] == []

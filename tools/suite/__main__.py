@@ -1,0 +1,14 @@
+"""The command line: `python -m tools.suite`, which `make test` calls. The exit code is 0 if every part passed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from tools.cluster.layout import Layout
+from tools.suite.parts import run
+
+if __name__ == "__main__":
+    # Whoever ends this process wants its parts to end as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(run(Layout.from_environment()))
