@@ -73,7 +73,7 @@ format: install ## Format the code and fix what ruff can fix.
 .PHONY: types
 types: install ## Check the types (mypy, strict).
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tools.cluster
+	$(VENV)/bin/mypy --package tools.cluster --package tools.images
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).

@@ -1,8 +1,8 @@
 """Runs inside an image, from standard input: imports all that its program imports, and looks for what a pod relies on.
 
 `python - operator|trainer|trainer-cuda < inside.py`. Standard library only. It names everything that is missing, not
-only the first, and exits with 1 then. No GPU is needed: vLLM is told that its platform is CUDA, because without a GPU
-it would import nothing of that platform; what needs the node's driver (libcuda.so.1) is listed and does not fail.
+only the first, and exits with 1 then. No GPU is needed: where the node's driver is missing, a library without a device
+stands in for it, and vLLM takes its CUDA platform with a Hopper GPU, because it would import nothing of it otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,8 @@ SHARED_LIBRARIES = {"operator": (), "trainer": ("libnuma.so.1",), "trainer-cuda"
 # Modules for another kind of machine than the image's.
 _ELSEWHERE = {"operator": (), "trainer": ("softmax_cuda",), "trainer-cuda": ("rocm", "xpu", "cpu_")}
 DRIVER = "libcuda.so.1"
+NO_DEVICE = 100
+"""CUDA_ERROR_NO_DEVICE."""
 
 
 def modules_of(package: str) -> Iterator[str]:
@@ -122,15 +125,52 @@ def import_all(kind: str) -> tuple[int, list[str]]:
     return len(chosen), [failure for module, name in chosen if (failure := failure_of(module, name))]
 
 
-def take_cuda_for_the_platform() -> None:
-    """Have vLLM take its CUDA platform without a GPU; where there is one, it finds it by itself."""
+def has_driver() -> bool:
+    """Return whether the container has the node's driver, and so its GPUs."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def stand_in_for_the_driver(folder: Path) -> None:
+    """Load a library in the place of libcuda.so.1, whose functions find no device.
+
+    vLLM's libraries are linked with the driver's, which no image has: the node's runtime mounts it.
+    """
+    spec = importlib.util.find_spec("vllm")
+    libraries = [
+        str(path) for root in (spec and spec.submodule_search_locations) or [] for path in Path(root).rglob("*.so")
+    ]
+    listed = subprocess.run(["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=True)
+    functions = sorted(set(re.findall(r" U (cu[A-Z]\w*)$", listed.stdout, re.MULTILINE)))
+    source, library = folder / "driver.c", folder / DRIVER
+    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in functions))
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{DRIVER}", str(source), f"-o{library}"]
+    subprocess.run(command, check=True)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def stand_in_for_the_gpu() -> None:
+    """Have vLLM take its CUDA platform and Triton, as on a Hopper GPU."""
+    # An empty list of devices means to vLLM that there will be one later: else it does without Triton.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import vllm.platforms as platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
 
-    if not platforms.current_platform.is_cuda():
-        from vllm.platforms.cuda import NonNvmlCudaPlatform
+    class Hopper(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
 
-        platform = NonNvmlCudaPlatform()
-        vars(platforms).update(_current_platform=platform, current_platform=platform)
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H200"
+
+    platform = Hopper()
+    vars(platforms).update(_current_platform=platform, current_platform=platform)
 
 
 def surroundings(kind: str) -> Iterator[str]:
@@ -181,14 +221,12 @@ def main(kind: str) -> int:
     warnings.simplefilter("ignore")
     start = time.monotonic()
     missing = list(surroundings(kind))
-    if kind == "trainer-cuda":
-        take_cuda_for_the_platform()
-    count, failures = import_all(kind)
-    has_driver = subprocess.run(["sh", "-c", f"ldconfig -p | grep -q {DRIVER}"], check=False).returncode == 0
-    waiting = [] if has_driver else [failure for failure in failures if DRIVER in failure]
-    missing += [failure for failure in failures if failure not in waiting]
-    for failure in waiting:
-        print(f"needs the node's driver: {failure}")
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "trainer-cuda" and not has_driver():
+            stand_in_for_the_driver(Path(folder))
+            stand_in_for_the_gpu()
+        count, failures = import_all(kind)
+    missing += failures
     for sentence in missing:
         print(f"MISSING: {sentence}")
     print(
