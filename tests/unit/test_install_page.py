@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_operator.manifests.pod import STORAGE_GROUP
 from ppojob_trainer.cli import app
 from tests.examples import EXAMPLES, FOLDER, name_of
-from tools.images.recipes import RECIPES
+from tools.images.recipes import RECIPES, tag
 
 PAGE = Path("docs/install.md").read_text()
 SMALLEST = FOLDER / "00-smallest"
@@ -155,7 +155,7 @@ def test_every_flag_of_helm_is_one() -> None:
     for name, rest in commands:
         help_text = subprocess.run(["helm", name, "--help"], capture_output=True, text=True, check=True).stdout
         for flag in re.findall(r"--[a-z-]+", rest.split(" && ")[0]):
-            assert re.search(rf"{flag}\b", help_text), (name, flag)
+            assert re.search(rf"{flag}(?![\w-])", help_text), (name, flag)
 
 
 @pytest.mark.parametrize("reason", ["KubeRayMissing", "OperatorTooOld", "ModelNotFound"])
@@ -191,6 +191,12 @@ def test_what_was_run_is_what_the_one_node_cluster_has(row: str, version: str) -
     [cells] = [line.split("|") for line in PAGE.splitlines() if line.startswith(f"| {row} |") and line.count("|") == 5]
 
     assert cells[3].strip() == version
+
+
+def test_every_image_has_the_tag_that_is_built() -> None:
+    texts = [PAGE, *(path.read_text() for path in SMALLEST.glob("*.yaml"))]
+
+    assert {found for text in texts for found in re.findall(r"\bppojob-[a-z-]+:([\w.-]+)", text)} == {tag({})}
 
 
 def test_kuberay_is_installed_in_the_version_that_was_run() -> None:

@@ -19,7 +19,7 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Engine:
-    """`command` calls the program, options of its own included; `program` says whose options it takes."""
+    """`command` calls the program, with its options; `program` says whose options it takes."""
 
     command: tuple[str, ...]
     program: str
