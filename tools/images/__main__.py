@@ -21,8 +21,9 @@ from tools.images.errors import ImageError
 from tools.images.recipes import PROJECT, RECIPES, Recipe
 
 INSIDE = Path(__file__).with_name("inside.py")
-# A cluster that chooses the user id takes one like this, with group 0.
-CHOSEN_USER = "1000770000:0"
+# A cluster that chooses the user id takes one that the image does not know, with group 0. Small enough for podman
+# without root, which has 65,536 of them.
+CHOSEN_USER = "23456:0"
 # Pure Python, small, and in none of the images.
 ADDED_PACKAGE = "cowsay"
 _UPON = "FROM {image}\nRUN pip install --quiet {package}\nRUN python -c 'import {package}'\n"
@@ -76,11 +77,11 @@ def check(engine: Engine, recipe: Recipe, environment: Mapping[str, str]) -> str
         run(["sh", "-c", engine.script(name, user, python)], stdin=INSIDE)
     if recipe.kind != "operator":
         say(f"an image made from {name}, with {ADDED_PACKAGE}")
-        _build_upon(engine, name)
+        _build_upon(engine, name, environment)
     return name
 
 
-def _build_upon(engine: Engine, name: str) -> None:
+def _build_upon(engine: Engine, name: str, environment: Mapping[str, str]) -> None:
     added = f"{name}-with-{ADDED_PACKAGE}"
     with tempfile.TemporaryDirectory(prefix="ppojob-image-") as folder:
         containerfile = Path(folder) / "Containerfile"
@@ -92,7 +93,7 @@ def _build_upon(engine: Engine, name: str) -> None:
                 tag=added,
                 arguments={},
                 labels={},
-                options=shlex.split(os.environ.get("BUILD_OPTIONS", "")),
+                options=shlex.split(environment.get("BUILD_OPTIONS", "")),
             )
         )
     run(engine.remove(added))
