@@ -160,16 +160,11 @@ def stand_in_for_the_gpu() -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    class Hopper(NonNvmlCudaPlatform):
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(9, 0)
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "NVIDIA H200"
-
-    platform = Hopper()
+    methods = {
+        "get_device_capability": classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
+        "get_device_name": classmethod(lambda cls, device_id=0: "NVIDIA H200"),
+    }
+    platform = type("Hopper", (NonNvmlCudaPlatform,), methods)()
     vars(platforms).update(_current_platform=platform, current_platform=platform)
 
 
