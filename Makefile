@@ -29,7 +29,7 @@ PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=logical --maxproce
 
 .PHONY: help
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- environment ---
 
@@ -78,7 +78,7 @@ format: install ## Format the code and fix what ruff can fix.
 .PHONY: types
 types: install ## Check the types (mypy, strict).
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tools.cluster --package tools.suite
+	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.suite
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).
@@ -130,6 +130,31 @@ architecture: install ## Check the tree's own rules (sizes, layers, words).
 
 .PHONY: check
 check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit: one to three minutes on two cores.
+
+# --- images, with docker, podman or buildah ---
+
+# ENGINE, TAG, REGISTRY, BASE, UV_DEFAULT_INDEX, PIP_INDEX_URL, BUILD_OPTIONS and PUSH_OPTIONS: docs/install.md has them.
+IMAGES := operator trainer trainer-cuda
+
+.PHONY: image-operator
+image-operator: ## Build the operator's image.
+	python3 -m tools.images build operator
+
+.PHONY: image-trainer
+image-trainer: ## Build the trainer's image for CPU.
+	python3 -m tools.images build trainer
+
+.PHONY: image-trainer-cuda
+image-trainer-cuda: ## Build the trainer's image for NVIDIA GPUs.
+	python3 -m tools.images build trainer-cuda
+
+.PHONY: image-check
+image-check: ## Import in the images all that their programs import, and build upon them (IMAGES="operator").
+	python3 -m tools.images check $(IMAGES)
+
+.PHONY: push
+push: ## Push the images that were built (REGISTRY=registry.example/team; IMAGES="operator trainer-cuda").
+	python3 -m tools.images push $(IMAGES)
 
 # --- the one-node cluster ---
 

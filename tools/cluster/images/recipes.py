@@ -89,7 +89,7 @@ def _files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and _IGNORED not in path.parts]
 
 
-_SHARED_CODE = ("pyproject.toml", "README.md", "operator/ppojob_api")
+_SHARED_CODE = ("pyproject.toml", "README.md", "LICENSE", "operator/ppojob_api")
 OPERATOR = Recipe(
     repository="ppojob/operator",
     packages=base.OPERATOR_PACKAGES,
