@@ -74,6 +74,7 @@ format: install ## Format the code and fix what ruff can fix.
 types: install ## Check the types (mypy, strict).
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --package tools.cluster
+	$(VENV)/bin/mypy --explicit-package-bases tests/unit
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).
