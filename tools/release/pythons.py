@@ -61,7 +61,7 @@ def works_on(version: str) -> bool:
         # In another folder, because pyproject.toml keeps triton away, also from requirements that name it.
         ((uv, "venv", "--quiet", "--clear", f"--python={version}", str(folder)), PROJECT),
         ((*install, "--require-hashes", f"--requirement={PROJECT / 'requirements' / 'dev.txt'}"), Path("/")),
-        ((*install, str(PROJECT)), PROJECT),
+        ((*install, f"--editable={PROJECT}"), PROJECT),
         ((python, "-c", _IMPORT_ALL), folder),
         ((python, "-m", "pytest", "-q", "-m", "not slow", "--numprocesses=2", "--dist=loadfile", *TESTS), PROJECT),
     )
