@@ -76,9 +76,10 @@ format: install ## Format the code and fix what ruff can fix.
 	$(VENV)/bin/ruff format .
 
 .PHONY: types
-types: install ## Check the types (mypy, strict).
+types: install ## Check the types (mypy, strict), those of the tests' fakes too.
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.suite
+	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.suite
+	$(VENV)/bin/mypy --explicit-package-bases tests/unit
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).
@@ -188,6 +189,17 @@ e2e: install ## Run whole jobs on the cluster.
 .PHONY: long
 long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved, real queues.
 	$(PYTEST) tests/integration tests/e2e -m long
+
+# --- a release ---
+
+.PHONY: release
+release: tools | $(filter .build/%,$(UV)) ## Write sdist, wheel, chart package, image names and checksums into dist/.
+	@$(PYTHON) -m tools.release
+
+PYTHON_VERSIONS := 3.12 3.13
+.PHONY: python-versions
+python-versions: install | $(filter .build/%,$(UV)) ## Install, import and test the project on other versions of Python (PYTHON_VERSIONS="3.13").
+	UV=$(abspath $(UV)) $(PYTHON) -m tools.release.pythons $(PYTHON_VERSIONS)
 
 .PHONY: test
 test: install ## Everything, in two lanes: what needs the cluster, and the rest; a table at the end.

@@ -82,6 +82,10 @@ class ApiServer:
         self._timeout = timeout
         self._guard = guard
 
+    def guarded(self, guard: Callable[[], None]) -> "ApiServer":
+        """Return the same connection with another guard."""
+        return ApiServer(self._client, timeout=self._timeout, guard=guard)
+
     async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
         """Return an object, or None if there is none.
 

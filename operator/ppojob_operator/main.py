@@ -101,7 +101,7 @@ async def run(settings: Settings) -> None:
         network = _job_network(settings)
         term = Term(
             settings,
-            client,
+            api,
             session,
             lambda job: Surroundings(server.report_url(job.namespace, job.name), server.ca_bundle(), key, network),
             health,

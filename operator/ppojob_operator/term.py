@@ -7,7 +7,7 @@ longer changes nothing, however late it learns of it.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
@@ -20,10 +20,6 @@ from ppojob_operator.plan import JobKey, Surroundings
 from ppojob_operator.settings import Settings
 from ppojob_operator.status_server import Health, OperatorMetrics
 from ppojob_operator.together import run_together
-
-if TYPE_CHECKING:
-    # Its models take seconds to load, and only their names are needed here.
-    from kubernetes.aio.client import ApiClient
 
 _LOOP_PULSE_SECONDS = 300.0
 _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
@@ -39,7 +35,7 @@ class Term:
     def __init__(
         self,
         settings: Settings,
-        client: "ApiClient",
+        api: ApiServer,
         session: aiohttp.ClientSession,
         surroundings: Callable[[JobKey], Surroundings],
         health: Health,
@@ -47,7 +43,7 @@ class Term:
         parts: Mapping[str, Part],
     ) -> None:
         self._settings = settings
-        self._client = client
+        self._api = api
         self._session = session
         self._surroundings = surroundings
         self._health = health
@@ -75,8 +71,7 @@ class Term:
         Raises:
             RuntimeError: one of its parts ended by itself.
         """
-        timeout = self._settings.request_timeout
-        api = ApiServer(self._client, timeout=timeout, guard=guard)
+        api = self._api.guarded(guard)
         cluster = Cluster(api, reporter=self._settings.pod_name)
         metrics = self._metrics
         hooks = Hooks(
@@ -85,7 +80,7 @@ class Term:
             count_submission=metrics.count_submission,
             count_retries=metrics.count_retries,
         )
-        dashboard = Dashboard(self._session, timeout=timeout, guard=guard)
+        dashboard = Dashboard(self._session, timeout=self._settings.request_timeout, guard=guard)
         loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks)
         watches = Watches(self._settings, cluster, loop.note)
         self._health.check(_WATCH, loop.watch_problem)

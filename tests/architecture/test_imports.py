@@ -24,7 +24,9 @@ BREAKS = {
     "trainer_image/ppojob_trainer/controller/schedule.py": "import ray",
     "trainer_image/ppojob_trainer/engines/fsdp/__init__.py": "import vllm\nimport ppojob_trainer.engines.vllm",
     "trainer_image/ppojob_trainer/telemetry/eta.py": "import torch",
-    "trainer_image/ppojob_trainer/checkpoints/durable.py": "import ppojob_trainer.checkpoints.store",
+    "trainer_image/ppojob_trainer/checkpoints/durable.py": (
+        "import typing\nif typing.TYPE_CHECKING:\n    import ppojob_trainer.checkpoints.store"
+    ),
 }
 HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
 
@@ -57,7 +59,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
         "--config",
         str(root / ".importlinter"),
     ]
-    path = os.pathsep.join(str((root / folder).absolute()) for folder in SOURCES)
+    path = os.pathsep.join(str((root / folder).absolute()) for folder in (*SOURCES, ""))
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180, check=False)
 
@@ -69,7 +71,7 @@ def test_the_import_contracts_are_kept() -> None:
 
 
 def test_every_import_contract_can_be_broken(tmp_path: Path) -> None:
-    for folder in SOURCES:
+    for folder in (*SOURCES, "tools"):
         shutil.copytree(folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(".importlinter", tmp_path)
     for file, statement in BREAKS.items():

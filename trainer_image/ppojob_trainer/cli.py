@@ -19,7 +19,6 @@ from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
-from ppojob_trainer.commands.local_run import job_file, next_attempt, stop_on_interrupt
 from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
 
 app = typer.Typer(
@@ -71,6 +70,8 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and end.")] = False,
 ) -> None:
     """Train on this machine's own Ray, without Kubernetes. The same command again goes on from the last checkpoint."""
+    from ppojob_trainer.commands.local_run import job_file, next_attempt
+
     manifest = _load(file, sets)
     folder = output or Path("output") / manifest.name
     with _refusals():
@@ -210,6 +211,7 @@ def _train(job: JobFile, attempt: int) -> bool:
     Raises:
         typer.Exit: it failed, and why was printed.
     """
+    from ppojob_trainer.commands.local_run import stop_on_interrupt
     from ppojob_trainer.main import JobFailedError, run_job
     from ppojob_trainer.telemetry import RunFiles, configure_logging, tee_output
 

@@ -69,6 +69,10 @@ class ApiModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
+Problem = tuple[str, object, str]
+"""Path of the field below spec, its value, and a sentence with the remedy."""
+
+
 class Rule(BaseModel):
     """One CEL rule of the schema (`x-kubernetes-validations`), beside the Python check of the same meaning."""
 
@@ -87,5 +91,5 @@ class Rule(BaseModel):
 
 
 def rules(*items: Rule) -> dict[str, Any]:
-    """Return `json_schema_extra` that carries the rules into the structural schema."""
-    return {Rule.SCHEMA_KEY: [item.to_schema() for item in items]}
+    """Return what carries the rules into a model's schema: its `json_schema_extra`; nothing for no rules."""
+    return {Rule.SCHEMA_KEY: [item.to_schema() for item in items]} if items else {}

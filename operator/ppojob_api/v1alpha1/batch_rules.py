@@ -4,14 +4,10 @@
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator
-from ppojob_api.v1alpha1.base import Rule
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _OF_GROUPS = (AdvantageEstimator.GRPO, AdvantageEstimator.RLOO)
 """Estimators that compare the responses to one prompt with each other."""
@@ -40,7 +36,7 @@ BATCH_RULES = [
 ]
 
 
-def _mini_batches_divide_the_batch(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _mini_batches_divide_the_batch(spec: PPOJobSpec) -> Iterator[Problem]:
     batch = spec.data.train_batch_size
     sizes = {"actor": spec.actor.mini_batch_size}
     if spec.algorithm.needs_critic:
@@ -54,7 +50,7 @@ def _mini_batches_divide_the_batch(spec: "PPOJobSpec") -> "Iterator[Problem]":
             yield f"{role}.miniBatchSize", size, f"does not divide data.trainBatchSize ({batch}): use {fitting}, say"
 
 
-def _groups_have_two_responses(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _groups_have_two_responses(spec: PPOJobSpec) -> Iterator[Problem]:
     estimator, samples = spec.algorithm.advantage_estimator, spec.rollout.samples_per_prompt
     if estimator in _OF_GROUPS and samples < 2:
         remedy = (

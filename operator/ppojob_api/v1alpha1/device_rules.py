@@ -1,16 +1,12 @@
 """Rules of `spec.pools[]` about devices: slices of a GPU, and devices that come by claims.
 
-`pools.py` puts the CEL beside the fields; `rules.py` puts the Python beside the other checks.
+`rules.py` puts them beside the others, each in CEL and in Python.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 MIG_PREFIX = "nvidia.com/mig-"
 """Beginning of the resources that NVIDIA's device plugin gives to slices of a GPU."""
@@ -29,14 +25,14 @@ DEVICE_RULES = [
 ]
 
 
-def _slices_are_alone_in_their_pods(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _slices_are_alone_in_their_pods(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         if (pool.gpu_resource_name or "").startswith(MIG_PREFIX) and pool.gpus_per_node != 1:
             remedy = f"CUDA finds one MIG slice in a pod ({pool.gpu_resource_name}): use gpusPerNode 1, and more nodes"
             yield f"pools[{index}].gpusPerNode", pool.gpus_per_node, remedy
 
 
-def _claims_say_where_the_gpus_come_from(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _claims_say_where_the_gpus_come_from(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         names = [claim.name for claim in pool.resource_claims]
         if names and pool.gpu_resource_name is None:

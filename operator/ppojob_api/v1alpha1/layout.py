@@ -6,16 +6,14 @@ compares it with the spec's. `rules.py` lets these fields change.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.pools import Placement, Pools
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleSpec, Trained
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 
 class TrainedSizes(ApiModel):
@@ -67,7 +65,7 @@ RELAID = (
 """The fields of the spec that are the layout."""
 
 
-def layout_of(spec: "PPOJobSpec") -> Layout:
+def layout_of(spec: PPOJobSpec) -> Layout:
     """Return the layout of a resolved spec."""
     return Layout(
         # What autoBalance may do is no part of what is.

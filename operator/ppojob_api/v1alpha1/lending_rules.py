@@ -1,14 +1,10 @@
 """Rules of `placement.lentToRollout`. `rules.py` puts them beside the others, each in CEL and in Python."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.parallel_rules import ROLLOUT_POOL
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 LENDING_RULES = [
     Rule(
@@ -22,7 +18,7 @@ LENDING_RULES = [
 ]
 
 
-def _lent_pools_are_others(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _lent_pools_are_others(spec: PPOJobSpec) -> Iterator[Problem]:
     names = [pool.name for pool in spec.pools]
     own, *lent = spec.placement.rollout_pools
     for index, name in enumerate(lent):

@@ -4,14 +4,10 @@
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.runtime import Device
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _TRAINED = ("actor", "critic")
 _OFFLOADING = (
@@ -59,14 +55,14 @@ MODEL_RULES = [
 ]
 
 
-def _activation_offload_needs_checkpointing(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _activation_offload_needs_checkpointing(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, model in (("actor", spec.model.actor), ("critic", spec.model.critic)):
         if model.activation_offload and not model.gradient_checkpointing:
             remedy = "keeps what gradientCheckpointing recomputes from: set that to true as well"
             yield f"model.{role}.activationOffload", True, remedy
 
 
-def _the_cpu_has_nothing_to_offload(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _the_cpu_has_nothing_to_offload(spec: PPOJobSpec) -> Iterator[Problem]:
     if spec.device is not Device.CPU:
         return
     model = spec.model
@@ -83,7 +79,7 @@ def _the_cpu_has_nothing_to_offload(spec: "PPOJobSpec") -> "Iterator[Problem]":
             yield f"model.{path}", True, "with device cpu everything is in the host's memory already: leave it out"
 
 
-def _a_reference_without_adapters_is_the_actor(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _a_reference_without_adapters_is_the_actor(spec: PPOJobSpec) -> Iterator[Problem]:
     if not spec.model.reference_is_actor:
         return
     pool = spec.placement.ref

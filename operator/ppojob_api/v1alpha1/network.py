@@ -5,10 +5,9 @@
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from ppojob_api.v1alpha1.base import ApiModel, rules
-from ppojob_api.v1alpha1.network_rules import NETWORK_RULES
+from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.quantities import StringMap
 
 
@@ -23,8 +22,6 @@ class RDMA(ApiModel):
 
 class PoolNetwork(ApiModel):
     """The network of a pool's pods."""
-
-    model_config = ConfigDict(json_schema_extra=rules(*NETWORK_RULES))
 
     host_network: bool = False
     """Use the host's network."""

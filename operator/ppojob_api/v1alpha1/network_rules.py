@@ -1,16 +1,12 @@
 """Rules of `spec.pools[].network`: which variables it may set, and none twice.
 
-`network.py` puts the CEL beside the fields; `rules.py` puts the Python beside the other checks.
+`rules.py` puts them beside the others, each in CEL and in Python.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 PREFIXES = ("NCCL_", "UCX_", "GLOO_")
 """Beginnings of the variables that `nccl` may set."""
@@ -38,7 +34,7 @@ NETWORK_RULES = [
 ]
 
 
-def _networks_set_their_own_variables(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _networks_set_their_own_variables(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         where, network = f"pools[{index}].network", pool.network
         foreign = [name for name in network.nccl if not name.startswith(PREFIXES)]

@@ -5,15 +5,11 @@ trainer can say, which reads the model's configuration before it loads anything.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.runtime import Device
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
-    from ppojob_api.v1alpha1.training import Trained
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Trained
 
 _TRAINED = ("actor", "critic")
 _POOL_OF = {
@@ -77,7 +73,7 @@ PARALLEL_RULES = [
 ]
 
 
-def _peers_divide_the_pools(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _peers_divide_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     pools = {pool.name: pool.gpus for pool in spec.pools}
     critic = (spec.placement.critic or spec.placement.actor) if spec.algorithm.needs_critic else None
     for role, training, pool in (("actor", spec.actor, spec.placement.actor), ("critic", spec.critic, critic)):
@@ -97,7 +93,7 @@ def _peers_divide_the_pools(spec: "PPOJobSpec") -> "Iterator[Problem]":
         )
 
 
-def _peers_are_of_one_kind(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _peers_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, training, model in (
         ("actor", spec.actor, spec.model.actor),
         ("critic", spec.critic, spec.model.critic),
@@ -112,7 +108,7 @@ def _peers_are_of_one_kind(spec: "PPOJobSpec") -> "Iterator[Problem]":
                 yield f"{role}.tensorParallelSize", tensor, remedy
 
 
-def _replicas_fit_their_nodes(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
     names = spec.placement.rollout_pools
     if size > 1 and spec.device is Device.CPU:
@@ -124,7 +120,7 @@ def _replicas_fit_their_nodes(spec: "PPOJobSpec") -> "Iterator[Problem]":
             yield "rollout.tensorParallelSize", size, remedy
 
 
-def _larger(training: "Trained") -> tuple[str, int]:
+def _larger(training: Trained) -> tuple[str, int]:
     """The field that is to blame."""
     if training.tensor_parallel_size >= training.sequence_parallel_size:
         return "tensorParallelSize", training.tensor_parallel_size

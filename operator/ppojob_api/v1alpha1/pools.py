@@ -3,10 +3,9 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from ppojob_api.v1alpha1.base import ApiModel, rules
-from ppojob_api.v1alpha1.device_rules import DEVICE_RULES
+from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.quantities import (
     DNSLabel,
@@ -69,8 +68,6 @@ class ResourceClaim(ApiModel):
 
 class Pool(Scheduling):
     """GPUs of one kind: nodes x gpusPerNode."""
-
-    model_config = ConfigDict(json_schema_extra=rules(*DEVICE_RULES))
 
     name: DNSLabel
     """Name of the pool; placement refers to it."""

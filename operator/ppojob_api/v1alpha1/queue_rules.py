@@ -5,14 +5,10 @@ the head and the seven pools that a spec may have are just so many.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import Rule
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.runtime import GangScheduler
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.rules import Problem
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _HEAD = "head"
 """Kueue's own name for the pods of Ray's head."""
@@ -41,21 +37,21 @@ QUEUE_RULES = [
 ]
 
 
-def _no_pool_has_kueues_name_for_the_head(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _no_pool_has_kueues_name_for_the_head(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         if spec.run_policy.queue_name is not None and pool.name == _HEAD:
             remedy = "with runPolicy.queueName this name is taken by Ray's head: rename the pool"
             yield f"pools[{index}].name", pool.name, remedy
 
 
-def _priority_is_of_a_queue(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _priority_is_of_a_queue(spec: PPOJobSpec) -> Iterator[Problem]:
     policy = spec.run_policy
     if policy.queue_priority_class is not None and policy.queue_name is None:
         remedy = "only a queue reads it: set runPolicy.queueName too, or take it out"
         yield "runPolicy.queuePriorityClass", policy.queue_priority_class, remedy
 
 
-def _gang_scheduler_and_its_queue_belong_together(spec: "PPOJobSpec") -> "Iterator[Problem]":
+def _gang_scheduler_and_its_queue_belong_together(spec: PPOJobSpec) -> Iterator[Problem]:
     scheduler, queue = spec.run_policy.gang_scheduler, spec.run_policy.gang_scheduler_queue
     if queue is not None and scheduler is GangScheduler.NONE:
         yield "runPolicy.gangSchedulerQueue", queue, "only a gang scheduler reads it: set gangScheduler, or take it out"

@@ -1,31 +1,26 @@
 """Rules of the spec that span fields, each in CEL for the API server and in Python for everybody else.
 
-`spec.py` puts the CEL into the schema; `validation.py` runs the Python. One table of bad specs tests both.
+`schema.py` puts the CEL into the schema; `validation.py` runs the Python. One table of bad specs tests both.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-from ppojob_api.v1alpha1.base import ApiModel, Rule
+from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
-from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS
+from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.lending_rules import LENDING_CHECKS, LENDING_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
-from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS
+from ppojob_api.v1alpha1.network import PoolNetwork
+from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
-from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.pools import Pool, Role
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, RolloutSpec, ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
-
-if TYPE_CHECKING:
-    from ppojob_api.v1alpha1.spec import PPOJobSpec
-
-Problem = tuple[str, object, str]
-"""Path of the field below spec, its value, and a sentence with the remedy."""
 
 _ROLES = [role.value for role in Role]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
@@ -104,6 +99,9 @@ SPEC_RULES = [
     *QUEUE_RULES,
 ]
 
+RULES_OF: dict[type[ApiModel], list[Rule]] = {PPOJobSpec: SPEC_RULES, Pool: DEVICE_RULES, PoolNetwork: NETWORK_RULES}
+"""The CEL of this package's rules, by the model in whose schema it stands."""
+
 _SECTIONS: dict[str, type[ApiModel]] = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
 """The sections of which a part may change."""
 
@@ -136,13 +134,13 @@ METADATA_RULES = [
 """Rules at the root of the object, where CEL sees the status too."""
 
 
-def check(spec: "PPOJobSpec") -> Iterator[Problem]:
+def check(spec: PPOJobSpec) -> Iterator[Problem]:
     """Yield every problem of a spec that spans fields."""
     for rule in _CHECKS:
         yield from rule(spec)
 
 
-def _pool_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _pool_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
     seen: set[str] = set()
     for index, pool in enumerate(spec.pools):
         if pool.name in seen:
@@ -150,7 +148,7 @@ def _pool_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
         seen.add(pool.name)
 
 
-def _nodes_are_within_their_bounds(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _nodes_are_within_their_bounds(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         if pool.min_nodes is not None and pool.min_nodes > pool.nodes:
             yield f"pools[{index}].minNodes", pool.min_nodes, f"is above nodes, which is {pool.nodes}: lower it"
@@ -158,7 +156,7 @@ def _nodes_are_within_their_bounds(spec: "PPOJobSpec") -> Iterator[Problem]:
             yield f"pools[{index}].maxNodes", pool.max_nodes, f"is below nodes, which is {pool.nodes}: raise it"
 
 
-def _env_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
     seen: set[str] = set()
     for index, variable in enumerate(spec.env):
         if variable.name in seen:
@@ -166,7 +164,7 @@ def _env_names_are_unique(spec: "PPOJobSpec") -> Iterator[Problem]:
         seen.add(variable.name)
 
 
-def _placement_names_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     names = [pool.name for pool in spec.pools]
     for role in _ROLES:
         name = getattr(spec.placement, role)
@@ -178,14 +176,14 @@ def _placement_names_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
             )
 
 
-def _modes_fit_the_pools(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     is_split = spec.placement.critic not in (None, spec.placement.actor)
     if spec.schedule.mode in _SPLIT_MODES and not is_split:
         remedy = "needs actor and critic in different pools: use Serial or Auto, or give the critic its own pool"
         yield "schedule.mode", spec.schedule.mode.value, remedy
 
 
-def _only_overlapped_does_without(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _only_overlapped_does_without(spec: PPOJobSpec) -> Iterator[Problem]:
     schedule = spec.schedule
     if schedule.without and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
         value = [overlap.value for overlap in schedule.without]
@@ -196,19 +194,19 @@ def _only_overlapped_does_without(spec: "PPOJobSpec") -> Iterator[Problem]:
         )
 
 
-def _sources_have_their_blocks(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _sources_have_their_blocks(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
         if source is not None and (block := source.missing_block):
             yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
 
 
-def _prometheus_has_a_port_of_its_own(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
     port = spec.telemetry.prometheus_port
     if port in _RAY_PORTS:
         yield "telemetry.prometheusPort", port, "this port of the head pod is Ray's own: choose another, or 0 for none"
 
 
-def _reward_has_what_its_type_reads(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _reward_has_what_its_type_reads(spec: PPOJobSpec) -> Iterator[Problem]:
     reward, kind = spec.reward, spec.reward.type.value
     if reward.uses_function and reward.function is None:
         yield "reward.function", None, f"type {kind} needs the block function: add it"
@@ -221,7 +219,7 @@ def _reward_has_what_its_type_reads(spec: "PPOJobSpec") -> Iterator[Problem]:
         yield "model.reward.path", spec.model.reward.path, remedy
 
 
-def _reward_weights_weigh(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _reward_weights_weigh(spec: PPOJobSpec) -> Iterator[Problem]:
     weights = spec.reward.weights
     if weights is None:
         return
@@ -232,14 +230,14 @@ def _reward_weights_weigh(spec: "PPOJobSpec") -> Iterator[Problem]:
         yield "reward.weights", shown, "every score would be 0: give at least one another value"
 
 
-def _reward_is_module_or_file(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _reward_is_module_or_file(spec: PPOJobSpec) -> Iterator[Problem]:
     function = spec.reward.function
     if function is not None and (function.module is None) == (function.path is None):
         value = {"module": function.module, "path": function.path}
         yield "reward.function", value, "give either module or path, not both and not neither"
 
 
-def _workers_have_names_pools_and_classes(spec: "PPOJobSpec") -> Iterator[Problem]:
+def _workers_have_names_pools_and_classes(spec: PPOJobSpec) -> Iterator[Problem]:
     pools = [pool.name for pool in spec.pools]
     seen: set[str] = set()
     for index, worker in enumerate(spec.workers):
@@ -257,7 +255,7 @@ def _workers_have_names_pools_and_classes(spec: "PPOJobSpec") -> Iterator[Proble
             yield where, value, "give either module or path, not both and not neither"
 
 
-_CHECKS: tuple[Callable[["PPOJobSpec"], Iterator[Problem]], ...] = (
+_CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
     _nodes_are_within_their_bounds,
     _env_names_are_unique,

@@ -7,9 +7,12 @@ Source of the rules: Kubernetes' documentation of structural schemas (apiextensi
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.rules import METADATA_RULES
+from ppojob_api.v1alpha1.base import Rule, rules
+from ppojob_api.v1alpha1.rules import METADATA_RULES, RULES_OF
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 
@@ -33,13 +36,20 @@ _KEPT = {
 }  # fmt: skip
 
 
+class _WithRules(GenerateJsonSchema):
+    """Puts the rules that span fields into the schema of the model that they are of."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        return super().model_schema(schema) | rules(*RULES_OF.get(schema["cls"], []))
+
+
 def structural(model: type[BaseModel]) -> Schema:
     """Return the structural schema of a model.
 
     Raises:
         ValueError: the model uses something that a structural schema cannot express.
     """
-    raw = model.model_json_schema(by_alias=True, mode="validation")
+    raw = model.model_json_schema(by_alias=True, mode="validation", schema_generator=_WithRules)
     return _convert(raw, raw.get("$defs", {}), model.__name__)
 
 
@@ -65,7 +75,7 @@ def custom_resource_definition() -> Schema:
             "spec": structural(PPOJobSpec),
             "status": structural(PPOJobStatus),
         },
-        "x-kubernetes-validations": [rule.to_schema() for rule in METADATA_RULES],
+        Rule.SCHEMA_KEY: [rule.to_schema() for rule in METADATA_RULES],
     }
     version = {
         "name": constants.VERSION,

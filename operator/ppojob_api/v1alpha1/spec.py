@@ -6,16 +6,15 @@ span fields are in `rules.py`, each in CEL and in Python.
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_api.v1alpha1.base import ApiModel, rules
+from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
 from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
 from ppojob_api.v1alpha1.quantities import ObjectName, RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
-from ppojob_api.v1alpha1.rules import SPEC_RULES
 from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
 from ppojob_api.v1alpha1.telemetry import TelemetrySpec
 from ppojob_api.v1alpha1.training import (
@@ -31,8 +30,6 @@ from ppojob_api.v1alpha1.workers import Workers
 
 class PPOJobSpec(ApiModel):
     """What to train, on what, for what reward, and which GPUs each role gets."""
-
-    model_config = ConfigDict(json_schema_extra=rules(*SPEC_RULES))
 
     image: Annotated[str, Field(min_length=1, max_length=1024)]
     """Trainer image of all Ray pods."""

@@ -47,5 +47,5 @@ def write_tiny_model(folder: Path, **settings: Any) -> Path:
             **settings,
         }
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder

@@ -12,16 +12,17 @@ from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GONE, with_changes
 
-KL = {("spec", "algorithm"): {"kl": {"inReward": True}}}
-LORA = {("spec", "model", "actor", "lora"): {"rank": 4}}
+Changes = dict[tuple[str | int, ...], Any]
+KL: Changes = {("spec", "algorithm"): {"kl": {"inReward": True}}}
+LORA: Changes = {("spec", "model", "actor", "lora"): {"rank": 4}}
 LORA_AND_A_COPY = LORA | {("spec", "model", "ref"): {"path": "/data/model"}}
-SAMPLES = {("spec", "rollout"): {"samplesPerPrompt": 2}}
+SAMPLES: Changes = {("spec", "rollout"): {"samplesPerPrompt": 2}}
 GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
 GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
-NO_CRITIC_POOL = {("spec", "placement", "critic"): GONE}
+NO_CRITIC_POOL: Changes = {("spec", "placement", "critic"): GONE}
 
 
-def _resolved(changes: dict[tuple[str | int, ...], Any]) -> PPOJobSpec:
+def _resolved(changes: Changes) -> PPOJobSpec:
     return resolve(parse_manifest(with_changes(changes))[2])
 
 
@@ -55,7 +56,7 @@ def _resolved(changes: dict[tuple[str | int, ...], Any]) -> PPOJobSpec:
         "ref of no use",
     ],
 )
-def test_every_role_in_use_has_a_pool(changes: dict[tuple[str | int, ...], Any], expected: str) -> None:
+def test_every_role_in_use_has_a_pool(changes: Changes, expected: str) -> None:
     placed = {role: pool.name for role, pool in roles(_resolved(changes))}
 
     assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
@@ -87,9 +88,7 @@ def test_pools_that_are_lent_are_a_set(given: list[str], resolved: list[str] | N
         ({("spec", "schedule"): {"mode": "Serial"}}, ScheduleMode.SERIAL),
     ],
 )
-def test_auto_overlaps_where_actor_and_critic_are_apart(
-    changes: dict[tuple[str | int, ...], Any], mode: ScheduleMode
-) -> None:
+def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: ScheduleMode) -> None:
     assert _resolved(changes).schedule.mode is mode
 
 
@@ -103,7 +102,7 @@ def test_auto_overlaps_where_actor_and_critic_are_apart(
     ],
 )
 def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
-    changes: dict[tuple[str | int, ...], Any], mode: str, kept: list[Overlap]
+    changes: Changes, mode: str, kept: list[Overlap]
 ) -> None:
     once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "without": ["Values"]}})
 
@@ -121,7 +120,7 @@ def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
     ],
 )
 def test_the_gpu_resource_follows_the_device(device: str, given: str | None, expected: str) -> None:
-    changes: dict[tuple[str | int, ...], Any] = {("spec", "device"): device}
+    changes: Changes = {("spec", "device"): device}
     if given:
         changes[("spec", "pools", 0, "gpuResourceName")] = given
 

@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
         "conditions": [{"type": "Complete", "status": "False"}, {"type": "Progressing", "status": "True"}],
     },
 }
-EVENTS = [
+EVENTS: list[dict[str, Any]] = [
     {"reason": "Valid", "message": "the spec is valid", "lastTimestamp": "2026-01-01T00:00:05Z"},
     {"reason": "FirstStep", "note": "a step was made", "eventTime": "2026-01-01T00:00:09Z", "lastTimestamp": None},
 ]

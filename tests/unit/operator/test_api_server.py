@@ -200,7 +200,7 @@ async def test_a_guard_that_says_no_lets_nothing_be_written_but_everything_be_re
     def guard() -> None:
         raise ApiUnavailable("does not lead")
 
-    guarded = ApiServer(api._client, timeout=20.0, guard=guard)
+    guarded = api.guarded(guard)
 
     assert await guarded.read(JOBS, "ns", "x")
     for method in ("PATCH", "POST", "PUT", "DELETE"):

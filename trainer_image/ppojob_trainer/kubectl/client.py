@@ -27,7 +27,7 @@ class NotThereError(ValueError):
 class Cluster(Protocol):
     """What the commands need of a cluster."""
 
-    def get(self, *arguments: str) -> Any:
+    def get(self, kind: str, /, *arguments: str) -> Any:
         """Return what `kubectl get` gives, decoded."""
 
     def output(self, *arguments: str, stdin: str | None = None) -> bytes:

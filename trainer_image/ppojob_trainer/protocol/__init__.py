@@ -5,7 +5,8 @@ well through any object store.
 """
 
 from ppojob_trainer.protocol.data_proto import DataProto, ProtocolError
-from ppojob_trainer.protocol.keys import FIELDS, Field, Keys, Meta, check_layout
+from ppojob_trainer.protocol.fields import FIELDS, Field, check_layout
+from ppojob_trainer.protocol.keys import Keys, Meta
 from ppojob_trainer.protocol.layout import (
     object_array,
     position_ids_from_mask,

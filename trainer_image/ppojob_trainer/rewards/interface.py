@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+Score = float | Mapping[str, Any]
+"""What a reward function says of one response."""
 
 
 class ComputeScore(Protocol):
@@ -18,7 +21,7 @@ class ComputeScore(Protocol):
 
     def __call__(
         self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-    ) -> float | Mapping[str, Any]:
+    ) -> Score | Awaitable[Score]:
         """Return the score of one response."""
         ...
 

@@ -27,7 +27,8 @@ def at(seconds: float) -> datetime:
 
 
 def test_a_report_keeps_the_time_of_its_first_look_until_another_one_comes() -> None:
-    times, first = ReportTimes(), {"attempt": 0, "report": 1, "lastUpdateTime": "2026-03-01T11:00:00Z"}
+    times = ReportTimes()
+    first: dict[str, Any] = {"attempt": 0, "report": 1, "lastUpdateTime": "2026-03-01T11:00:00Z"}
 
     assert times.seen(job(), at(0)) is None
     assert times.seen(job(**first), at(10)) == at(10)
@@ -35,13 +36,14 @@ def test_a_report_keeps_the_time_of_its_first_look_until_another_one_comes() -> 
     assert times.seen(job(**{**first, "report": 2}), at(30)) == at(30)
     assert times.seen(job(**{**first, "attempt": 1}), at(40)) == at(40)
     # An older trainer numbers none.
-    unnumbered = {"attempt": 1, "report": 0}
+    unnumbered: dict[str, Any] = {"attempt": 1, "report": 0}
     assert times.seen(job(**unnumbered, lastUpdateTime="2026-03-01T11:00:00Z"), at(50)) == at(50)
     assert times.seen(job(**unnumbered, lastUpdateTime="2026-03-01T11:00:10Z"), at(60)) == at(60)
 
 
 def test_another_object_of_the_same_name_and_a_job_that_was_forgotten_begin_anew() -> None:
-    times, report = ReportTimes(), {"attempt": 0, "report": 1}
+    times = ReportTimes()
+    report: dict[str, Any] = {"attempt": 0, "report": 1}
     times.seen(job(**report), at(0))
 
     assert times.seen(job("another", **report), at(10)) == at(10)

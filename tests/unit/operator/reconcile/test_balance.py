@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
-from ppojob_operator.plan import RayState
+from ppojob_operator.plan import Ray, RayState
 from tests.unit.operator.reconcile.worlds import World
 
 MINUTE = 60
@@ -19,7 +19,7 @@ def pools(**critic: Any) -> list[dict[str, Any]]:
 
 def advice(percent: int, *, actor: int = 1, critic: int = 2, gpus_per_node: int = 1) -> dict[str, Any]:
     """Return the trainer's advice for the nodes of both pools."""
-    sizes = [
+    sizes: list[dict[str, Any]] = [
         {"name": "actor", "nodes": actor, "gpusPerNode": 2},
         {"name": "critic", "nodes": critic, "gpusPerNode": gpus_per_node},
     ]
@@ -44,7 +44,7 @@ def start(world: World) -> World:
     nodes = {pool["name"]: pool["nodes"] for pool in world.status["effectiveLayout"]["pools"]}
     world.see(pods=(*world.observed.pods, *more[: nodes["critic"] - 1]))
     ray = world.observed.ray
-    world.see(ray=ray or type(RAY)()).settle()
+    world.see(ray=ray or Ray()).settle()
     return report(world.wait(20))
 
 
@@ -52,9 +52,6 @@ def report(world: World) -> World:
     """Let the trainer report, and look."""
     world.trainer_reports(step=5)
     return world
-
-
-RAY = World().run().observed.ray
 
 
 def nodes_wanted(world: World) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import progress_audience
-from ppojob_operator.api_server import ApiUnavailable
+from ppojob_operator.api_server import ApiUnavailable, RawObject, StatusOf
 from ppojob_operator.status_server import JobIdentity, TokenIdentity
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
@@ -46,28 +46,28 @@ class FakeCluster:
         self._fail("read_job")
         return self.jobs.get((namespace, name))
 
-    async def apply_progress(self, key: JobIdentity, status_of: Callable[[Any], dict[str, Any] | None]) -> bool:
+    async def apply_progress(self, key: JobIdentity, status_of: StatusOf) -> bool:
         if self.before_write:
             await self.before_write()
         self._fail("apply_progress")
         job = self.jobs.get((key.namespace, key.name))
         status = status_of(job or {})
         if status is not None:
-            self.writes.append((key, status))
+            self.writes.append((key, dict(status)))
         return job is not None and job["metadata"]["uid"] == key.uid
 
     async def read_secret(self, namespace: str, name: str) -> dict[str, Any] | None:
         self._fail("read_secret")
         return copy.deepcopy(self.secrets.get((namespace, name)))
 
-    async def create_secret(self, secret: dict[str, Any]) -> bool:
+    async def create_secret(self, secret: RawObject) -> bool:
         self._fail("create_secret")
         place = (secret["metadata"]["namespace"], secret["metadata"]["name"])
         if place in self.secrets:
             return False
         return self._store(place, secret, 1)
 
-    async def replace_secret(self, secret: dict[str, Any]) -> bool:
+    async def replace_secret(self, secret: RawObject) -> bool:
         self._fail("replace_secret")
         place = (secret["metadata"]["namespace"], secret["metadata"]["name"])
         version = self.secrets[place]["metadata"]["resourceVersion"]
@@ -75,8 +75,8 @@ class FakeCluster:
             return False
         return self._store(place, secret, int(version) + 1)
 
-    def _store(self, place: tuple[str, str], secret: dict[str, Any], version: int) -> bool:
-        stored = copy.deepcopy(secret)
+    def _store(self, place: tuple[str, str], secret: RawObject, version: int) -> bool:
+        stored = copy.deepcopy(dict(secret))
         stored["metadata"]["resourceVersion"] = str(version)
         self.secrets[place] = stored
         return True

@@ -23,6 +23,7 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
+from tests.unit.operator.status_server.conftest import FakeCluster
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
@@ -105,7 +106,7 @@ class Running:
 
 @asynccontextmanager
 async def serving(
-    cluster: Any, settings: StatusServerSettings, *beside: tuple[int, web.Application]
+    cluster: FakeCluster, settings: StatusServerSettings, *beside: tuple[int, web.Application]
 ) -> AsyncIterator[Running]:
     health = Health()
     server = StatusServer(

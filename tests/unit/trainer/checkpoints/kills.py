@@ -55,7 +55,7 @@ def main() -> int:
     """Make one folder for each point at which a process can die; the last one is of a process that lived."""
     base, scenario = Path(sys.argv[1]), sys.argv[2]
     # A kill takes nothing out of the kernel's cache, so the disk need not be waited for; the call still counts.
-    os.fsync = lambda handle: None
+    os.fsync = lambda fd: None
     step = 4 if scenario in ("first", "again") else 8
     for count in range(1000):
         folder = base / f"{count}"

@@ -21,7 +21,9 @@ WORKER = {
     "pool": "critic",
     "hooks": [{"after": "Step", "method": "f"}],
 }
-FILES = {("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}}
+FILES: dict[tuple[str | int, ...], Any] = {
+    ("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}
+}
 
 
 def _manifest(changes: dict[tuple[str | int, ...], Any] | None = None) -> Manifest:
@@ -94,7 +96,10 @@ def test_every_path_of_the_spec_is_looked_up(storage: Path, place: tuple[str, ..
 
 def test_the_files_of_a_reward_model_and_of_users_workers_are_found(storage: Path) -> None:
     (storage / "worker.py").touch()
-    both = {("spec", "model", "reward"): {"path": "/data/model"}, ("spec", "reward", "type"): "Both"}
+    both: dict[tuple[str | int, ...], Any] = {
+        ("spec", "model", "reward"): {"path": "/data/model"},
+        ("spec", "reward", "type"): "Both",
+    }
     spec = localize(_manifest({**both, ("spec", "workers"): [WORKER]}).spec, [storage])
 
     assert spec.model.reward is not None

@@ -40,7 +40,7 @@ def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, Any] =
     return resolve(parse_spec(raw))
 
 
-def steps_of(phases: Mapping[str, float], number: int = 10, **metrics: float) -> list[dict[str, float]]:
+def steps_of(phases: Mapping[str, float], number: int = 10, /, **metrics: float) -> list[dict[str, float]]:
     timings = {f"timing_s/{phase}": seconds for phase, seconds in phases.items()}
     busy = {"pool/actor/busy_fraction": 0.95, "pool/critic/busy_fraction": 0.13}
     return [{**timings, **busy, **metrics}] * number

@@ -19,7 +19,7 @@ class Words:
         begin = [1] if add_special_tokens else []
         return {"input_ids": [begin + [len(word) + 10 for word in line.split()] for line in text]}
 
-    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+    def apply_chat_template(self, conversation, *, tokenize=True, add_generation_prompt=False, **kwargs):
         assert not tokenize
         text = " ".join(f"<{message['role']}> {message['content']}" for message in conversation)
         return text + (" <assistant>" if add_generation_prompt else "")

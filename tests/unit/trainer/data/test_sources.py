@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ppojob_api.v1alpha1.data import Columns, DataSource
+from ppojob_api.v1alpha1.data import Columns, DataSource, SourceType
 from ppojob_trainer.data import DataError, open_source
 from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
@@ -221,4 +221,4 @@ class TestOpenSource:
 
     def test_a_missing_block_is_named(self) -> None:
         with pytest.raises(DataError, match="Parquet needs the block files"):
-            open_source(DataSource.model_construct(type="Parquet"))
+            open_source(DataSource.model_construct(type=SourceType.PARQUET))

@@ -83,7 +83,7 @@ def _engine(
     parallel: DataParallel, model: Path, role: str, way: Way, aggregation: LossAggregation
 ) -> PolicyEngine | CriticEngine:
     settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": way.max_tokens, "loss_aggregation": aggregation}
-    run = {"total_steps": 10, "dtype": torch.float32}
+    run: dict[str, Any] = {"total_steps": 10, "dtype": torch.float32}
     if role == "critic":
         spec = CriticSpec(**settings, clip_range_value=0.2)
         return CriticEngine(parallel, TrainedModel(gradient_checkpointing=False), str(model), spec, seed=1, **run)

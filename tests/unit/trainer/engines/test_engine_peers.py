@@ -32,7 +32,7 @@ LAYOUTS = {
     "tensor 2 of qwen2": (2, PeerSizes(tensor=2), "qwen2"),
     "tensor 2 of qwen3": (2, PeerSizes(tensor=2), "qwen3"),
 }
-UNTIED = {
+UNTIED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,

@@ -101,8 +101,8 @@ def test_models_that_stay_gathered_compute_the_same(of_two: list[dict[str, Any]]
         freed, gathered = seen["freed"], seen["gathered"]
         # Gradients are summed over micro-batches first, and then over ranks.
         for name, numbers in gathered["numbers"].items():
-            rough = {"atol": 5e-2, "rtol": 5e-2} if "halved" in name else {"atol": 1e-5, "rtol": 1e-4}
-            torch.testing.assert_close(numbers, freed["numbers"][name], **rough)
+            rough: dict[str, float] = {"atol": 5e-2, "rtol": 5e-2} if "halved" in name else {"atol": 1e-5, "rtol": 1e-4}
+            torch.testing.assert_close(numbers, freed["numbers"][name], atol=rough["atol"], rtol=rough["rtol"])
         for name in ("policy", "adapted"):
             torch.testing.assert_close(gathered["sent"][name], freed["sent"][name], atol=1e-5, rtol=1e-4)
         pairs = zip(gathered["sent"]["halved"], freed["sent"]["halved"], strict=True)

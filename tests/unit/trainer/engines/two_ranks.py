@@ -37,7 +37,7 @@ def make_policy(
 ) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     actor = ActorModel(path=str(model), **settings)
-    run = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": dtype}
+    run: dict[str, Any] = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": dtype}
     return PolicyEngine(parallel, actor, training, KL(), **run)
 
 
@@ -45,7 +45,7 @@ def make_critic(
     parallel: DataParallel, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
 ) -> CriticEngine:
     training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
-    run = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
+    run: dict[str, Any] = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
     return CriticEngine(parallel, TrainedModel(), str(model), training, **run)
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
     found = run(parallel, model, shard(rank), out)
-    model_module.MESSAGE_BYTES = MESSAGE_BYTES
+    vars(model_module)["MESSAGE_BYTES"] = MESSAGE_BYTES
     for name, stays_gathered in (("freed", False), ("gathered", True)):
         found[name] = run_gathering(parallel, model, shard(rank), stays_gathered=stays_gathered)
     torch.save(found, out / f"rank-{rank}.pt")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ppojob_trainer.kubectl import app as plugin
-from ppojob_trainer.kubectl.client import KubectlError
+from ppojob_trainer.kubectl.client import Cluster, KubectlError
 
 FINISHED = {"type": "Complete", "status": "True", "reason": "TrainerSucceeded", "message": "all steps are done"}
 HEAD = {
@@ -79,7 +79,11 @@ class MemoryCluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     """The cluster that the plugin speaks to."""
     memory = MemoryCluster()
-    monkeypatch.setattr(plugin, "_cluster", lambda context, namespace: memory)
+
+    def given(context: str | None, namespace: str | None) -> Cluster:
+        return memory
+
+    monkeypatch.setattr(plugin, "_cluster", given)
     # Tables as on a wide terminal.
     monkeypatch.setenv("COLUMNS", "200")
     return memory

@@ -157,7 +157,7 @@ def test_cutting_a_minibatch_changes_nothing(mode: str, sizes: list[int]) -> Non
 
     assert total == pytest.approx(expected.item())
     assert totals == pytest.approx({key: value.item() for key, value in expected_metrics.items()})
-    assert torch.allclose(other.grad, parameters.grad)
+    assert torch.allclose(other.grad, parameters.grad)  # type: ignore[arg-type]
 
 
 def test_entropy_bonus_rewards_entropy() -> None:

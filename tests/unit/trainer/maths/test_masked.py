@@ -36,7 +36,7 @@ def test_what_the_mask_hides_may_be_anything() -> None:
     hidden = torch.where(MASK.bool(), VALUES, torch.tensor(math.nan, dtype=torch.float64)).requires_grad_()
     masked_mean(hidden, MASK).backward()
     assert masked_mean(hidden, MASK).item() == pytest.approx(7 / 3)
-    assert torch.allclose(hidden.grad, MASK.double() / 3)
+    assert torch.allclose(hidden.grad, MASK.double() / 3)  # type: ignore[arg-type]
     assert masked_whiten(hidden.detach(), MASK).isfinite().all()
 
 

@@ -105,7 +105,7 @@ def test_packed_micro_batches_give_the_padded_loss_and_gradient(max_tokens: int)
         total += loss.item()
     assert total == pytest.approx(expected.item())
     for parameter, gradient in zip(model.parameters(), expected_gradients, strict=True):
-        assert torch.allclose(parameter.grad, gradient)
+        assert torch.allclose(parameter.grad, gradient)  # type: ignore[arg-type]
 
 
 class TestMicroBatches:

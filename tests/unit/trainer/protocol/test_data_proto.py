@@ -10,7 +10,7 @@ import torch
 from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, object_array
 
 
-def make(rows: int = 4, start: int = 0, **meta: object) -> DataProto:
+def make(rows: int = 4, start: int = 0, /, **meta: object) -> DataProto:
     numbers = torch.arange(start, start + rows)
     return DataProto.from_dict(
         {"values": numbers.float().unsqueeze(1) * torch.ones(1, 2), "responses": numbers.unsqueeze(1)},

@@ -1,5 +1,7 @@
 """A rollout batch becomes token-level scores."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,7 +65,11 @@ def test_masks_with_gaps_and_without_tokens() -> None:
 
 
 def test_numbers_beside_the_score_are_metrics_and_words_are_not() -> None:
-    rows = [{"format": True, "words": 3, "text": "a"}, {"format": False, "words": float("nan")}, {}]
+    rows: list[dict[str, Any]] = [
+        {"format": True, "words": 3, "text": "a"},
+        {"format": False, "words": float("nan")},
+        {},
+    ]
     assert numbers_in(rows) == {"reward/format": [1.0, 0.0], "reward/words": [3.0]}
 
 

@@ -3,12 +3,13 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppojob_trainer.rewards import RewardImportError, load_reward_function
 
-CALL = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {}}
+CALL: dict[str, Any] = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {}}
 
 
 @pytest.fixture
@@ -111,7 +112,11 @@ def test_a_file_that_is_not_python(write) -> None:
 
 def test_a_coroutine_function_is_one_too(write) -> None:
     function = load_reward_function(path=write("async def compute_score(**k):\n    return 3\n"))
-    assert asyncio.run(function(**CALL)) == 3
+
+    async def scored() -> object:
+        return await function(**CALL)  # type: ignore[misc]
+
+    assert asyncio.run(scored()) == 3
 
 
 def test_verls_own_kind_of_file_runs_unchanged(write) -> None:
@@ -127,6 +132,6 @@ def test_verls_own_kind_of_file_runs_unchanged(write) -> None:
         "    return score if answer == ground_truth else format_score\n"
     )
     function = load_reward_function(path=path)
-    told = {"data_source": "openai/gsm8k", "ground_truth": "72", "extra_info": {"index": 0}}
+    told: dict[str, Any] = {"data_source": "openai/gsm8k", "ground_truth": "72", "extra_info": {"index": 0}}
     scores = [function(solution_str=text, **told) for text in ("so #### 72", "so #### 71", "72")]
     assert scores == [1.0, 0.1, 0]

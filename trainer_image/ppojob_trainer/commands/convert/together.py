@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
@@ -237,7 +238,7 @@ def trackers(draft: Draft) -> None:
 
 def cluster(draft: Draft) -> None:
     """What verl does not know of."""
-    draft.values["image"] = "ppojob-trainer:0.1.0"
+    draft.values["image"] = f"ppojob-trainer:{version('ppojob')}"
     draft.values["storage.persistentVolumeClaim"] = "ppojob-data"
     draft.values["storage.mountPath"] = MOUNT
     draft.to_fill.append(("image", "the trainer's image in your registry"))

@@ -1,0 +1,100 @@
+"""One version: pyproject.toml has it, and the chart, CHANGELOG.md, SECURITY.md and every image tag agree."""
+
+import re
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.architecture.test_words import tree
+from tools.release.version import IMAGES, Change, ReleaseError, changes_of, project_version
+
+VERSION = project_version(Path("pyproject.toml").read_text())
+IMAGE_TAG = re.compile(r"ppojob-(?:operator|trainer(?:-cuda)?):(\d+\.\d+\.\d+[\w.-]*)")
+# What these say of a version is no reference to an image of this one.
+OTHERS = ("tests/unit/", "CHANGELOG.md")
+
+
+def test_the_installed_package_has_it() -> None:
+    assert installed_version("ppojob") == VERSION
+
+
+def test_the_chart_has_it_twice() -> None:
+    chart = yaml.safe_load(Path("charts/ppojob/Chart.yaml").read_text())
+
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+
+
+def test_the_changelog_has_its_changes() -> None:
+    assert changes_of(VERSION, Path("CHANGELOG.md").read_text())
+
+
+def test_its_minor_version_is_the_supported_one() -> None:
+    supported = re.findall(r"^\| ([\d.]+) \| yes \|$", Path("SECURITY.md").read_text(), re.MULTILINE)
+
+    assert supported == [VERSION.rpartition(".")[0]]
+
+
+def test_every_image_of_ours_that_is_named_has_its_tag() -> None:
+    named = [
+        (str(path), tag)
+        for path in tree()
+        if not str(path).startswith(OTHERS) and path.suffix in {".md", ".py", ".yaml", ".txt"}
+        for tag in IMAGE_TAG.findall(path.read_text())
+    ]
+
+    assert len(named) > 10
+    assert {(path, tag) for path, tag in named if tag != VERSION} == set()
+
+
+def test_the_images_are_those_that_are_built() -> None:
+    targets = set(re.findall(r"^(image-[a-z-]+)", Path("Makefile").read_text(), re.MULTILINE))
+    if targets:
+        assert {name.replace("ppojob-", "image-") for name in IMAGES} <= targets
+
+
+CHANGELOG = """
+## [Unreleased]
+
+### Added
+
+- Something later.
+
+## [1.1.0] - 2026-01-02
+
+### Added
+
+- A thing
+  over two lines.
+
+### Fixed
+
+- Another.
+
+## [1.0.0] - 2026-01-01
+
+### Added
+
+- The start.
+"""
+
+
+def test_changes_are_read_by_version_and_kind() -> None:
+    assert changes_of("1.1.0", CHANGELOG) == [Change("added", "A thing over two lines."), Change("fixed", "Another.")]
+    assert changes_of("1.0.0", CHANGELOG) == [Change("added", "The start.")]
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "words"),
+    [
+        ("1.2.0", CHANGELOG, r"no changes of 1\.2\.0: add a section `## \[1\.2\.0\] - YYYY-MM-DD`"),
+        ("1.1.0", CHANGELOG.replace(" - 2026-01-02", ""), r"no changes of 1\.1\.0"),
+        ("Unreleased", CHANGELOG, "no changes of Unreleased"),
+        ("1.0.0", CHANGELOG.replace("- The start.", ""), r"no changes of 1\.0\.0"),
+        ("1.0.0", CHANGELOG.replace("Fixed", "Mended").replace("1.1.0", "1.0.0", 1), "stands below 'Mended'"),
+    ],
+)
+def test_a_version_without_changes_is_refused(version: str, changelog: str, words: str) -> None:
+    with pytest.raises(ReleaseError, match=words):
+        changes_of(version, changelog)
