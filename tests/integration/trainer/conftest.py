@@ -10,7 +10,6 @@ import pytest
 from tests.integration.trainer.runs import LIMIT_S, Run, log_of, reward_of_letters, spec_of, started
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-
 # Ray starts its workers with niceness 15: beside the builds of `make test` they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
