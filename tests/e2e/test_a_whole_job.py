@@ -120,7 +120,7 @@ def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(story: St
     suspended = story.suspended
 
     assert suspended["phase"] == "Suspended"
-    assert suspended["attempt"] == 0
+    assert suspended["attempt"] == 1, "the next"
     assert "rayCluster" not in suspended
     assert suspended["stop"]["reason"] == "Suspending"
     assert 1 <= suspended["checkpoint"]["step"] < MANY_STEPS

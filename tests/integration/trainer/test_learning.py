@@ -25,7 +25,7 @@ def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
         data={
             "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 256, "seed": 1}},
             "trainBatchSize": 32,
-            "maxPromptLength": 64,
+            "maxPromptLength": 256,
             "maxResponseLength": 16,
         },
         reward=reward_of_letters(),
