@@ -123,7 +123,19 @@ bench-operator: install ## Measure the operator with many jobs on the running cl
 
 .PHONY: oracles
 oracles: install ## Compare the formulas with verl's and TRL's, each in an environment of its own.
-	$(PYTEST) tests/oracles
+	$(PYTEST_PARALLEL) tests/oracles
+
+# What adds float32 numbers in another order on another processor: the instructions that MKL and ATen choose.
+NUMERICS_MKL := COMPATIBLE AVX2 AVX512
+NUMERICS_ATEN := default avx2 avx512
+NUMERIC_TESTS := $(addprefix tests/unit/trainer/,maths engines worker_groups/test_advantages_over_ranks.py) tests/oracles
+.PHONY: numerics
+numerics: install ## Run the tests that compare floats with each instruction set of this processor (an hour on two cores).
+	failed=; for mkl in $(NUMERICS_MKL); do for aten in $(NUMERICS_ATEN); do \
+	  grep -qi avx512f /proc/cpuinfo || [[ $$mkl$$aten != *512* ]] || continue; \
+	  echo "MKL_CBWR=$$mkl ATEN_CPU_CAPABILITY=$$aten"; \
+	  MKL_CBWR=$$mkl ATEN_CPU_CAPABILITY=$$aten $(PYTEST_PARALLEL) -q $(NUMERIC_TESTS) || failed+=" $$mkl/$$aten"; \
+	done; done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
 .PHONY: architecture
 architecture: install ## Check the tree's own rules (sizes, layers, words).
@@ -172,8 +184,8 @@ images: $(CLUSTER_STAMP) ## Build the operator's and the trainer's image into th
 	$(CLUSTER) image operator trainer
 
 .PHONY: trainer
-trainer: install ## Run the trainer's parts together on a real Ray (about 30 minutes), and the slow unit tests.
-	$(PYTEST) tests/unit -m slow
+trainer: install ## Run the trainer's parts together on a real Ray, and the slow unit tests.
+	$(PYTEST_PARALLEL) tests/unit -m slow
 	$(PYTEST) tests/integration/trainer -m "not long"
 
 .PHONY: integration

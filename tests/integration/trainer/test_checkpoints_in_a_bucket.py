@@ -18,10 +18,18 @@ from ppojob_trainer.checkpoints import BucketRefusedError, CheckpointUnreadableE
 from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.network import free_port
 from tests.integration.trainer import bucket_ranks
+from tests.integration.trainer.runs import (
+    STEPS,
+    Run,
+    assert_same_steps,
+    kill,
+    log_of,
+    reward_of_letters,
+    spec_of,
+    started,
+    wait_until,
+)
 from tests.integration.trainer.s3_server import S3Server, serving
-from tests.integration.trainer.test_killed_runs import STEPS, kill, log_of, started, wait_until
-from tests.integration.trainer.test_ppo_on_ray import comparable, records_of
-from tests.integration.trainer.tiny_model import write_tiny_model
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
@@ -118,29 +126,23 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name() -> None:
 
 
 @pytest.mark.long
-def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(server: S3Server, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for root in (whole, killed):
-        root.mkdir()
-    with started(whole, model, {"everySteps": 1}) as run:
-        assert run.wait(LIMIT_S) == 0, log_of(whole)
-    in_bucket = {"everySteps": 1, "async": True, "path": "s3://bucket/team/run"}
-    with started(killed, model, in_bucket) as run:
+def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
+    server: S3Server, undisturbed: Run, model: Path, tmp_path: Path
+) -> None:
+    in_bucket = {"everySteps": 1, "keep": 2, "async": True, "path": "s3://bucket/team/run"}
+    spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint=in_bucket)
+    with started(tmp_path, spec) as run:
         half = "team/run/step-2.attempt-0"
-        wait_until(lambda: bool(server.keys(half)), run, "inside the second save", killed, LIMIT_S)
+        wait_until(lambda: bool(server.keys(half)), run, "inside the second save", tmp_path, LIMIT_S)
         kill(run)
 
-    with started(killed, model, in_bucket) as run:
-        assert run.wait(LIMIT_S) == 0, log_of(killed)
+    with started(tmp_path, spec) as run:
+        assert run.wait(LIMIT_S) == 0, log_of(tmp_path)
 
-    assert "attempt 1" in log_of(killed)
-    assert "checkpoints  s3://bucket/team/run" in log_of(killed)
-    assert "hidden-secret" not in log_of(killed)
-    expected, found = records_of(whole), records_of(killed)
-    assert list(found) == list(expected) == [*range(1, STEPS + 1)]
-    for step, record in expected.items():
-        assert comparable(found[step]) == pytest.approx(comparable(record), rel=1e-4, abs=1e-6), f"step {step}"
+    assert "attempt 1" in log_of(tmp_path)
+    assert "checkpoints  s3://bucket/team/run" in log_of(tmp_path)
+    assert "hidden-secret" not in log_of(tmp_path)
+    assert_same_steps(Run(tmp_path), undisturbed, rel=1e-4, absolute=1e-6)
     names = {key.partition("/")[0] for key in server.keys("team/run")}
     assert names == {"tracker.json", f"step-{STEPS - 1}.attempt-1", f"step-{STEPS}.attempt-1"}
-    assert not (killed / "checkpoints").exists()
+    assert not (tmp_path / "checkpoints").exists()

@@ -1,7 +1,8 @@
 """What passes the controller in a step: references, row numbers, lengths and metrics; never a column.
 
-Everything that Ray packs or unpacks in this process is counted, arguments and answers, small or large. The calls are
-those of a PPO step, on real worker groups; the workers make columns of a given length.
+The real controller runs whole steps with the real worker groups on Ray, in Overlapped; only the engines in the workers
+are replaced by some that make columns of a given length. Everything that Ray packs or unpacks in this process is
+counted, arguments and answers, small or large.
 """
 
 from __future__ import annotations
@@ -10,27 +11,46 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray._private.serialization import SerializationContext
 
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
+from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.controller.ppo import PPO, PPOSettings, Prepared
+from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.main import groups as groups_module
 from ppojob_trainer.main.connection import connected
+from ppojob_trainer.main.groups import Groups, launch
+from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.protocol import Keys
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.partition import Share
 from ppojob_trainer.worker_groups.placement import place
+from ppojob_trainer.worker_groups.roles.data import DataWorker
+from ppojob_trainer.worker_groups.roles.reward import RewardWorker
+from ppojob_trainer.worker_groups.roles.trained import join
 from ppojob_trainer.worker_groups.table import Table
-from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from tests.integration.trainer.test_worker_groups_on_ray import IMPORTABLE, spec_of
-from tests.integration.trainer.traffic_workers import ColumnWorker
+from tests.integration.trainer.runs import TASK, job_of, spec_of
+from tests.integration.trainer.traffic_workers import (
+    READ_BY_ACTOR,
+    READ_BY_CRITIC,
+    ColumnActor,
+    ColumnCritic,
+    ColumnRef,
+    ColumnRollout,
+)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
-ROWS = 64
-SHORT, LONG = 64, 8192
-COLUMNS = (Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB, Keys.TOKEN_LEVEL_SCORES)
+ROWS, RANKS = 64, 2
+PROMPT, SHORT, LONG = 256, 64, 8192
+COLUMNS = (Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB, Keys.TOKEN_LEVEL_SCORES, Keys.ADVANTAGES)
 FLOAT32_BYTES = 4
+LIMIT_S = 120.0
 
 
 @dataclass
@@ -67,63 +87,106 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup[ColumnWorker]]:
-    """Two ranks, which stand for all roles: who computes a column does not change how it travels."""
-    spec = spec_of(gpus_of_actor=2)
-    with connected(spec):
-        pool = asyncio.run(place(spec, 60))["actor"]
-        launcher = Launcher(tmp_path_factory.mktemp("logs"), 120.0)
-        started = launcher.start("columns", ColumnWorker, pool, pool.bundles, environment=IMPORTABLE)
-        asyncio.run(wait_until_up([started]))
+def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> PPOJobSpec:
+    """Two ranks train the policy; each step has 64 rows and two minibatches."""
+    raw = spec_of(
+        model,
+        data={
+            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": ROWS, "seed": 1}},
+            "trainBatchSize": ROWS,
+            "maxPromptLength": PROMPT,
+            "maxResponseLength": LONG,
+        },
+        actor={"miniBatchSize": ROWS // 2},
+        critic={"miniBatchSize": ROWS // 2},
+        pools=[{"name": "actor", "gpusPerNode": RANKS}, {"name": "critic", "gpusPerNode": 1}],
+    )
+    return job_of(tmp_path_factory.mktemp("run"), raw).spec
+
+
+@pytest.fixture(scope="module")
+def groups(spec: PPOJobSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    """The groups of a job, ready but for the models."""
+    classes = {
+        "ActorWorker": ColumnActor,
+        "CriticWorker": ColumnCritic,
+        "RefWorker": ColumnRef,
+        "RolloutWorker": ColumnRollout,
+    }
+    with connected(spec), pytest.MonkeyPatch.context() as patch:
+        for name, worker in classes.items():
+            patch.setattr(groups_module, name, worker)
+        pools = asyncio.run(place(spec, LIMIT_S))
+        started = launch(spec, pools, Launcher(tmp_path_factory.mktemp("logs"), LIMIT_S))
+        asyncio.run(make_ready(started))
         yield started
-        pool.release()
+        for group in started.all():
+            group.kill()
+        for pool in pools.values():
+            pool.release()
 
 
-async def one_step(group: WorkerGroup[ColumnWorker], length: int) -> Table:
-    """The calls of a PPO step in their order."""
-    prompts = Table.of_stored(await group.call(ColumnWorker.next_batch, ROWS))
-    rollout = await group.call(ColumnWorker.generate_sequences, prompts, length=length)
-    batch = prompts.union(rollout)
-    parts = await asyncio.gather(*(group.call(ColumnWorker.compute, batch, column=column) for column in COLUMNS))
-    batch = batch.union(*parts)
-    batch = batch.union(await group.call(ColumnWorker.compute, batch, column=Keys.ADVANTAGES))
-    columns = (*COLUMNS, Keys.ADVANTAGES)
-    for _ in ("critic", "actor"):
-        updated = await group.call(ColumnWorker.update, batch, columns=columns)
-        assert updated == {"numbers/max": len(columns) * ROWS / len(group) * length}
-    return batch
+async def make_ready(groups: Groups) -> None:
+    assert groups.critic is not None
+    assert groups.own_ref is not None
+    assert groups.reward.function is not None
+    await wait_until_up(groups.all())
+    meeting = (join(group.group) for group in (groups.actor, groups.critic, groups.own_ref))
+    loading = groups.data.group.call(DataWorker.load), groups.reward.function.group.call(RewardWorker.load)
+    await asyncio.gather(*meeting, *loading)
 
 
-async def measured(group: WorkerGroup[ColumnWorker], length: int, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
+    """Run a step, and see that both updates read all of their columns."""
+    prepared = await ppo.prepare(await ppo.generate(step))
+    updated = {**await ppo.apply(prepared), **await ppo.late_metrics()}
+    of_actor = updated["actor/numbers/max"] * RANKS
+    responses = ROWS * length
+    assert of_actor == ROWS * PROMPT + responses * len(READ_BY_ACTOR)
+    assert updated["critic/numbers/max"] == ROWS * PROMPT + responses * len(READ_BY_CRITIC)
+    return prepared
+
+
+def controller_of(groups: Groups, spec: PPOJobSpec) -> PPO[Table]:
+    return PPO(
+        groups.ports(),
+        schedule_of(spec.schedule.mode, spec.schedule.without),
+        Phases(pools_of_phases(spec), LIMIT_S),
+        PPOSettings(pools_of_roles(spec), LONG),
+        make_kl_controller("Adaptive", 0.1, 0.1, 10_000),
+    )
+
+
+async def measured(groups: Groups, spec: PPOJobSpec, length: int, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    await groups.rollout.group.call(ColumnRollout.answer_with, length)
+    ppo = controller_of(groups, spec)
     # Ray sends what it sends once for each function and class, the first time.
-    await one_step(group, length)
+    await one_step(ppo, 1, length)
     with counted(monkeypatch) as traffic:
-        await one_step(group, length)
+        await one_step(ppo, 2, length)
     return traffic
 
 
 async def test_bytes_through_the_controller_do_not_grow_with_the_sequences(
-    group: WorkerGroup[ColumnWorker], monkeypatch: pytest.MonkeyPatch
+    groups: Groups, spec: PPOJobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short, long = await measured(group, SHORT, monkeypatch), await measured(group, LONG, monkeypatch)
+    short, long = await measured(groups, spec, SHORT, monkeypatch), await measured(groups, spec, LONG, monkeypatch)
 
     column = ROWS * LONG * FLOAT32_BYTES
     print(f"{ROWS} rows: {short} at {SHORT} tokens, {long} at {LONG}; one column is {column} bytes")
-    # Lengths are larger numbers: a byte or two for each row and mask, and again wherever an answer goes. Results of
-    # many bytes lie in more blocks, up to MAX_BLOCKS, with a reference each.
+    # Lengths are larger numbers, and results of many bytes lie in more blocks, up to MAX_BLOCKS, with a reference each.
     assert abs(long.total - short.total) < column / 50
-    # A reference carries the small answer that it stands for, so which block holds which rows is sent with each call.
-    assert long.total < 16 * 1024 * ROWS
-    assert long.total < (len(COLUMNS) + 1) * column / 16
+    assert long.total < column / 8
     assert min(long.sent, long.received) > 8 * ROWS, "the counter sees both ways"
 
 
 async def test_the_counter_sees_a_column_that_is_fetched(
-    group: WorkerGroup[ColumnWorker], monkeypatch: pytest.MonkeyPatch
+    groups: Groups, spec: PPOJobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = await one_step(group, LONG)
+    await groups.rollout.group.call(ColumnRollout.answer_with, LONG)
+    prepared = await one_step(controller_of(groups, spec), 1, LONG)
 
     with counted(monkeypatch) as traffic:
-        batch.rows(Share(tuple(range(ROWS)))).pull(60)
+        prepared.batch.rows(Share(tuple(range(ROWS)))).pull(LIMIT_S)
 
-    assert traffic.received > (len(COLUMNS) + 1) * ROWS * LONG * FLOAT32_BYTES
+    assert traffic.received > len(COLUMNS) * ROWS * LONG * FLOAT32_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.workers import WorkerSpec
-from ppojob_trainer.controller.loop import Outcome
-from ppojob_trainer.main import JobFailedError, run_job
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.protocol import DataProto
@@ -27,8 +24,7 @@ from ppojob_trainer.worker_groups.partition import Share
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from ppojob_trainer.worker_groups.table import Table, store_rows
 from tests.integration.trainer.reward_model import write_reward_model
-from tests.integration.trainer.test_ppo_on_ray import job_of, records_of, spec_of
-from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.runs import finish, job_of, records_of, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -78,12 +74,8 @@ def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
         "placement": {"actor": "actor", "critic": "critic", "reward": "scoring"},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
+        "schedule": {"mode": "Overlapped", "without": ["Values", "Streaming"]},
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +88,7 @@ def root(model: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFacto
     """A finished run; the recorder's notes are in `notes`."""
     root = tmp_path_factory.mktemp("both")
     (root / "notes").mkdir()
-    job = job_of(root, both_of(model, reward_model, root / "notes"))
-    assert run_job(job, attempt=0, stop=threading.Event()) == Outcome(2, is_finished=True)
+    assert not (finish(root, both_of(model, reward_model, root / "notes")).root / "model").exists(), "export is Never"
     return root
 
 
@@ -163,37 +154,6 @@ def test_every_process_left_its_log(root: Path) -> None:
         "actor-0", "rollout-0", "critic-0", "ref-0", "data-0", "reward-0", "reward-1", "reward_model-0",
         "reward_model-1", "length-penalty-0", "length-penalty-1", "recorder-0",
     }  # fmt: skip
-
-
-def test_a_reward_model_that_is_not_there_fails_by_name_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
-    raw = {**both_of(model, tmp_path / "nothing", tmp_path), "reward": {"type": "Model"}, "workers": []}
-    # Fewer processes: each takes its time to start.
-    raw |= {"pools": [{"name": "one", "gpusPerNode": 1}], "placement": {"actor": "one"}}
-    raw["algorithm"] = {"advantageEstimator": "grpo"}
-    raw["rollout"] = {"samplesPerPrompt": 2}
-
-    with pytest.raises(JobFailedError) as raised:
-        run_job(job_of(tmp_path, raw), attempt=0, stop=threading.Event())
-
-    record = raised.value.record
-    assert (record.reason, record.kind) == (Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT)
-    assert "reward_model rank" in record.message
-    assert str(tmp_path / "nothing") in record.message
-
-
-def test_a_class_that_is_not_there_fails_by_name_before_any_process(
-    model: Path, reward_model: Path, tmp_path: Path
-) -> None:
-    raw = both_of(model, reward_model, tmp_path)
-    raw["workers"][1]["className"] = "Recorders"
-
-    with pytest.raises(JobFailedError) as raised:
-        run_job(job_of(tmp_path, raw), attempt=0, stop=threading.Event())
-
-    record = raised.value.record
-    assert (record.reason, record.kind) == (Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT)
-    assert "workers[1] (recorder)" in record.message
-    assert list((tmp_path / "logs" / "attempt-0").iterdir()) == []
 
 
 # Hooks alone, without models.

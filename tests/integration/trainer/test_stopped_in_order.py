@@ -24,20 +24,13 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import Command, FailureRecord, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from tests.integration.trainer.test_killed_runs import kill
-from tests.integration.trainer.test_ppo_on_ray import records_of, spec_of
-from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.runs import ONE_POOL, SPLIT, kill, records_of, reward_of_letters, spec_of
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow, pytest.mark.long]
 
 STEPS = 6
 LIMIT_S = 500.0
 OF_A_CLUSTER = {"RAY_CLUSTER_NAME": "tiny-1a2b3"}
-TWO_POOLS = {
-    "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
-    "placement": {"actor": "actor", "critic": "critic"},
-}
-ONE_POOL = {"pools": [{"name": "one", "gpusPerNode": 2}], "placement": {"actor": "one"}}
 
 
 class Endpoint(http.server.ThreadingHTTPServer):
@@ -88,7 +81,7 @@ def run_attempt(root: Path, model: Path, attempt: int, endpoint: Endpoint, layou
     spec = spec_of(
         model,
         # So slow that a report comes before the last step.
-        reward={"function": {"path": str(Path(__file__).with_name("count_letters.py")), "kwargs": {"seconds": 0.2}}},
+        reward=reward_of_letters(0.2),
         checkpoint={"everySteps": 0, "export": "Never"},
         trainer={"totalSteps": STEPS, "validateEverySteps": 0},
         **layout,
@@ -130,15 +123,15 @@ def hold_after_the_first_step(root: Path, endpoint: Endpoint, held: list[subproc
     )
 
 
-def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_down(tmp_path: Path) -> None:
-    model, root = write_tiny_model(tmp_path / "model"), tmp_path / "run"
+def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_down(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
     root.mkdir()
     held: list[subprocess.CompletedProcess[str]] = []
 
     with serving(stop_after=STEPS + 1) as endpoint:
         hook = threading.Thread(target=hold_after_the_first_step, args=(root, endpoint, held), daemon=True)
         hook.start()
-        code, output = run_attempt(root, model, 0, endpoint, TWO_POOLS)
+        code, output = run_attempt(root, model, 0, endpoint, SPLIT)
         hook.join(60)
 
     assert code == 130, output[-4000:]
@@ -149,12 +142,12 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert not list(root.glob("leaving-*"))
 
 
-def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(tmp_path: Path) -> None:
-    model, root = write_tiny_model(tmp_path / "model"), tmp_path / "run"
+def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
     root.mkdir()
 
     with serving(stop_after=1) as endpoint:
-        code, output = run_attempt(root, model, 0, endpoint, TWO_POOLS)
+        code, output = run_attempt(root, model, 0, endpoint, SPLIT)
     assert code == 130, output[-4000:]
     record = FailureRecord.from_log(output)
     assert record is not None

@@ -1,10 +1,16 @@
-"""A causal language model that loads in a second: two layers with random weights, and a tokenizer of single bytes."""
+"""A causal language model that loads in a second: two layers with random weights, and a tokenizer of single bytes.
+
+The weights are large enough that a sampled token has a probability far from that of a uniform distribution. So rollout
+and trainer differ visibly in `training/rollout_probs_diff_mean` as soon as one of them has other weights.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+INITIALIZER_RANGE = 0.3
+"""Standard deviation of the weights: with 64 hidden numbers that of a logit is about 2.4."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -44,6 +50,7 @@ def write_tiny_model(folder: Path, **settings: Any) -> Path:
             "bos_token_id": 0,
             "pad_token_id": 0,
             "tie_word_embeddings": True,
+            "initializer_range": INITIALIZER_RANGE,
             **settings,
         }
     )

@@ -1,42 +1,117 @@
-"""Workers that make columns of any length and compute nothing, for the measurement of what passes the controller."""
+"""The roles' own workers with engines that compute nothing: columns of any length, for the controller's traffic.
+
+Everything but the engines is what a job runs: dispatch, tables, streams, advantages over the critic's ranks, receipts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
 import torch
 
-from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
-from ppojob_trainer.worker_groups.table import StoredRows, store_rows
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.vllm.options import SamplingOptions
+from ppojob_trainer.engines.weight_transfer import Receipt
+from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.roles.actor import ActorWorker
+from ppojob_trainer.worker_groups.roles.critic import CriticWorker
+from ppojob_trainer.worker_groups.roles.ref import RefWorker
+from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.worker_process import Seat
 
+READ_BY_ACTOR = (Keys.INPUT_IDS, Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES)
+READ_BY_CRITIC = (Keys.INPUT_IDS, Keys.VALUES, Keys.RETURNS)
 
-class ColumnWorker:
-    """Answers as the roles do: prompts, responses, columns [B, R], and metrics."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+class _Model:
+    """Stands for the engine of actor, critic or ref."""
 
-    @register(dispatch=Dispatch.RANK_ZERO)
-    def next_batch(self, rows: int) -> StoredRows:
-        """Return the rows of a step by their names."""
-        return store_rows(DataProto.from_dict({"row": torch.arange(rows)}, {Keys.UID: [f"p{n}" for n in range(rows)]}))
+    def __init__(self, role: str, reads: Sequence[str] = ()) -> None:
+        self.role = role
+        self.reads = reads
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto, *, length: int) -> DataProto:
-        """Return responses and masks [B, length], where each row has tokens on all but its last places."""
-        shape = (len(prompts), length)
-        mask = (torch.arange(length) < length - prompts.tensor("row").unsqueeze(1) % 7).long()
-        tensors = {Keys.RESPONSES: torch.zeros(shape, dtype=torch.int64), Keys.RESPONSE_MASK: mask}
-        return DataProto.from_dict({**tensors, Keys.ATTENTION_MASK: mask})
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        return self._column(Keys.OLD_LOG_PROBS, batch)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
-    def compute(self, batch: DataProto, *, column: str) -> DataProto:
-        """Return a column float32 [B, R] that depends on the rows."""
-        shape = batch.tensor(Keys.RESPONSE_MASK).shape
-        values = batch.tensor("row").float().unsqueeze(1).expand(shape).contiguous()
-        return DataProto.from_dict({column: values}, meta_info={Meta.METRICS: {f"{column}/mean": [1.0]}})
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return self._column(Keys.REF_LOG_PROB, batch)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
-    def update(self, batch: DataProto, *, columns: tuple[str, ...]) -> Metrics:
-        """Read all columns, and say how many numbers they hold."""
-        return {"numbers/max": float(sum(batch.tensor(column).numel() for column in columns))}
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return self._column(Keys.VALUES, batch)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Say how many numbers there are in the columns that an update reads."""
+        return {f"{self.role}/numbers/max": float(sum(batch.tensor(column).numel() for column in self.reads))}
+
+    def _column(self, name: str, batch: DataProto) -> DataProto:
+        mask = batch.tensor(Keys.RESPONSE_MASK)
+        return DataProto.from_dict({name: -torch.arange(mask.shape[1]).expand(mask.shape) / mask.shape[1] * mask})
+
+
+class _Sender:
+    """Stands for the way of the weights."""
+
+    def push(self, version: int) -> Receipt:
+        return Receipt(version, 1, 8, (1,))
+
+
+class _Engine:
+    """Stands for vLLM: responses of `length` tokens, but for the last few of some."""
+
+    def __init__(self) -> None:
+        self.length = 1
+
+    async def stream(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
+    ) -> AsyncIterator[tuple[int, Any]]:
+        from ppojob_trainer.engines.vllm.engine import Generation
+
+        for position, seed in enumerate(seeds):
+            length = self.length - seed % 7
+            yield position, Generation([1] * length, [-1.0] * length, "length")
+
+    async def update_weights(self, version: int) -> Receipt:
+        return Receipt(version, 1, 8, (1,))
+
+
+class ColumnActor(ActorWorker):
+    """An actor with no model."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._engine = cast("Any", _Model("actor", READ_BY_ACTOR))
+        self._sender = cast("Any", _Sender())
+
+
+class ColumnCritic(CriticWorker):
+    """A critic with no model."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._engine = cast("Any", _Model("critic", READ_BY_CRITIC))
+
+
+class ColumnRef(RefWorker):
+    """A reference with no model."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+        super().__init__(seat, spec)
+        self._engine = cast("Any", _Model("ref"))
+
+
+class ColumnRollout(RolloutWorker):
+    """A rollout without vLLM."""
+
+    def __init__(self, seat: Seat, spec: PPOJobSpec, pool: str) -> None:
+        super().__init__(seat, spec, pool)
+        self._engine = cast("Any", _Engine())
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def answer_with(self, length: int) -> None:
+        """Write responses of so many tokens from now on, and no wider columns."""
+        self._engine.length = length
+        self.spec = self.spec.model_copy(
+            update={"data": self.spec.data.model_copy(update={"max_response_length": length})}
+        )

@@ -64,9 +64,9 @@ def one_step(parallel: DataParallel, model: Path, role: str, way: Way, aggregati
         return step()
 
     engine.optimizer.step = observed_step  # type: ignore[method-assign]
+    before = _weights(engine.module)
     metrics = engine.update(batch)
-    weights = {name: _whole(parameter.detach()) for name, parameter in engine.module.named_parameters()}
-    return {"gradients": gradients, "weights": weights, "metrics": metrics}
+    return {"gradients": gradients, "before": before, "weights": _weights(engine.module), "metrics": metrics}
 
 
 def all_ways(parallel: DataParallel, model: Path, _batch: DataProto, _folder: Path) -> dict[str, Any]:
@@ -90,6 +90,10 @@ def _engine(
     training = ActorSpec(**settings, entropy_coefficient=ENTROPY_COEFFICIENT)
     actor = ActorModel(path=str(model), gradient_checkpointing=False)
     return PolicyEngine(parallel, actor, training, KL_IN_LOSS, **run)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 def _whole_gradients(module: nn.Module) -> dict[str, Tensor]:

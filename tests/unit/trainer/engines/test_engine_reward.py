@@ -84,7 +84,8 @@ def test_a_decoders_scores_are_those_of_each_sequence_alone(
     expected = [alone(path, row) for row in rows]
     torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-5, rtol=1e-4)
     if settings.get("pad_token_id") == 7:
-        assert expected[-1] == pytest.approx(expected[-2])
+        # Two and three tokens take different kernels, which add in another order; the score at the 7 itself is far off.
+        assert expected[-1] == pytest.approx(expected[-2], rel=1e-4, abs=1e-5)
 
 
 def test_an_encoder_and_a_chosen_label(parallel: DataParallel, tmp_path: Path) -> None:

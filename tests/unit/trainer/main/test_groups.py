@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.main import groups
+from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.main.groups import Groups
+from ppojob_trainer.worker_groups.errors import WorkerImportError
 from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 
@@ -166,6 +172,14 @@ async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None
         await asyncio.wait_for(ready(story), 10)
 
 
+@pytest.mark.parametrize("failing", ["actor check", "critic check", "data load", "reward load"])
+async def test_what_a_check_refuses_costs_no_load_of_a_model(story: Story, failing: str) -> None:
+    story.failing = failing
+    with pytest.raises(RuntimeError, match=failing):
+        await ready(story, device="cpu")
+    assert not {"actor load", "critic load", "weights connect"} & set(story.told)
+
+
 class _Launched:
     """Processes of a role that are started in a pool."""
 
@@ -180,6 +194,20 @@ class _Launched:
 
     def using(self, meta: object) -> _Launched:
         return self
+
+
+def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "shaper.py").write_text("")
+    worker = {"name": "shaper", "path": str(tmp_path / "shaper.py"), "className": "Shaper", "pool": "c"}
+    worker |= {"hooks": [{"after": "Score", "method": "shape"}]}
+    spec = spec_of("cpu", []).model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
+    launcher = cast("Any", SimpleNamespace(start=lambda *_, **__: pytest.fail("a process was started")))
+
+    with pytest.raises(WorkerImportError, match=r"workers\[0\] \(shaper\)") as raised:
+        groups.launch(spec, {}, launcher)
+
+    record = failure_record(raised.value)
+    assert (record.reason, record.kind) == (Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT)
 
 
 @pytest.mark.parametrize(("lent", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])

@@ -8,24 +8,28 @@ import pytest
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
-from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
+from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
 from ppojob_trainer.worker_groups.worker_process import Seat
 from tests.bad_specs import with_changes
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 SEAT = Seat("role", rank=0, world_size=1, local_ranks=1, log_file=Path("role-0.log"), timeout_s=1.0)
+Changes = dict[tuple[str | int, ...], Any]
 
 
-def spec_of(model: Path, prompt: int, response: int) -> PPOJobSpec:
-    changes: dict[tuple[str | int, ...], Any] = {
+def spec_of(model: Path, prompt: int = 32, response: int = 32, **others: Changes) -> PPOJobSpec:
+    changes: Changes = {
         ("spec", "model", "actor", "path"): str(model),
         ("spec", "data", "maxPromptLength"): prompt,
         ("spec", "data", "maxResponseLength"): response,
         ("spec", "algorithm"): {"kl": {"inReward": True}},
     }
+    for more in others.values():
+        changes |= more
     return resolve(parse_manifest(with_changes(changes))[2])
 
 
@@ -39,3 +43,30 @@ def test_lengths_above_the_models_context_are_refused_by_name(model: Path, worke
     worker(SEAT, spec_of(model, 32, 32)).check()
     with pytest.raises(ModelMismatchError, match=r"takes at most 64 tokens, and data\.maxPromptLength 32 \+ .* are 65"):
         worker(SEAT, spec_of(model, 32, 33)).check()
+
+
+@pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, RefWorker])
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, worker: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match=str(tmp_path / "nothing")):
+        worker(SEAT, spec_of(tmp_path / "nothing")).check()
+
+
+def test_a_reward_model_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+    reward: Changes = {
+        ("spec", "model", "reward"): {"path": str(tmp_path / "nothing")},
+        ("spec", "reward"): {"type": "Model"},
+    }
+    with pytest.raises(ModelNotFoundError, match=str(tmp_path / "nothing")):
+        RewardModelWorker(SEAT, spec_of(model, reward=reward)).check()
+
+
+@pytest.mark.parametrize("worker", [ActorWorker, RefWorker])
+def test_a_model_that_cannot_be_divided_is_refused_by_the_field(model: Path, worker: Any) -> None:
+    divided: Changes = {
+        ("spec", "pools"): [{"name": "actor", "gpusPerNode": 3}, {"name": "critic", "gpusPerNode": 3}],
+        ("spec", "data", "trainBatchSize"): 3,
+        ("spec", "actor"): {"sequenceParallelSize": 3, "miniBatchSize": 3},
+        ("spec", "critic"): {"miniBatchSize": 3},
+    }
+    with pytest.raises(ModelMismatchError, match=r"actor\.sequenceParallelSize 3 does not divide this llama's"):
+        worker(SEAT, spec_of(model, divided=divided)).check()

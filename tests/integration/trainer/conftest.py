@@ -1,0 +1,29 @@
+"""The tiny model, and the one run that nobody disturbs, with which other runs are compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.trainer.runs import LIMIT_S, Run, log_of, reward_of_letters, spec_of, started
+from tests.integration.trainer.tiny_model import write_tiny_model
+
+# Ray starts its workers with niceness 15: beside the builds of `make test` they would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`ppojob run`: three steps in two pools, in the mode that Auto chooses there, a checkpoint after each step."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint={"everySteps": 1, "keep": 2})
+    with started(root, spec) as run:
+        assert run.wait(LIMIT_S) == 0, log_of(root)
+    return Run(root)
