@@ -36,8 +36,8 @@ class Segments:
     """Where the sequences of packed tokens lie: cu_seqlens int32 [b + 1] on the device, lengths on the host.
 
     peers: the ranks that the tokens are divided over, if they are; the segments are those of all tokens. bound: tokens
-    of the longest sequence, rounded up; computed from the lengths. Kernels want no more than a bound, and a compiled
-    layer is compiled anew for each number that it meets, so it must not look at the lengths.
+    of the longest sequence, rounded up; num_tokens: of all sequences together. Both are computed from the lengths:
+    a compiled layer is compiled again for each number that it reads, so it must not read the lengths.
     """
 
     cu_seqlens: Tensor
@@ -45,19 +45,16 @@ class Segments:
     peers: SequencePeers | None = None
     # No field(init=False): FSDP copies its module's arguments by `dataclasses.replace`, which refuses such fields.
     bound: int = 0
+    num_tokens: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(self.lengths))
         object.__setattr__(self, "bound", -(-self.longest // _BOUND_STEP) * _BOUND_STEP)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths, default=0)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences together."""
-        return sum(self.lengths)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def _repeated(tensor: Tensor, size: int) -> Tensor:
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part i of dimension 0 to rank i; part i of the result came from rank i. Differentiable, and compiled."""
-    return wait_tensor(all_to_all_single(tensor.contiguous(), None, None, group))
+    sent = all_to_all_single(tensor.contiguous(), None, None, group)
+    received: Tensor = wait_tensor(sent)  # type: ignore[no-untyped-call]
+    return received
 
 
 class _Sum(torch.autograd.Function):

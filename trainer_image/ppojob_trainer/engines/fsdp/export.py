@@ -76,13 +76,13 @@ def _write_weights(folder: Path | None, language_model: PreTrainedModel, weights
     """Write the files of weights, and their index where there are several; without a folder only gather."""
     planned: dict[str, Tensor] = {}
     for group in _groups(_empty(language_model, weights)):
-        planned |= revert_weight_conversion(language_model, group)
+        planned |= _of_checkpoint(language_model, group)
     split = split_torch_state_dict_into_shards(planned, filename_pattern=_FILES, max_shard_size=SHARD_BYTES)
     held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for group in _groups(_values(language_model, weights, is_kept=folder is not None)):
         if folder is None:
             continue
-        for name, tensor in revert_weight_conversion(language_model, group).items():
+        for name, tensor in _of_checkpoint(language_model, group).items():
             file = split.tensor_to_filename[name]
             held[file][name] = tensor.contiguous()
             if len(held[file]) == len(split.filename_to_tensors[file]):
@@ -133,13 +133,19 @@ def _groups(tensors: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
         yield dict(group)
 
 
+def _of_checkpoint(language_model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by the names that a checkpoint of the family has; fused experts are divided again."""
+    reverted: dict[str, Tensor] = revert_weight_conversion(language_model, group)  # type: ignore[assignment]
+    return reverted
+
+
 def _write_configs(language_model: PreTrainedModel, folder: Path) -> None:
     """Write the configurations: the model's own says float32, and no cache."""
     config = copy.deepcopy(language_model.config)
     config.dtype, config.use_cache = torch.bfloat16, True
     config.architectures = [type(language_model).__name__]
     if language_model.is_remote_code():
-        custom_object_save(language_model, folder, config=config)
+        custom_object_save(language_model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
     if language_model.can_generate():
         language_model.generation_config.save_pretrained(folder)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final, cast
 
 import torch
@@ -257,8 +257,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in layers:
         if options.gradient_checkpointing:
-            # Inside what is compiled: around compiled code, torch recomputes without it and saves other tensors.
-            layer.forward = partial(activation_checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = MethodType(_recomputed, layer)
         if options.compile:
             layer.compile()
     # A rank that holds everything itself gathers nothing by gathering again.
@@ -270,6 +269,16 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
     module.to(parallel.device)
+
+
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compute a layer's `forward` with gradient checkpointing.
+
+    The checkpoint lies inside what is compiled: torch recomputes what it calls around compiled code without that code,
+    and saves other tensors then. As a function of ours, and not a `partial` of torch's, because torch compiles nothing
+    in a frame that is its own.
+    """
+    return activation_checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[list[nn.Module]]:

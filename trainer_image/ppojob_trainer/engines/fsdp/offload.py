@@ -214,9 +214,13 @@ def activations_on_host(*, is_asked: bool) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class _OnHost:
-    """A saved tensor's copy in the host's memory; `of` restores the DTensor that it was a part of."""
+    """A saved tensor's copy in the host's memory; `of` restores the DTensor that it was a part of.
+
+    The copy has the strides of the original, because compiled code relies on them.
+    """
 
     copy: Tensor
+    shape: torch.Size
     device: torch.device
     of: Callable[[Tensor], Tensor]
 
@@ -233,12 +237,16 @@ def _to_host(tensor: Tensor) -> _OnHost:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-    return _OnHost(copy.copy_(local, non_blocking=local.is_cuda), local.device, of)
+    # Of an expanded dimension there is one element.
+    stored = local[tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())]
+    copy = torch.empty_strided(stored.shape, stored.stride(), dtype=local.dtype, pin_memory=local.is_cuda)
+    return _OnHost(copy.copy_(stored, non_blocking=local.is_cuda), local.shape, local.device, of)
 
 
 def _from_host(saved: _OnHost) -> Tensor:
-    return saved.of(saved.copy.to(saved.device, non_blocking=saved.copy.is_pinned()))
+    copy = saved.copy
+    local = torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=saved.device)
+    return saved.of(local.copy_(copy, non_blocking=copy.is_pinned()).expand(saved.shape))
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -168,11 +168,16 @@ class TrainedWorker:
         with torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=trust)
         count = sum(parameter.numel() for parameter in module.parameters())
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+
+        def number(name: str) -> int:
+            return int(getattr(config, name, None) or 0)
+
         return ModelSize(
-            count,
-            torch.cuda.get_device_properties(0).total_memory,
-            *(int(getattr(config, name, None) or 0) for name in names),
+            num_parameters=count,
+            gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
+            layers=number("num_hidden_layers"),
+            hidden=number("hidden_size"),
+            intermediate=number("intermediate_size"),
             host=self.seat.address,
             host_bytes=host_bytes(),
         )
