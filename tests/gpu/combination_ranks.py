@@ -142,7 +142,7 @@ def run(parallel: DataParallel, model: Path, combination: Combination) -> dict[s
     division = DIVISIONS[combination.division]
     peers = division.sizes.peers
     batch = make_batch().split(NUM_SEQUENCES * peers // division.world_size)[parallel.rank // peers]
-    training = ActorSpec(learning_rate=3e-4, max_tokens_per_gpu=256)
+    training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=256)
     engine = PolicyEngine(
         parallel,
         ActorModel(path=str(model), **combination.model),

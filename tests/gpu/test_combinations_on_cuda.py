@@ -68,13 +68,16 @@ def test_the_update_is_that_of_the_plain_model(seen: Seen, combination: Combinat
     assert "error" not in computed, computed["error"]
     # bfloat16 keeps eight bits, and each combination adds in another order.
     assert computed["grad_norms"] == pytest.approx(plain["grad_norms"], rel=0.05)
-    num_compared = min(len(computed["before"]), len(plain["before"]))
-    for moment in ("before", "after"):
-        pairs = zip(computed[moment][:num_compared], plain[moment][:num_compared], strict=True)
-        differences = [abs(mine - other) for mine, other in pairs]
-        assert sum(differences) / num_compared < 0.03, moment
-    moved = [abs(new - old) for new, old in zip(computed["after"], computed["before"], strict=True)]
-    assert sum(moved) / len(moved) > 0.1, "two updates move the policy by more than what rounding does"
+    moved = difference(plain["after"], plain["before"])
+    assert moved > 0.1, "two updates move the policy by more than rounding does"
+    assert difference(computed["before"], plain["before"]) < 0.06
+    assert difference(computed["after"], plain["after"]) < 0.06 + 0.2 * moved
+
+
+def difference(mine: list[float], other: list[float]) -> float:
+    """Return the mean distance of two lists of log-probs, where they have the same tokens."""
+    length = min(len(mine), len(other))
+    return sum(abs(a - b) for a, b in zip(mine[:length], other[:length], strict=True)) / length
 
 
 def test_the_table(seen: Seen) -> None:

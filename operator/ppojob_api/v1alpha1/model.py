@@ -49,7 +49,8 @@ class TrainedModel(ApiModel):
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
-    """Compile each layer with torch.compile."""
+    """Compile each layer with torch.compile. Without effect where tensorParallelSize is above 1: torch 2.13 cannot
+    compile divided layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()

@@ -258,7 +258,8 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     for layer in layers:
         if options.gradient_checkpointing:
             layer.forward = MethodType(_recomputed, layer)
-        if options.compile:
+        # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces).
+        if options.compile and parallel.tensor_mesh is None:
             layer.compile()
     # A rank that holds everything itself gathers nothing by gathering again.
     is_freed = parallel.num_averaged > 1 and not options.stays_gathered
