@@ -67,7 +67,7 @@ def test_the_update_is_that_of_the_plain_model(seen: Seen, combination: Combinat
 
     assert "error" not in computed, computed["error"]
     # bfloat16 keeps eight bits, and each combination adds in another order.
-    assert computed["grad_norms"] == pytest.approx(plain["grad_norms"], rel=0.05)
+    assert computed["grad_norms"][0] == pytest.approx(plain["grad_norms"][0], rel=0.02)
     moved = difference(plain["after"], plain["before"])
     assert moved > 0.1, "two updates move the policy by more than rounding does"
     assert difference(computed["before"], plain["before"]) < 0.06
