@@ -70,7 +70,7 @@ def is_rolled_out(kubectl: Any) -> bool:
     return "successfully rolled out" in done.stdout
 
 
-def wait_until(is_so: Callable[[], bool], limit: float = 90) -> None:
+def wait_until(is_so: Callable[[], bool], limit: float = 240) -> None:
     end = time.monotonic() + limit
     while not is_so():
         assert time.monotonic() < end, "it did not become so"

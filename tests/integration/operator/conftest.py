@@ -241,7 +241,7 @@ class Jobs:
         conditions = self.status(name).get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), {})
 
-    def wait(self, name: str, is_so: Callable[[dict[str, Any]], bool], limit: float = 60) -> dict[str, Any]:
+    def wait(self, name: str, is_so: Callable[[dict[str, Any]], bool], limit: float = 180) -> dict[str, Any]:
         """Return the status as soon as it is as asked; fail with status and log after `limit` seconds."""
         end = time.monotonic() + limit
         while not is_so(status := self.status(name)):
@@ -262,14 +262,14 @@ class Jobs:
         [event] = found
         return event
 
-    def wait_until(self, is_so: Callable[[], bool], limit: float = 60) -> None:
+    def wait_until(self, is_so: Callable[[], bool], limit: float = 180) -> None:
         """Wait until something is so; fail with the operator's log after `limit` seconds."""
         end = time.monotonic() + limit
         while not is_so():
             assert time.monotonic() < end, self.log.read_text()[-4000:]
             time.sleep(0.3)
 
-    def wait_for(self, name: str, kind: str, status: str, reason: str, limit: float = 60) -> str:
+    def wait_for(self, name: str, kind: str, status: str, reason: str, limit: float = 180) -> str:
         """Wait until a condition has this status and reason; return its message."""
 
         def is_so(found: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ def test_a_claim_that_does_not_exist_is_named_and_picked_up_when_it_comes(
 def test_an_image_that_cannot_be_pulled_is_said_in_the_kubelets_words(jobs: Any) -> None:
     name = jobs.create()
 
-    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     assert "localhost:5000/ppojob/nothing:1" in message
 

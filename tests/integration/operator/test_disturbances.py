@@ -52,7 +52,7 @@ def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
     assert operator.probe("healthz") == 200  # A restart would not bring the API server back.
     proxy.mend()
 
-    jobs.wait_for(made, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(made, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     jobs.wait(changed, lambda status: status["observedGeneration"] == 2)
     kubectl("wait", "--for=delete", "rayclusters", "--selector", f"ppojob.dev/job={deleted}", "--timeout=50s")
     assert operator.log.read_text().count("leading as") == terms + 1

@@ -41,7 +41,7 @@ def test_the_pods_of_a_job_meet_the_restricted_standard(kubectl: Any, jobs: Any)
     kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
     name = jobs.create()
 
-    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in names(kubectl, name)) == 3, limit=90)
+    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in names(kubectl, name)) == 3, limit=240)
 
     kubectl("label", "namespace", kubectl.namespace, "pod-security.kubernetes.io/enforce-")
 
@@ -54,7 +54,7 @@ def test_status_has_two_owners_who_leave_each_others_fields_alone(kubectl: Any, 
     body = report.replace('"kind":"PPOJob"', f'"kind":"PPOJob","metadata":{{"name":"{name}"}}')
     kubectl(*arguments, stdin=body)
 
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     assert jobs.status(name)["progress"]["step"] == 3
     managers = kubectl.json("get", "ppojob", name, "--show-managed-fields")["metadata"]["managedFields"]
@@ -71,7 +71,7 @@ def test_a_new_operator_goes_on_where_the_last_one_stopped(kubectl: Any, jobs: A
     assert operator.stop() == 0
     assert "stopped in order" in operator.log.read_text()
     operator.start()
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     after = jobs.status(name)
     assert after["rayCluster"]["name"] == before["rayCluster"]["name"]
@@ -147,7 +147,7 @@ def test_an_accepted_job_cannot_be_changed_where_it_matters(kubectl: Any, jobs: 
 def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, jobs: Any) -> None:
     name = jobs.create()
     cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
@@ -156,18 +156,18 @@ def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, j
     assert kubectl.json("get", "raycluster", cluster)["spec"]["suspend"] is True
 
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
 
 def test_what_comes_again_is_one_event_that_is_counted(kubectl: Any, jobs: Any) -> None:
     name = jobs.create()
     cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     for _ in range(2):
         kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
         jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
         kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')
-        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     # KubeRay may say so again while the pods come and go.
     event = jobs.event(name, Reason.CLUSTER_SUSPENDED, times=2)

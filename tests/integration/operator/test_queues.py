@@ -86,7 +86,7 @@ def test_the_second_job_waits_until_the_first_gives_its_quota_back(kubectl: Any,
     assert template["nodeSelector"], "Kueue has written where the pods go, and the operator leaves it"
 
     second = queued_job(jobs, startupDeadlineSeconds=20)
-    jobs.wait(second, lambda status: "insufficient unused quota" in str(status.get("conditions")), limit=90)
+    jobs.wait(second, lambda status: "insufficient unused quota" in str(status.get("conditions")), limit=240)
     message = jobs.wait_for(second, Condition.ADMITTED, "False", Reason.QUEUED)
     assert message.startswith("the job waits in the queue gpus: ")
     assert GPU in message
@@ -111,7 +111,7 @@ def test_an_urgent_job_takes_the_place_of_another_which_comes_back(kubectl: Any,
     urgent = queued_job(jobs, queuePriorityClass="urgent")
     wait_until_it_has_its_pods(jobs, urgent)
     message = jobs.wait_for(usual, Condition.ADMITTED, "False", Reason.QUEUED)
-    jobs.wait(usual, lambda status: "Preempted to accommodate" in str(status["conditions"]), limit=90)
+    jobs.wait(usual, lambda status: "Preempted to accommodate" in str(status["conditions"]), limit=240)
     assert jobs.status(usual)["phase"] == Phase.QUEUED, message
 
     kubectl("delete", "ppojob", urgent)
@@ -123,5 +123,5 @@ def test_an_urgent_job_takes_the_place_of_another_which_comes_back(kubectl: Any,
 def test_a_queue_that_is_not_there_is_named(jobs: Any) -> None:
     name = jobs.create(runPolicy={"queueName": "nobodys"})
 
-    jobs.wait(name, lambda status: "nobodys doesn't exist" in str(status.get("conditions")), limit=90)
+    jobs.wait(name, lambda status: "nobodys doesn't exist" in str(status.get("conditions")), limit=240)
     jobs.wait_for(name, Condition.ADMITTED, "False", Reason.QUEUED)

@@ -76,7 +76,7 @@ def test_the_other_one_takes_over_when_the_leader_is_killed(kubectl: Any, jobs: 
     assert replicas.leader() == 1 - first
     for name in (before, between, after):
         jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
-        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+        jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
         assert len(kubectl.json("get", "rayclusters", "--selector", f"ppojob.dev/job={name}")["items"]) == 1
         events = kubectl.json("get", "events", "--field-selector", f"involvedObject.name={name}")["items"]
         assert Reason.VALID in {event["reason"] for event in events}

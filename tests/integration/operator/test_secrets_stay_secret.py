@@ -65,7 +65,7 @@ def test_what_is_secret_is_said_nowhere(kubectl: Any, jobs: Any, operator: Any, 
     assert report_with(good, kubectl, operator, name, uid) == 200
     assert report_with("a-bad-token-0123456789", kubectl, operator, name, uid) == 401
     jobs.wait(name, lambda status: status.get("progress", {}).get("step") == 1)
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
     names = (f"{cluster}-ray", "ppojob-dashboard-key", "ppojob-certificates")
     secrets = set().union(*(secrets_in(kubectl, each) for each in names))

@@ -127,7 +127,7 @@ def test_the_second_takes_a_job_over_when_the_first_is_gone_for_good(
     wait_for_owner(jobs, name, elsewhere)
 
     kubectl("wait", "--for=delete", f"raycluster/{before}", "--timeout=60s")
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     status = jobs.status(name)
     assert [status["rayCluster"]["name"]] == clusters_of(kubectl, name)
     assert (status["attempt"], status["retries"]["total"]) == (1, 0)

@@ -57,7 +57,7 @@ def rights_of(chart: list[dict[str, Any]]) -> set[Right]:
 def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operator: Any, proxy: HidingProxy) -> None:
     policy = {"activeDeadlineSeconds": 20, "ttlSecondsAfterFinished": 1}
     name = jobs.create(runPolicy=policy)
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
     jobs.create(runPolicy={"queueName": "gpus"})
     for used in (Right("list", "ppojob.dev", "ppojobs"), Right("list", "kueue.x-k8s.io", "workloads")):

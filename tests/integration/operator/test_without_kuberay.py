@@ -37,7 +37,7 @@ def test_the_job_waits_for_kuberay_and_goes_on_when_it_comes(kubectl: Any, jobs:
 
     proxy.is_hiding = False
     jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
-    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=120)
+    jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
 
 def test_its_clusters_are_watched_from_then_on(kubectl: Any, jobs: Any, operator: Any) -> None:
