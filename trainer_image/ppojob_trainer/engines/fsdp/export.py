@@ -79,10 +79,11 @@ def _write_weights(folder: Path | None, language_model: PreTrainedModel, weights
         planned |= _of_checkpoint(language_model, group)
     split = split_torch_state_dict_into_shards(planned, filename_pattern=_FILES, max_shard_size=SHARD_BYTES)
     held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for group in _groups(_values(language_model, weights, is_kept=folder is not None)):
+    for values in _groups(_values(language_model, weights, is_kept=folder is not None)):
+        kept = {name: value for name, value in values.items() if value is not None}
         if folder is None:
             continue
-        for name, tensor in _of_checkpoint(language_model, group).items():
+        for name, tensor in _of_checkpoint(language_model, kept).items():
             file = split.tensor_to_filename[name]
             held[file][name] = tensor.contiguous()
             if len(held[file]) == len(split.filename_to_tensors[file]):
@@ -135,7 +136,7 @@ def _groups(tensors: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
 
 def _of_checkpoint(language_model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names that a checkpoint of the family has; fused experts are divided again."""
-    reverted: dict[str, Tensor] = revert_weight_conversion(language_model, group)  # type: ignore[assignment]
+    reverted: dict[str, Tensor] = revert_weight_conversion(language_model, group)
     return reverted
 
 
