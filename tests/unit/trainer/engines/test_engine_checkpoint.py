@@ -184,7 +184,7 @@ def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: Dat
         vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, initializer_range=0.3, sliding_window=None,
     )  # fmt: skip
-    source = MixtralForCausalLM(config).to(torch.bfloat16)
+    source = MixtralForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
     source.save_pretrained(tmp_path / "source")
     make_policy(parallel, tmp_path / "source").export(tmp_path / "export")
     stored, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "source"))
