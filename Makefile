@@ -100,8 +100,12 @@ tools: $(CLUSTER_STAMP) ## Build helm, which some checks call.
 	@$(CLUSTER) build helm
 
 .PHONY: unit
-unit: tools ## Run the unit tests, but for those marked slow (`make trainer` has them).
+unit: tools ## Run the unit tests, but for those marked slow.
 	$(PYTEST_PARALLEL) tests/unit -m "not slow"
+
+.PHONY: unit-slow
+unit-slow: install ## Run the unit tests that take long: those that start several ranks or compile.
+	$(PYTEST_PARALLEL) tests/unit -m slow
 
 .PHONY: golden
 golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them anew.
@@ -184,8 +188,7 @@ images: $(CLUSTER_STAMP) ## Build the operator's and the trainer's image into th
 	$(CLUSTER) image operator trainer
 
 .PHONY: trainer
-trainer: install ## Run the trainer's parts together on a real Ray, and the slow unit tests.
-	$(PYTEST_PARALLEL) tests/unit -m slow
+trainer: install ## Run the trainer's parts together on a real Ray.
 	$(PYTEST) tests/integration/trainer -m "not long"
 
 .PHONY: integration

@@ -1,12 +1,15 @@
 """Runs every part of the tests in two lanes beside each other, prints what each said, and a table at the end.
 
-    tests     lint types contracts generate-check unit golden oracles architecture trainer
+    tests     lint contracts generate-check golden architecture trainer types unit oracles unit-slow
     cluster   cluster-up images integration e2e
 
-The lanes share two cores: the tests of the first one compute, those of the second mostly wait for the cluster. A part
-writes to a log of its own, which is printed when the part ends. A part that fails does not stop the next one, so that
-one run shows everything; a cluster or an image that cannot be made ends the run at once, because the rest of its lane
-could not pass. A cluster that ran before stays; one that this started is taken down.
+The lanes share two cores: the tests of the first one compute, those of the second mostly wait for the cluster. Whole
+jobs on Ray (trainer) and on the cluster (e2e) each take up to 16 GiB of memory, so one waits for the other; trainer
+comes early, while the cluster's lane is still at integration.
+
+A part writes to a log of its own, which is printed when the part ends. A part that fails does not stop the next one, so
+that one run shows everything; a cluster or an image that cannot be made ends the run at once, because the rest of its
+lane could not pass. A cluster that ran before stays; one that this started is taken down.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ class Part:
     """A target of the Makefile and the seconds that it may take.
 
     `is_foundation`: the rest of its lane stands on it, and what it leaves running is meant to run.
+    `is_large`: it takes most of the machine's memory, so it never runs beside another large part.
     """
 
     name: str
     limit: float
     is_foundation: bool = False
+    is_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,21 @@ class PartResult:
 LANES: Mapping[str, Sequence[Part]] = {
     "tests": (
         Part("lint", 300),
-        Part("types", 600),
         Part("contracts", 300),
         Part("generate-check", 300),
-        Part("unit", 1800),
         Part("golden", 900),
-        Part("oracles", 1800),
         Part("architecture", 600),
-        Part("trainer", 5400),
+        Part("trainer", 3600, is_large=True),
+        Part("types", 600),
+        Part("unit", 1800),
+        Part("oracles", 1800),
+        Part("unit-slow", 1800),
     ),
     "cluster": (
         Part("cluster-up", 4800, is_foundation=True),
         Part("images", 3600, is_foundation=True),
         Part("integration", 3600),
-        Part("e2e", 5400),
+        Part("e2e", 5400, is_large=True),
     ),
 }
 CLUSTER_DOWN = Part("cluster-down", 300, is_foundation=True)
@@ -105,6 +111,8 @@ class _Suite:
     results: list[PartResult] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _memory: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the large part that runs."""
     _start: float = field(default_factory=time.monotonic)
 
     def run_lanes(self, lanes: Collection[Sequence[Part]]) -> None:
@@ -120,10 +128,11 @@ class _Suite:
     def run_lane(self, parts: Sequence[Part]) -> None:
         """Run the parts one after the other, until the run is stopped; a foundation that fails stops it."""
         for part in parts:
-            if self.stop.is_set():
-                return
-            if not self.run_part(part) and part.is_foundation:
-                self.stop.set()
+            with self._memory if part.is_large else contextlib.nullcontext():
+                if self.stop.is_set():
+                    return
+                if not self.run_part(part) and part.is_foundation:
+                    self.stop.set()
 
     def run_part(self, part: Part) -> bool:
         """Run one part to its end, its limit, or the stop of the run; print its log; True if it passed."""

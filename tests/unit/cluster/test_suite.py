@@ -60,8 +60,14 @@ def test_a_cluster_that_ran_before_stays(layout: Layout, project: Path, monkeypa
 
 def test_the_lanes_run_beside_each_other(layout: Layout, project: Path) -> None:
     # Each waits for the other one's file: one after the other they would wait for ever.
-    replace_target(project, "trainer", "@touch a; until [ -e b ]; do sleep 0.1; done")
+    replace_target(project, "lint", "@touch a; until [ -e b ]; do sleep 0.1; done")
     replace_target(project, "e2e", "@touch b; until [ -e a ]; do sleep 0.1; done")
+    assert parts.run(layout, project) == 0
+
+
+def test_parts_that_take_most_of_the_memory_run_one_after_the_other(layout: Layout, project: Path) -> None:
+    for name in ("trainer", "e2e"):
+        replace_target(project, name, "@mkdir large && sleep 0.5 && rmdir large")
     assert parts.run(layout, project) == 0
 
 
@@ -78,11 +84,11 @@ def test_a_failed_part_fails_the_run_and_does_not_stop_the_next(
 def test_what_parts_of_two_lanes_say_is_not_mixed(
     layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("trainer", "e2e"):
+    for name in ("unit", "e2e"):
         replace_target(project, name, f"@for i in 1 2 3 4 5; do echo {name} $$i; sleep 0.1; done")
     assert parts.run(layout, project) == 0
     said = capsys.readouterr().out
-    for name in ("trainer", "e2e"):
+    for name in ("unit", "e2e"):
         assert "".join(f"{name} {i}\n" for i in range(1, 6)) in said
 
 
