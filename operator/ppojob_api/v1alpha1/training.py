@@ -205,8 +205,9 @@ class CheckpointSpec(ApiModel):
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
     asynchronous: bool = Field(default=False, alias="async")
-    """Go on training while a checkpoint is written: the models are copied to the host's memory first. At most one is
-    being written, the end of the run waits for it, and one that fails fails the job."""
+    """Continue training while a checkpoint is written. What lies on GPUs is copied to the host's memory first. At most
+    one checkpoint is written at a time, the end of the run waits for it, and a failed one fails the job. Where the
+    host's memory does not suffice, training waits for each checkpoint, and the job says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
     """Auto: go on from the last checkpoint of the same object."""
     resume_from: Path | None = None
