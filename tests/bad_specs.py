@@ -251,6 +251,15 @@ BAD_SPECS = (
             "spec.rollout.tensorParallelSize", "leave it at 1", shows="2"),
     BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
             "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
+    # Arguments of vLLM's own. The API server has no schema of them.
+    BadSpec("vLLM's argument that has a field", {_spec("rollout"): {"engineArgs": {"max_num_seqs": 8}}},
+            "spec.rollout.engineArgs.max_num_seqs", "use rollout.maxNumSeqs", shows="8", server_refuses=False),
+    BadSpec("vLLM's argument that breaks the weights", {_spec("rollout"): {"engineArgs": {"quantization": "fp8"}}},
+            "spec.rollout.engineArgs.quantization", "leave it out", shows="'fp8'", server_refuses=False),
+    BadSpec("one decay rate", {_spec("actor", "betas"): [0.9]},
+            "spec.actor.betas", "at least 2 items"),
+    BadSpec("decay rate of one", {_spec("actor", "betas"): [0.9, 1.0]},
+            "spec.actor.betas[1]", "less than 1", shows="1.0"),
     # Adapters and offloading.
     BadSpec("reference of adapters in another pool",
             {_spec("model", "actor", "lora"): {"rank": 8}, _spec("placement", "ref"): "critic"},

@@ -59,7 +59,7 @@ class ConditionStatus(ApiModel):
 
 
 class Retries(ApiModel):
-    """Attempts that failed and were tried again."""
+    """Attempts that failed and were retried."""
 
     user: int = 0
     """After failures of the user's program."""
@@ -177,6 +177,8 @@ class LastFailure(ApiModel):
     """Exit code of the trainer, or of the pod's container that has ended; absent where it is not known."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
+    layout_digest: Name | None = None
+    """Short hash of the layout in force: two attempts that ran out of memory with the same one are enough."""
     time: Time
     """When it failed."""
 

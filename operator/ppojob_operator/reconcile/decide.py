@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.layout import layout_of
+from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
@@ -283,6 +283,7 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
         message=failure.message[:4096],
         exit_code=failure.exit_code,
         log_tail=log_tail.shorten(situation.observed.log_tail),
+        layout_digest=digest_of(layout_of(situation.spec)),
         time=conditions.format_time(situation.now),
     )
 
