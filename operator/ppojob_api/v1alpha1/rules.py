@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
+from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
 from ppojob_api.v1alpha1.pools import Pool, Role
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
@@ -99,6 +100,7 @@ SPEC_RULES = [
     *PARALLEL_RULES,
     *LENDING_RULES,
     *QUEUE_RULES,
+    *PATH_RULES,
 ]
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {PPOJobSpec: SPEC_RULES, Pool: DEVICE_RULES, PoolNetwork: NETWORK_RULES}
@@ -287,4 +289,5 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,
     *ENGINE_CHECKS,
+    *PATH_CHECKS,
 )
