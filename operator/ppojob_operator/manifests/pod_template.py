@@ -84,7 +84,11 @@ def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[Field
     for name in sorted(set(metadata) - {"labels", "annotations"}):
         yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be given")
     for kind in ("labels", "annotations"):
-        for name, value in (metadata.get(kind) or {}).items():
+        given = metadata.get(kind) or {}
+        if not isinstance(given, Mapping):
+            yield FieldError(f"{path}.{kind}", given, "must be an object of names and strings")
+            continue
+        for name, value in given.items():
             if str(name).startswith(_RESERVED_PREFIXES):
                 yield FieldError(f"{path}.{kind}.{name}", value, _REMEDY_RESERVED)
 

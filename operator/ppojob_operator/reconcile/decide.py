@@ -68,7 +68,14 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     if accepted.status != "True" or spec is None:
         return _not_accepted(job, accepted, now)
     wanted = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
-    return _accepted(Situation(job, spec, observed, now, wanted, refusal), accepted)
+    situation = Situation(job, spec, observed, now, wanted, refusal)
+    if wanted is not None and layout.is_stop_due(situation):
+        # Before the trainer is stopped for it: a RayCluster that is refused would leave the job without any.
+        if observed.dry_run is None:
+            return Plan(dry_run=layout.next_cluster(situation, wanted))
+        if observed.dry_run:
+            situation = replace(situation, wanted=None, refusal=observed.dry_run)
+    return _accepted(situation, accepted)
 
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:

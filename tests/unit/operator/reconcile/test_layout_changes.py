@@ -269,6 +269,24 @@ def test_a_layout_that_cannot_be_run_leaves_the_job_alone_and_says_so() -> None:
     assert world.status["phase"] == Phase.SUCCEEDED
 
 
+def test_a_layout_that_the_api_server_refuses_leaves_the_job_alone() -> None:
+    world = World().run()
+    world.refusal = "500 failed to create typed patch object: .nodeSelector.gpu: expected string, got true"
+
+    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"nodeSelector": {"gpu": True}}}}]).settle()
+
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.INVALID_SPEC)
+    assert "expected string, got true" in world.condition(Condition.LAYOUT_APPLIED).message
+    for _ in range(3):
+        world.wait(10).trainer_reports().settle()
+    assert world.status["phase"] == Phase.RUNNING
+    assert "stop" not in world.status
+
+    world.refusal = ""
+    world.edit(**TWO_CRITICS).settle()
+    assert world.status["stop"]["reason"] == Reason.REALLOCATING
+
+
 def test_a_layout_that_the_rules_refuse_leaves_the_job_alone_too() -> None:
     world = World().run().edit(placement={"actor": "actor", "critic": "nowhere"}).settle()
 
