@@ -19,6 +19,7 @@ from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
+from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
 from ppojob_api.v1alpha1.pools import Pool, Role
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
@@ -209,8 +210,12 @@ def _only_overlapped_does_without(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _sources_have_their_blocks(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if source is not None and (block := source.missing_block):
+        if source is None:
+            continue
+        if block := source.missing_block:
             yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
+        for block in source.unread_blocks:
+            yield f"data.{name}.{block}", None, f"type {source.type} does not read it: take it out, or change the type"
 
 
 def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -290,4 +295,5 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *DEVICE_CHECKS,
     *ENGINE_CHECKS,
     *PATH_CHECKS,
+    *POD_CHECKS,
 )
