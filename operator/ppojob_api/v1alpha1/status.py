@@ -120,6 +120,8 @@ class Progress(ApiModel):
     """Attempt that reported last."""
     report: int | None = None
     """Number of that report within the attempt; an older one never replaces it."""
+    trainer_version: Name | None = None
+    """Version of the trainer that reported."""
 
 
 class Metric(ApiModel):
