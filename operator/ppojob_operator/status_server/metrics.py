@@ -4,6 +4,7 @@
 with names that users choose are those of `job_metrics.py`, which limits their number.
 """
 
+import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -16,9 +17,9 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class OperatorMetrics:
     """What the operator counts."""
 
-    def __init__(self, job_states: JobStates = lambda: None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
-        self._jobs = JobMetrics(job_states)
+        self._jobs = JobMetrics(lambda: None, clock)
         self.registry.register(self._jobs)
         self.leads = Gauge("ppojob_leader", "1 on the replica that leads, 0 on the others.", registry=self.registry)
         self.reconciles = Histogram(

@@ -25,7 +25,8 @@ def condition(kind: str, status: str, minute: int) -> dict[str, Any]:
 
 
 PROGRESS = {
-    "step": 25, "totalSteps": 100, "percentage": 25, "etaSeconds": 900, "lastUpdateTime": at(30), "lastChangeTime": at(28),
+    "step": 25, "totalSteps": 100, "percentage": 25, "etaSeconds": 900,
+    "lastUpdateTime": at(30), "lastChangeTime": at(28),
 }  # fmt: skip
 POOLS = [
     {"name": "actor", "desiredNodes": 2, "readyNodes": 1, "gpus": 4},
