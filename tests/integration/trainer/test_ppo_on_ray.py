@@ -46,8 +46,8 @@ PHASES = (
 
 
 ABSENT_HERE = {
-    "ppojob_perf_mfu", "ppojob_perf_max_memory_allocated_gb", "ppojob_pool_gpu_utilization", "ppojob_pool_memory_peak_gb",
-    "ppojob_pool_memory_total_gb", "ppojob_actor_kl_loss",
+    "ppojob_perf_mfu", "ppojob_perf_max_memory_allocated_gb", "ppojob_pool_gpu_utilization",
+    "ppojob_pool_memory_peak_gb", "ppojob_pool_memory_total_gb", "ppojob_actor_kl_loss",
 }  # fmt: skip
 """What only a run on GPUs measures, and only one with the KL in its loss."""
 
