@@ -126,19 +126,15 @@ def _lines(axes: Axes, panel: Mapping[str, Any], found: Sequence[Sequence[Line]]
     for index, (words, line) in enumerate(named):
         times = np.array([at for at, _ in line.points], dtype=np.float64)
         values = np.array([value for _, value in line.points])
-        if panel.get("stack"):
-            floor = np.array([bottom.get(at, 0.0) for at in times])
-            values = values + floor
-            bottom |= dict(zip(times, values, strict=True))
-            axes.fill_between(times, floor, values, alpha=0.3, color=_COLORS[index % 10], linewidth=0)
+        floor = np.array([bottom.get(at, 0.0) for at in times]) if panel.get("stack") else np.zeros(len(times))
+        values = values + floor
+        bottom |= dict(zip(times.tolist(), values.tolist(), strict=True)) if panel.get("stack") else {}
         breaks = np.flatnonzero(np.diff(times) > 1.5 * _STEP_S) + 1
-        axes.plot(
-            np.insert(times, breaks, np.nan),
-            np.insert(values, breaks, np.nan),
-            label=words,
-            linewidth=1.1,
-            color=_COLORS[index % 10],
-        )
+        times, values, floor = (np.insert(each, breaks, np.nan) for each in (times, values, floor))
+        color = _COLORS[index % len(_COLORS)]
+        axes.plot(times, values, label=words, linewidth=1.1, color=color)
+        if panel.get("stack"):
+            axes.fill_between(times, floor, values, alpha=0.3, color=color, linewidth=0)
     if "threshold" in panel:
         axes.axhline(panel["threshold"], color="#e02f44", linewidth=0.9, linestyle="--")
     axes.set_ylim(panel.get("min"), panel.get("max"))

@@ -93,12 +93,12 @@ def load(samples: Iterable[Sample], folder: Path) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, database: Path, configuration: str = "", *, lookback: str = "61s") -> Iterator[Prometheus]:
+def serving(folder: Path, database: Path, configuration: str = "", *, lookback: str = "59s") -> Iterator[Prometheus]:
     """Run a Prometheus on a free port of this machine.
 
     Args:
         lookback: how long a sample counts. A loaded one is followed by no mark of its end, as a scraped one is, so it
-            counts until the next scrape.
+            must not count any more at the next scrape.
 
     Raises:
         RuntimeError: it ended at once; with the end of its log.
