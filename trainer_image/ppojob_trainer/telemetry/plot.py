@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -73,7 +74,7 @@ class Panel:
 _VALIDATION = Curve("val-core/score/mean", "validation", "--o")
 _PANELS = (
     Panel("Reward", "mean score", (Curve("critic/score/mean", "training"), _VALIDATION)),
-    # In the reward or in the loss: a job has one of them, or none.
+    # A job has it in the reward, in the loss, in both, or in neither.
     Panel(
         "KL to the reference", "nats per token",
         (Curve("actor/reward_kl_penalty", "in the reward"), Curve("actor/kl_loss", "in the loss", "--")),
@@ -119,14 +120,11 @@ def _draw(groups: Sequence[Group]) -> Figure:
     num_rows = -(-len(drawn) // _ACROSS)
     heights = [3.5] * num_rows + ([3.8] if has_timings else [])
     width = 13.5 if len(groups) <= 3 else min(4.8 * len(groups), 26.0)
-    figure = Figure(figsize=(width, sum(heights) + 0.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, sum(heights) + 0.5), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.12))
     figure.suptitle(_title(groups[0]) if is_single else " ", fontsize=13 if is_single else 22, x=0.012, ha="left")
     if not is_single:
         lines = [Line2D([], [], color=color, linewidth=3) for _, color in _colored(groups)]
         figure.legend(lines, [_title(group) for group in groups], loc="upper left", ncols=len(groups), fontsize=11)
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.set(w_pad=0.12)
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     for row in range(num_rows):
         part = figure.add_subfigure(grid[row])
