@@ -56,7 +56,7 @@ def main() -> int:
     return 0
 
 
-def answers(server: Prometheus, dashboard: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, list[list[Line]]]:
+def answers(server: Prometheus, dashboard: dict[str, Any], chosen: Mapping[str, str]) -> dict[str, list[list[Line]]]:
     """Return what each panel's queries find over the simulated hours, by the panel's title."""
     start, end = simulation.START, simulation.START + simulation.LENGTH
     return {
