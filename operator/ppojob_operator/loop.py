@@ -33,9 +33,11 @@ from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
 from ppojob_operator.reconcile import (
+    JobState,
     dashboard_target,
     decide,
     is_finished,
+    job_state,
     read_claim,
     read_cluster,
     read_job,
@@ -94,7 +96,7 @@ class Loop:
         self._report_times = ReportTimes()
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
-        self._phases: dict[JobKey, str] = {}
+        self._states: dict[JobKey, JobState] = {}
         self._told: set[JobKey] = set()
         self._untold: set[JobKey] = set()
         self._kept: dict[JobKey, Observed | None] = {}
@@ -116,10 +118,9 @@ class Loop:
         """How many jobs are another operator's."""
         return self._claims.num_left_alone
 
-    def jobs_by_phase(self) -> dict[str, int]:
-        """Return how many of our jobs are in each phase."""
-        phases = list(self._phases.values())
-        return {phase: phases.count(phase) for phase in sorted(set(phases))}
+    def job_states(self) -> Mapping[JobKey, JobState]:
+        """Return our jobs as the last pass over each left them."""
+        return dict(self._states)
 
     def watch_problem(self) -> str | None:
         """Return what is wrong if the watches do not tell of jobs that are there."""
@@ -225,13 +226,13 @@ class Loop:
             plan = decide(job, observed, self._clock())
         await self._carry_out(job, observed, plan)
         self._keep(job, observed, plan)
-        self._phases[key] = (plan.status or {}).get("phase") or job.status.phase or ""
+        self._states[key] = job_state(job, plan.status)
         if plan.look_again_after is not None:
             self._queue.add(key, plan.look_again_after)
         return "ok"
 
     def _forget(self, key: JobKey) -> None:
-        self._phases.pop(key, None)
+        self._states.pop(key, None)
         self._report_times.forget(key)
         self._num_errors.pop(key, None)
         self._kept.pop(key, None)

@@ -110,7 +110,7 @@ async def run(settings: Settings) -> None:
         )
         election = _election(settings, api, health)
         metrics.ask(
-            jobs_by_phase=term.jobs_by_phase,
+            job_states=term.job_states,
             queue_depth=lambda: term.queue_depth,
             left_alone=lambda: term.num_left_alone,
             leads=lambda: election.leads,

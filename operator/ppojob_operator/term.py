@@ -17,6 +17,7 @@ from ppojob_operator.dashboard import Dashboard
 from ppojob_operator.handlers import Watches
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import JobKey, Surroundings
+from ppojob_operator.reconcile import JobState
 from ppojob_operator.settings import Settings
 from ppojob_operator.status_server import Health, OperatorMetrics
 from ppojob_operator.together import run_together
@@ -61,9 +62,9 @@ class Term:
         """How many jobs another operator runs; none on a replica that stands by."""
         return 0 if self._loop is None else self._loop.num_left_alone
 
-    def jobs_by_phase(self) -> dict[str, int]:
-        """Return how many jobs are in each phase; nothing on a replica that stands by, so that a sum counts once."""
-        return {} if self._loop is None else self._loop.jobs_by_phase()
+    def job_states(self) -> Mapping[JobKey, JobState] | None:
+        """Return the jobs; None on a replica that does not lead, so that a sum over replicas counts once."""
+        return None if self._loop is None else self._loop.job_states()
 
     async def run(self, stop: asyncio.Event, guard: Callable[[], None]) -> None:
         """Look after the jobs until `stop` is set, or this is cancelled.

@@ -133,7 +133,11 @@ def plot(
     ] = False,
     labels: Annotated[
         list[str] | None,
-        typer.Option("--label", help="Name of a run in the picture, for each in turn.", show_default="its folder"),
+        typer.Option(
+            "--label",
+            help="Name of a run in the picture, for each in turn. Runs with the same name are drawn as their mean.",
+            show_default="its folder",
+        ),
     ] = None,
 ) -> None:
     """Draw reward, KL, response length and time per phase; several runs are compared."""

@@ -1,4 +1,4 @@
-"""What the pictures have in common: the runs they are drawn from, names, colors, style. It draws nothing.
+"""What the pictures have in common: runs and groups of runs, names, colors, style. It draws nothing.
 
 The colors stay apart for people who do not see all of them: of runs by Okabe and Ito (2008), of phases by Paul Tol's
 muted scheme. A phase has the same one in every picture.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,42 @@ class Run:
     def get(self, metric: str) -> tuple[Series, Series] | None:
         """Return steps and values of a metric that has any."""
         return self.series.get(metric)
+
+
+@dataclass(frozen=True)
+class Band:
+    """A metric of several runs at the steps that all of them have: [num_points] each."""
+
+    steps: Series
+    mean: Series
+    low: Series
+    """The lowest of the runs."""
+    high: Series
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of the same name, such as one for each seed. They are drawn as one line, with a band around it."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def get(self, metric: str, smooth: Callable[[Series], Series] = lambda values: values) -> Band | None:
+        """Return a metric that any of the runs has; each run's values are smoothed first."""
+        found = [points for run in self.runs if (points := run.get(metric)) is not None]
+        if not found:
+            return None
+        steps = found[0][0]
+        for others, _ in found[1:]:
+            steps = np.intersect1d(steps, others)
+        rows = np.stack([smooth(values)[np.isin(numbers, steps)] for numbers, values in found])
+        return Band(steps, rows.mean(axis=0), rows.min(axis=0), rows.max(axis=0))
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """Return the runs by their names, in the order in which those are met."""
+    names = dict.fromkeys(run.name for run in runs)
+    return [Group(name, tuple(run for run in runs if run.name == name)) for name in names]
 
 
 def load_runs(paths: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:

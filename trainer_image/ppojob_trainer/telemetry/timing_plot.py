@@ -1,8 +1,8 @@
 """Where the time of a step goes, run beside run: seconds of each phase, and what each pool does when.
 
 `ppojob plot --timing` calls it, to compare placements and schedules. The lanes are those of one real step, the median
-one, from the trace beside metrics.jsonl; without a trace they are the busy share alone. The first step is left out of
-everything: it compiles and allocates.
+one, from the trace beside metrics.jsonl; without a trace they are the busy share alone. All numbers are medians after
+the first three steps, which compile and allocate; those of tests/bench and docs/measured.md are too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import matplotlib as mpl
 import numpy as np
@@ -23,6 +24,7 @@ from ppojob_trainer.telemetry.plot_runs import (
     STYLE,
     WHOLE_STEP,
     Run,
+    Series,
     in_words,
     load_runs,
     phase_colors,
@@ -37,6 +39,7 @@ _NOT_OF_EACH_STEP = ("save_checkpoint", "testing", "load_checkpoint", "export")
 _STEP_COLOR, _IDLE_COLOR, _BUSY_COLOR = "#404040", "#f0f0f0", "#7a9cc6"
 _CPU = "CPU"
 _LANE = 0.66
+_WARM_UP_STEPS = 3
 _SAME_TIME_S = 0.002
 """Clocks are read a moment after one phase and before the next; that is no overlap."""
 _ADVICE_WIDTH = 110
@@ -47,7 +50,7 @@ _NAMED_FROM = 0.07
 
 @dataclass(frozen=True)
 class Timing:
-    """The mean over the steps of one run, in seconds: of each phase, and of the whole step; and its median step."""
+    """The median over the steps of one run, in seconds: of each phase, and of the whole step; and its median step."""
 
     run: Run
     phases: dict[str, float]
@@ -78,20 +81,20 @@ def _timing(run: Run) -> Timing:
     if points is None:
         raise ValueError(f"{run.name} has no timing of a step yet: wait for its first step")
     steps, seconds = points
-    if len(steps) > 1:
-        steps, seconds = steps[1:], seconds[1:]
-    means = {}
+    steps, seconds = _measured(steps), _measured(seconds)
+    medians = {}
     for phase in phases_of([run]):
         numbers, values = run.series[f"timing_s/{phase}"]
         if phase not in _NOT_OF_EACH_STEP:
             # A step without the phase (the actor's, in a warm-up of the critic) counts 0.
-            means[phase] = float(values[np.isin(numbers, steps)].sum()) / len(steps)
+            found = values[np.isin(numbers, steps)]
+            medians[phase] = float(np.median([*found, *[0.0] * (len(steps) - len(found))]))
     middle = int(np.argsort(seconds)[(len(seconds) - 1) // 2])
     shown = int(steps[middle])
     files = RunFiles(run.folder)
     lanes = _lanes(read_trace(files.trace), shown, float(seconds[middle]))
     advice = textwrap.fill(read_advice(files.recommendation), _ADVICE_WIDTH)
-    return Timing(run, means, float(seconds.mean()), len(steps), shown, lanes, advice)
+    return Timing(run, medians, float(np.median(seconds)), len(steps), shown, lanes, advice)
 
 
 def _lanes(spans: Sequence[Span], step: int, seconds: float) -> dict[str, list[Span]]:
@@ -138,7 +141,7 @@ def _draw(timings: Sequence[Timing]) -> Figure:
 def _bars(axes: Axes, timings: Sequence[Timing], colors: dict[str, str]) -> None:
     """Stack the phases of each run; beside them, how long its step was."""
     axes.set_title("Seconds of a step, by phase")
-    axes.set_ylabel("seconds, mean over the steps")
+    axes.set_ylabel("seconds, median of the steps")
     for place, timing in enumerate(timings):
         bottom = 0.0
         for phase, color in colors.items():
@@ -176,7 +179,7 @@ def _draw_lanes(axes: Axes, timing: Timing, names: Sequence[str], colors: dict[s
     length = _length(timing)
     for place, name in enumerate(names):
         axes.barh(place, length, _LANE, color=_IDLE_COLOR)
-        busy = _of_pool(timing.run, name, "busy_fraction", _mean)
+        busy = _of_pool(timing.run, name, "busy_fraction", median)
         if timing.lanes:
             for middle, height, span in _in_tracks(timing.lanes.get(name, []), place):
                 _draw_span(axes, middle, height, span, colors.get(span.name, "#bdbdbd"), longest)
@@ -193,8 +196,8 @@ def _draw_lanes(axes: Axes, timing: Timing, names: Sequence[str], colors: dict[s
 def _use_of_pool(run: Run, pool: str) -> list[str]:
     """Say how busy a pool was, how busy its GPUs' kernels kept them, and the most memory in use on one of them."""
     shown = (
-        ("busy_fraction", _mean, "{:.0%} busy"),
-        ("gpu_utilization", _mean, "{:.0%} GPU use"),
+        ("busy_fraction", median, "{:.0%} busy"),
+        ("gpu_utilization", median, "{:.0%} GPU use"),
         ("memory_peak_gb", max, "{:.1f} GB peak"),
     )
     values = ((_of_pool(run, pool, metric, reduce), text) for metric, reduce, text in shown)
@@ -232,13 +235,13 @@ def _readable_on(color: str) -> str:
 
 
 def _of_pool(run: Run, pool: str, metric: str, reduce: Callable[[Sequence[float]], float]) -> float | None:
-    """Reduce a pool's metric over the steps, without the first; None where there is none."""
+    """Reduce a pool's metric over the steps that count; None where there is none."""
     points = run.get(f"pool/{pool}/{metric}")
     if points is None:
         return None
-    values = points[1][1:] if len(points[1]) > 1 else points[1]
-    return reduce(values.tolist())
+    return reduce(_measured(points[1]).tolist())
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _measured(values: Series) -> Series:
+    """Return the values of the steps that count: after the first three, or the first one of a shorter run."""
+    return values[_WARM_UP_STEPS if len(values) > _WARM_UP_STEPS else min(1, len(values) - 1) :]

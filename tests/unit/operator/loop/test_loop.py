@@ -160,11 +160,11 @@ async def test_a_look_applies_writes_the_status_and_tells() -> None:
 async def test_a_job_that_is_gone_is_forgotten() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     await loop.look(GOOD)
-    assert loop.jobs_by_phase() == {"Starting": 1}
+    assert [state.phase for state in loop.job_states().values()] == ["Starting"]
     del cluster.jobs[GOOD]
 
     assert await loop.look(GOOD) == "gone"
-    assert loop.jobs_by_phase() == {}
+    assert loop.job_states() == {}
 
 
 async def test_what_is_noted_is_looked_at() -> None:

@@ -16,6 +16,8 @@ from aiohttp import web
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, REPORT_PATH
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.plan import JobKey
+from ppojob_operator.reconcile import JobState
 from ppojob_operator.status_server import (
     CertificateError,
     Health,
@@ -34,6 +36,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _metrics() -> OperatorMetrics:
+    """Return metrics of two running jobs and a failed one."""
+    metrics = OperatorMetrics()
+    phases = {"a": "Running", "b": "Running", "c": "Failed"}
+    states = {JobKey("ns", name): JobState(phase) for name, phase in phases.items()}
+    metrics.ask(job_states=lambda: states, queue_depth=lambda: 0, left_alone=lambda: 0, leads=lambda: True)
+    return metrics
 
 
 @pytest.fixture
@@ -115,7 +126,7 @@ async def serving(
         secrets=cluster,
         service_account_name=lambda job: f"{job}-trainer",
         health=health,
-        metrics=OperatorMetrics(lambda: {"Running": 2, "Failed": 1}),
+        metrics=_metrics(),
     )
     for port, application in beside:
         server.serve_beside(port, application)

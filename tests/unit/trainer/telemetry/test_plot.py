@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from ppojob_trainer.telemetry import MetricsUnreadableError, plot_runs
 from ppojob_trainer.telemetry import plot as plot_module
 from ppojob_trainer.telemetry.plot import plot
+from ppojob_trainer.telemetry.plot_runs import Run
 
 WHOLE = (
     "critic/score/mean",
@@ -31,7 +32,7 @@ def _write(folder: Path, num_steps: int, metrics: tuple[str, ...] = WHOLE) -> Pa
     return folder / "metrics.jsonl"
 
 
-def _figure(paths: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Figure:
+def _figure(paths: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, labels: tuple[str, ...] = ()) -> Figure:
     """Draw, and return the figure that was saved."""
     saved = []
     original = Figure.savefig
@@ -41,7 +42,7 @@ def _figure(paths: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         original(figure, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    plot(paths, tmp_path / "plot.png")
+    plot(paths, tmp_path / "plot.png", labels)
     return saved[0]
 
 
@@ -62,7 +63,14 @@ def test_panels_without_data_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     texts = {axes.get_title(loc="left"): [text.get_text() for text in axes.texts] for axes in figure.get_axes()}
     silent = {title for title, found in texts.items() if "no data" in found}
-    assert silent == {"KL divergence", "Response length", "Time per phase", "Busy pools"}
+    assert silent == {
+        "KL to the reference",
+        "KL of an update",
+        "Response length",
+        "Gap between trainer and engine",
+        "Time per phase",
+        "Busy pools",
+    }
 
 
 def test_every_axis_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +78,9 @@ def test_every_axis_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     assert {axes.get_title(loc="left"): axes.get_ylabel() for axes in figure.get_axes()} == {
         "Reward": "mean score",
-        "KL divergence": "nats per token",
+        "KL to the reference": "nats per token",
+        "KL of an update": "nats per token",
+        "Gap between trainer and engine": "difference of probabilities",
         "Response length": "tokens, mean of the step",
         "Time per phase": "seconds per step",
         "Busy pools": "percent of the step",
@@ -89,6 +99,67 @@ def test_several_runs_have_their_phases_side_by_side(tmp_path: Path, monkeypatch
         "Time per phase: other",
     ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["serial", "split", "other"]
+
+
+def _run(name: str, metric: str, values: dict[int, float]) -> Run:
+    steps, numbers = np.array(list(values), dtype=np.float64), np.array(list(values.values()))
+    return Run(name, {metric: (steps, numbers)})
+
+
+def test_runs_of_the_same_name_are_a_mean_and_a_band_over_the_steps_that_all_of_them_have() -> None:
+    runs = [_run("ppo", "a", {1: 1.0, 2: 4.0, 3: 9.0}), _run("ppo", "a", {1: 3.0, 2: 0.0}), _run("grpo", "b", {1: 1.0})]
+    ppo, grpo = plot_runs.groups_of(runs)
+
+    band = ppo.get("a")
+
+    assert band is not None
+    assert (band.steps.tolist(), band.mean.tolist()) == ([1, 2], [2, 2])
+    assert (band.low.tolist(), band.high.tolist()) == ([1, 0], [3, 4])
+    assert (grpo.name, grpo.get("a")) == ("grpo", None)
+
+
+@pytest.mark.parametrize("num_steps", [5, 100])
+def test_seeds_are_one_line_for_each_algorithm_with_the_kl_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    kl = {"PPO": "actor/reward_kl_penalty", "GRPO": "actor/kl_loss"}
+    labels = ("PPO", "PPO", "PPO", "GRPO", "GRPO", "GRPO")
+    paths = [_write(tmp_path / f"{i}", num_steps, (*WHOLE, kl[label])) for i, label in enumerate(labels)]
+
+    figure = _figure(paths, monkeypatch, tmp_path, labels)
+
+    axes = {each.get_title(loc="left"): each for each in figure.get_axes()}
+    drawn = [line for line in axes["KL to the reference"].lines if len(np.asarray(line.get_xdata()))]
+    assert {line.get_label() for line in drawn} == {"in the reward", "in the loss"}
+    assert len(drawn) == len(axes["KL to the reference"].collections) == 2, "a line and a band for each algorithm"
+    assert [title for title in axes if title.startswith("Time")] == ["Time per phase: PPO", "Time per phase: GRPO"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["PPO: mean and range of 3 runs", "GRPO: mean and range of 3 runs"]
+
+
+def test_a_comparison_leaves_out_what_no_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [_write(tmp_path / name, 5, ("critic/score/mean",)) for name in ("a", "b")]
+
+    figure = _figure(paths, monkeypatch, tmp_path)
+
+    assert [axes.get_title(loc="left") for axes in figure.get_axes() if axes.get_visible()] == ["Reward"]
+
+
+def test_no_panel_has_two_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KL of an update is a thousandth of the KL to the reference: on one axis it would be a line at zero."""
+    metrics = (*WHOLE, "actor/reward_kl_penalty")
+
+    figure = _figure([_write(tmp_path / "run", 5, metrics)], monkeypatch, tmp_path)
+
+    lines = {axes.get_title(loc="left"): len(axes.lines) for axes in figure.get_axes()}
+    assert (lines["KL to the reference"], lines["KL of an update"]) == (1, 1)
+
+
+def test_a_bar_of_several_runs_counts_those_that_had_not_ended() -> None:
+    bars = [np.array([1.0]), np.array([2.0])]
+    runs = [_run("a", "timing_s/gen", {1: 2.0, 2: 4.0}), _run("a", "timing_s/gen", {1: 4.0})]
+
+    assert plot_module._mean_of_runs(runs, "timing_s/gen", bars).tolist() == [3.0, 4.0]
 
 
 def test_the_folder_of_a_run_will_do(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The picture of timings: means without the first step, lanes of a real step, busy shares where there is no trace."""
+"""The picture of timings: medians without the first steps, lanes of a real step, busy shares without a trace."""
 
 import json
 from pathlib import Path
@@ -38,11 +38,32 @@ def _timing(folder: Path) -> timing_plot.Timing:
     return timing_plot._timing(timing_plot.load_runs([folder])[0])
 
 
-def test_means_leave_out_the_first_step_and_what_is_not_of_each_step(tmp_path: Path) -> None:
+def test_medians_of_a_short_run_leave_out_the_first_step_and_what_is_not_of_each_step(tmp_path: Path) -> None:
     timing = _timing(_run(tmp_path / "run", is_traced=False))
 
     assert timing.phases == {"gen": 1.5, "update_actor": 1.5}
     assert (timing.step_seconds, timing.num_steps, timing.lanes) == (3.0, 2, {})
+
+
+def test_medians_leave_out_the_first_three_steps(tmp_path: Path) -> None:
+    records = [
+        {
+            "step": step,
+            "time": 0.0,
+            "timing_s/step": seconds,
+            "timing_s/gen": 1.0 * step,
+            "pool/a/busy_fraction": 0.1 * step,
+        }
+        for step, seconds in enumerate([90.0, 80.0, 70.0, 5.0, 30.0, 6.0, 7.0], start=1)
+    ]
+    records[4]["timing_s/ref"] = 3.0
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    timing = _timing(tmp_path)
+
+    assert (timing.step_seconds, timing.num_steps, timing.shown_step) == (6.5, 4, 6)
+    assert timing.phases == {"gen": 5.5, "ref": 0.0}, "a phase of one step of four is not typical"
+    assert timing_plot._use_of_pool(timing.run, "a") == ["55% busy"]
 
 
 def test_lanes_are_those_of_the_median_step_with_what_reaches_into_it(tmp_path: Path) -> None:
