@@ -65,6 +65,10 @@ class PromptDataset:
         """The source's name, for messages."""
         return self._source.name
 
+    def data_sources(self) -> set[str]:
+        """Return the names of the data sets that the prompts are of."""
+        return self._source.data_sources()
+
     def batch(self, numbers: Sequence[int], epoch: int = 0) -> DataProto:
         """Return these prompts (numbers from 0 to len - 1) as a batch without tensors.
 

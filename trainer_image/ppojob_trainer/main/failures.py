@@ -22,7 +22,7 @@ from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.main.connection import RayNotStartedError
-from ppojob_trainer.rewards import RewardError, RewardImportError
+from ppojob_trainer.rewards import RewardError, RewardFunctionError, RewardImportError, RewardRefusedError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import (
@@ -58,6 +58,9 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (JobFileMissingError, Reason.JOB_FILE_MISSING, FailureKind.INFRASTRUCTURE),
     (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
     (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),
+    # The seeds draw the same responses again, so another attempt fails at the same one.
+    (RewardFunctionError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
+    (RewardRefusedError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
     (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
     (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),
