@@ -202,7 +202,5 @@ def test_a_data_source_without_a_function_is_refused_at_the_start() -> None:
     source = FunctionSource("ppojob_trainer.rewards.by_data_source")
 
     check_reward_function(source, ["openai/gsm8k", "aime24", "reasoning_gym/products"])
-    with pytest.raises(
-        RewardRefusedError, match=r"data source 'codecontests'; there are some for openai/gsm8k"
-    ):
+    with pytest.raises(RewardRefusedError, match=r"data source 'codecontests'; there are some for openai/gsm8k"):
         check_reward_function(source, ["openai/gsm8k", "codecontests"])
