@@ -28,7 +28,7 @@ SETTINGS = {
 # Mean KL and number of sequences of five batches.
 KL_HISTORY = ((0.3, 64.0), (0.105, 64.0), (0.02, 256.0), (-0.4, 64.0), (0.1, 64.0))
 
-# Responses to a prompt of GSM8K whose answer is 72: marked, not marked, far from the end, with commas, points and signs.
+# Responses to a prompt of GSM8K: marked, not marked, far from the end, with commas, points and signs.
 GSM8K_TRUTH = "72"
 GSM8K_RESPONSES = (
     "24 * 3 = 72\n#### 72",

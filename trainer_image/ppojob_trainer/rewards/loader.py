@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ppojob_trainer.rewards.errors import RewardImportError, RewardRefusedError
+from ppojob_trainer.rewards.errors import RewardError, RewardImportError, RewardRefusedError
 from ppojob_trainer.rewards.interface import ComputeScore
 from ppojob_trainer.user_code import UserCodeError, import_user_code
 
@@ -76,8 +76,13 @@ def check_reward_function(
         return
     try:
         check(list(data_sources), **source.bound)
-    except (TypeError, ValueError) as error:
+    except RewardError:
+        raise
+    except ValueError as error:
         raise RewardRefusedError(f"{field_name} ({source.where}): {error}") from error
+    except Exception as error:  # the user's check may raise anything; it becomes a named error
+        reason = f"its check failed with {type(error).__name__}: {error}"
+        raise RewardRefusedError(f"{field_name} ({source.where}): {reason}") from error
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:

@@ -38,7 +38,8 @@ class ChildProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _SOCKET_LIMIT_S, 0))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ppojob_trainer.rewards.scoring.child", str(theirs.fileno())],
+                # -P: a file of the working directory must not take the place of a module of Python.
+                [sys.executable, "-P", "-m", "ppojob_trainer.rewards.scoring.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # It leads a group, which ends with it: the function may have started processes, too.
