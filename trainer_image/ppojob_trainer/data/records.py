@@ -21,7 +21,7 @@ VERL_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A prompt as text (or chat messages with `role` and `content`), and what its reward function is told."""
+    """A prompt as text (or chat messages with `role` and `content`), and what its reward function gets."""
 
     prompt: str | list[Message]
     data_source: str

@@ -1,7 +1,7 @@
 """From an exception to the failure's name, kind and sentence: one table, so that every failure is named in one place.
 
 Called by `run` and `__main__`. The first exception in the chain (`__cause__`) that the table knows gives the name;
-what nobody knows is TrainerFailed, which counts against the user's backoffLimit.
+any other exception is TrainerFailed, which counts against the user's backoffLimit.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Ready:
     """What is known of a job when all is loaded.
 
     connections: over what the ranks of each role, and the actor and the rollout, are connected. saves_in_background:
-    whether steps go on while a checkpoint is written.
+    whether steps continue while a checkpoint is written.
     """
 
     connections: list[Connections]
@@ -197,7 +197,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         # Not the rollout's: while it loads they answer nothing else.
         await wait_until_up([group for group in groups.all() if group not in groups.engines()])
         logger.info("all processes are up")
-        # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
+        # A check names what is wrong with a path or the data, before an engine fails because of it.
         await _check(groups, phases)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)

@@ -1,7 +1,7 @@
 """Reward functions: what a response is worth.
 
 The interface is verl's: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`. Users
-name a module or a file; `loader` turns that into a function, `scoring` runs it over a batch in processes of its own,
+name a module or a file; `loader` turns that into a function, `scoring` runs it over a batch in separate processes,
 `batch` puts the scores where the trainer wants them. No ray here; importing the package is cheap and loads neither
 torch nor a task. The modules that users name are `by_data_source`, `gsm8k`, `math`, `exact_match`, `numeric_match`,
 `weighted`, `reasoning_gym` and `vader_sentiment`.

@@ -104,7 +104,7 @@ def parts_of(functions: Sequence[Mapping[str, Any]]) -> list[Part]:
             raise ValueError(f"{where}: unknown {', '.join(unknown)}; the keys are {', '.join(_KEYS)}")
         name, weight = given.get("name"), given.get("weight", 1.0)
         if not isinstance(name, str) or not name or name in _RESERVED or name in {part.name for part in parts}:
-            raise ValueError(f"{where}.name is {name!r}: give each function a name of its own, none of {_RESERVED}")
+            raise ValueError(f"{where}.name is {name!r}: give each function another name, none of {_RESERVED}")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ValueError(f"{where}.weight is {weight!r}: it must be a number")
         source = FunctionSource(

@@ -153,7 +153,7 @@ GSM8K = {"name": "a", "module": "ppojob_trainer.rewards.gsm8k"}
         ([], "kwargs.functions is empty"),
         (["gsm8k"], r"kwargs.functions\[0\]: unknown gsm8k; the keys are name, weight"),
         ([{**GSM8K, "wieght": 1}], r"kwargs.functions\[0\]: unknown wieght"),
-        ([GSM8K, GSM8K], r"kwargs.functions\[1\].name is 'a': give each function a name of its own"),
+        ([GSM8K, GSM8K], r"kwargs.functions\[1\].name is 'a': give each function another name"),
         ([{**GSM8K, "name": "score"}], r"name is 'score'"),
         ([{**GSM8K, "weight": "1"}], "weight is '1': it must be a number"),
         ([{"name": "a"}], r"reward.function.kwargs.functions \(a\): set exactly one of module and path"),

@@ -119,7 +119,7 @@ def test_a_coroutine_function_is_one_too(write) -> None:
     function = load(path=write("async def compute_score(**k):\n    return 3\n"))
 
     async def scored() -> object:
-        return await function(**CALL)  # type: ignore[misc]
+        return await function(**CALL)
 
     assert asyncio.run(scored()) == 3
 

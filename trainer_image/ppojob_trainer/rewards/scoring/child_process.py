@@ -1,4 +1,4 @@
-"""One child process as its parent holds it: started, sent work, heard, ended. Called by `processes`.
+"""One child process as its parent holds it: started, sent work, read, ended. Called by `processes`.
 
 No call here waits for the child longer than `_SOCKET_LIMIT_S`: a child that hangs in the middle of a message counts as
 one that ended.
@@ -69,7 +69,7 @@ class ChildProcess:
             return None
 
     def settle(self, answer: Answer) -> Answer:
-        """Take note that it has scored a response."""
+        """Remove a response that it has scored from `deadlines`."""
         del self.deadlines[answer.number]
         self.is_alone = False
         return answer

@@ -123,12 +123,12 @@ class Processes:
         by_connection = {child.connection: child for child in self._children}
         nearest = min(min(child.deadlines.values(), default=float("inf")) for child in self._children)
         for connection in wait(list(by_connection), min(_LONGEST_WAIT_S, max(0.0, nearest - time.monotonic()))):
-            answers += self._hear(by_connection[connection], batch)  # type: ignore[index]
+            answers += self._receive(by_connection[connection], batch)  # type: ignore[index]
         for child in list(self._children):
             answers += self._check_limits(child, batch)
         return answers
 
-    def _hear(self, child: ChildProcess, batch: _Batch) -> list[Answer]:
+    def _receive(self, child: ChildProcess, batch: _Batch) -> list[Answer]:
         message = child.receive(0.0)
         if isinstance(message, Answer):
             return [child.settle(message)]

@@ -1,6 +1,6 @@
 """Scores a batch with a reward function, and applies `reward.function.onError` to responses that it does not score.
 
-Called by the reward workers, each of which has a Scorer of its own. The processes and their limits are in `processes`.
+Called by the reward workers, each of which has its own Scorer. The processes and their limits are in `processes`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class DataWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Go on after `step`.
+        """Resume after `step`.
 
         Raises:
             DataError: the position is of other data.

@@ -91,10 +91,9 @@ class RewardWorker:
         if not reward.uses_model:
             self._samples.keep(batch, scored.scores, self._decoder, scored.extras)
         name = Keys.FUNCTION_SCORES if reward.uses_model else Keys.TOKEN_LEVEL_SCORES
-        tensors, errors = {name: scored.scores}, {}
-        if _on_error(self.spec) is not OnError.FAIL:
-            errors = {Keys.REWARD_ERROR: object_array(scored.errors)}
-        if _on_error(self.spec) is OnError.DROP:
+        tensors, on_error = {name: scored.scores}, _on_error(self.spec)
+        errors = {} if on_error is OnError.FAIL else {Keys.REWARD_ERROR: object_array(scored.errors)}
+        if on_error is OnError.DROP:
             mask = batch.tensor(Keys.RESPONSE_MASK)
             tensors[Keys.RESPONSE_MASK] = mask * kept.to(mask.dtype).unsqueeze(1)
         return DataProto.from_dict(tensors, errors, meta_info={Meta.METRICS: metrics})
