@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -92,7 +93,9 @@ class RewardWorker:
             self._samples.keep(batch, scored.scores, self._decoder, scored.extras)
         name = Keys.FUNCTION_SCORES if reward.uses_model else Keys.TOKEN_LEVEL_SCORES
         tensors, on_error = {name: scored.scores}, _on_error(self.spec)
-        errors = {} if on_error is OnError.FAIL else {Keys.REWARD_ERROR: object_array(scored.errors)}
+        errors: dict[str, Any] = {}
+        if on_error is not OnError.FAIL:
+            errors = {Keys.REWARD_ERROR: object_array(scored.errors)}
         if on_error is OnError.DROP:
             mask = batch.tensor(Keys.RESPONSE_MASK)
             tensors[Keys.RESPONSE_MASK] = mask * kept.to(mask.dtype).unsqueeze(1)
