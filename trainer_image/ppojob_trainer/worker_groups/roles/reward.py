@@ -107,7 +107,7 @@ class RewardWorker:
         of_function, of_model = batch.tensor(Keys.FUNCTION_SCORES), batch.tensor(Keys.MODEL_SCORES)
         total = weighted(of_function, of_model, self.spec.reward.weights or RewardWeights())
         assert self._decoder is not None, "load() comes first"
-        errors = batch.non_tensor_batch.get(Keys.REWARD_ERROR, [])
+        errors = batch.array(Keys.REWARD_ERROR).tolist() if Keys.REWARD_ERROR in batch.non_tensor_batch else []
         self._samples.keep(batch, total, self._decoder, [{"error": error} if error else {} for error in errors])
         kept = batch.tensor(Keys.RESPONSE_MASK).bool().any(dim=1)
         metrics = scores_by_source(batch[kept], total[kept])
