@@ -28,6 +28,32 @@ SETTINGS = {
 # Mean KL and number of sequences of five batches.
 KL_HISTORY = ((0.3, 64.0), (0.105, 64.0), (0.02, 256.0), (-0.4, 64.0), (0.1, 64.0))
 
+# Responses to a prompt of GSM8K: marked, not marked, far from the end, with commas, points and signs.
+GSM8K_TRUTH = "72"
+GSM8K_RESPONSES = (
+    "24 * 3 = 72\n#### 72",
+    "#### 72.",
+    "####72",
+    "#### $72",
+    "#### 7,2",
+    "#### -72",
+    "#### 71 and then #### 72",
+    "#### 72 and then #### 71",
+    "#### 72" + " " * 300,
+    "x" * 290 + "#### 72",
+    "the answer is 72",
+    "the answer is 72.",
+    "the answer is 72 .",
+    "the answer is 7,2",
+    "72 of 80",
+    "-72",
+    "...",
+    ". . .",
+    ", .",
+    "no number",
+    "",
+)
+
 
 def make_case(name: str) -> dict[str, Tensor]:
     """Return the tensors [B, R] (logits [B, R, V]) of a case; float32, but for mask, labels and groups: int64."""
@@ -63,4 +89,5 @@ def to_file(cases: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
     """Return the cases and the settings as an oracle's script reads them."""
     arrays = {f"{name}/{key}": value.numpy() for name, case in cases.items() for key, value in case.items()}
     settings = {f"settings/{key}": np.asarray(value) for key, value in SETTINGS.items()}
-    return {**arrays, **settings, "discounts": np.asarray(DISCOUNTS), "kl_history": np.asarray(KL_HISTORY)}
+    gsm8k = {"gsm8k/truth": np.asarray(GSM8K_TRUTH), "gsm8k/responses": np.asarray(GSM8K_RESPONSES)}
+    return {**arrays, **settings, **gsm8k, "discounts": np.asarray(DISCOUNTS), "kl_history": np.asarray(KL_HISTORY)}

@@ -11,9 +11,10 @@ from torch import Tensor
 from ppojob_trainer.maths.kl import KL_ESTIMATORS, kl_estimate, penalize_rewards
 from ppojob_trainer.maths.losses import AGGREGATIONS, Clipping, Denominators, entropy_bonus
 from ppojob_trainer.maths.masked import masked_mean, masked_var, masked_whiten
+from ppojob_trainer.rewards import gsm8k
 from tests.oracles import ours
 from tests.oracles.ours import Case, assert_equal
-from tests.oracles.random_cases import CASES, DISCOUNTS, SETTINGS
+from tests.oracles.random_cases import CASES, DISCOUNTS, GSM8K_RESPONSES, GSM8K_TRUTH, SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -129,3 +130,21 @@ def test_masked_statistics(case: Case, verl: Answers) -> None:
 
 def test_the_adaptive_kl_coefficient(all_answers: Answers) -> None:
     assert_equal(ours.kl_coefficients(), all_answers["kl_coefficients"])
+
+
+@pytest.mark.parametrize("method", gsm8k.METHODS)
+def test_scores_of_gsm8k(all_answers: Answers, method: str) -> None:
+    scores = [
+        gsm8k.compute_score(
+            data_source="openai/gsm8k",
+            solution_str=response,
+            ground_truth=GSM8K_TRUTH,
+            extra_info={},
+            method=method,
+            format_score=0.25,
+        )["score"]
+        for response in GSM8K_RESPONSES
+    ]
+
+    assert scores == all_answers[f"gsm8k/{method}"].tolist()
+    assert set(scores) == {0.0, 0.25, 1.0}, "the responses must reach all cases"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
+from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
 
 Arrays = dict[str, np.ndarray]
@@ -110,11 +111,20 @@ def kl_coefficients(settings: dict[str, float], history: np.ndarray) -> list[flo
     return found
 
 
+def gsm8k_scores(arrays: Arrays) -> dict[str, list[float]]:
+    truth, responses = str(arrays["gsm8k/truth"]), [str(response) for response in arrays["gsm8k/responses"]]
+    return {
+        f"gsm8k/{method}": [float(gsm8k.compute_score(text, truth, method, 0.25, 1.0)) for text in responses]
+        for method in ("strict", "flexible")
+    }
+
+
 def main(given: str, answered: str) -> None:
     with np.load(given) as file:
         arrays: Arrays = dict(file)
     settings = {key.split("/")[1]: float(value) for key, value in arrays.items() if key.startswith("settings/")}
     answers: dict[str, Any] = {"kl_coefficients": kl_coefficients(settings, arrays["kl_history"])}
+    answers |= gsm8k_scores(arrays)
     for name in dict.fromkeys(key.split("/")[0] for key in arrays if key.endswith("/mask")):
         case = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{name}/")}
         found = advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case)

@@ -33,7 +33,7 @@ def import_user_code(field: str, module: str | None, path: str | Path | None) ->
         UserCodeError: says what could not be imported, why, and what to do.
     """
     if (module is None) == (path is None):
-        raise UserCodeError(f"{field} needs either module or path, not both and not neither")
+        raise UserCodeError(f"{field}: set exactly one of module and path")
     if module is not None:
         return _import_module(field, module)
     return _import_file(field, Path(str(path)))

@@ -22,6 +22,7 @@ def doubts(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _nothing_is_saved(spec)
     yield from _image_moves(spec)
     yield from _nothing_to_balance(spec)
+    yield from _reward_limit_is_no_limit(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
             yield from _kinds_are_mixed(pool, f"spec.pools[{index}]")
@@ -39,6 +40,15 @@ def _nothing_is_saved(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.checkpoint.every_steps == 0:
         remedy = "no checkpoint before the end: after a failure the job begins again at its first step; set it above 0"
         yield FieldError("spec.checkpoint.everySteps", 0, remedy)
+
+
+def _reward_limit_is_no_limit(spec: PPOJobSpec) -> Iterator[FieldError]:
+    function, phase_s = spec.reward.function, spec.trainer.phase_timeout_seconds
+    if function is not None and function.timeout_seconds >= phase_s:
+        remedy = (
+            f"trainer.phaseTimeoutSeconds ({phase_s}) ends the phase first, so onError is never applied: set it lower"
+        )
+        yield FieldError("spec.reward.function.timeoutSeconds", function.timeout_seconds, remedy)
 
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:

@@ -17,21 +17,22 @@ class RewardType(StrEnum):
 
 
 class OnError(StrEnum):
-    """What an exception in the reward function leads to."""
+    """What is done with a response that the reward function does not score."""
 
     FAIL = "Fail"
     SCORE = "Score"
+    DROP = "Drop"
 
 
 class RewardFunction(ApiModel):
-    """A Python function `compute_score(data_source, solution_str, ground_truth, extra_info)`, as verl calls it; a
-    coroutine function too, whose calls for a batch then wait at the same time."""
+    """A Python function `compute_score(data_source, solution_str, ground_truth, extra_info)`, plain or a coroutine
+    function. The signature is verl's. See docs/rewards.md."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             Rule(
                 rule="has(self.module) != has(self.path)",
-                message="give either module or path, not both and not neither",
+                message="set exactly one of module and path",
             )
         )
     )
@@ -48,20 +49,26 @@ class RewardFunction(ApiModel):
     kwargs: RawObject = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     on_error: OnError = OnError.FAIL
-    """Fail: an exception fails the job with the prompt's index. Score: the response gets errorScore."""
+    """What is done with a response whose reward function raises, ends its process or exceeds timeoutSeconds. Fail: the
+    job fails with the prompt's index and is not retried. Score: the response gets errorScore. Drop: the response is
+    left out of advantages, losses and the mean scores."""
     error_score: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Score of a response whose reward function raised, with onError Score."""
+    """Score of a response that the function does not score, with onError Score."""
     num_workers: int = Field(default=1, ge=1, le=256)
-    """CPU processes that score at the same time."""
+    """Reward workers, each with an equal part of the responses."""
+    concurrency: int | None = Field(default=None, ge=1, le=1024)
+    """Responses that one reward worker scores at the same time. A plain function has a process for each of them; a
+    coroutine function has one process, in which the calls share an event loop. Absent: 1, for a coroutine function
+    64."""
     timeout_seconds: int = Field(default=60, ge=1, le=86_400)
-    """Longest time for scoring one batch in one process, in seconds."""
+    """Longest time for scoring one response, in seconds. See onError for what follows."""
 
 
 # `function` is a reserved word of CEL, where a field of this name is `__function__`.
 
 
 class RewardWeights(ApiModel):
-    """With type Both: the score is function x its score + model x its score."""
+    """With type Both: score = function x the function's score + model x the model's score."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -85,12 +92,12 @@ class RewardSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="self.type == 'Model' ? !has(self.__function__) : has(self.__function__)",
-                message="types Function and Both need the block function, type Model reads none",
+                message="types Function and Both need the block function, type Model does not read it",
                 field_path=".function",
             ),
             Rule(
                 rule="self.type == 'Both' || !has(self.weights)",
-                message="only type Both reads weights: take them out, or set type: Both",
+                message="only type Both reads weights: remove them, or set type: Both",
                 field_path=".weights",
             ),
         )

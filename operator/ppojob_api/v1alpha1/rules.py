@@ -243,7 +243,7 @@ def _reward_weights_weigh(spec: PPOJobSpec) -> Iterator[Problem]:
         return
     shown = {"function": weights.function, "model": weights.model}
     if spec.reward.type is not RewardType.BOTH:
-        yield "reward.weights", shown, "only type Both reads weights: take them out, or set type: Both"
+        yield "reward.weights", shown, "only type Both reads weights: remove them, or set type: Both"
     elif weights.function == 0 and weights.model == 0:
         yield "reward.weights", shown, "every score would be 0: give at least one another value"
 
@@ -252,7 +252,7 @@ def _reward_is_module_or_file(spec: PPOJobSpec) -> Iterator[Problem]:
     function = spec.reward.function
     if function is not None and (function.module is None) == (function.path is None):
         value = {"module": function.module, "path": function.path}
-        yield "reward.function", value, "give either module or path, not both and not neither"
+        yield "reward.function", value, "set exactly one of module and path"
 
 
 def _workers_have_names_pools_and_classes(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -270,7 +270,7 @@ def _workers_have_names_pools_and_classes(spec: PPOJobSpec) -> Iterator[Problem]
             yield f"{where}.pool", worker.pool, remedy
         if (worker.module is None) == (worker.path is None):
             value = {"module": worker.module, "path": worker.path}
-            yield where, value, "give either module or path, not both and not neither"
+            yield where, value, "set exactly one of module and path"
 
 
 _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (

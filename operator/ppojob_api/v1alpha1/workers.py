@@ -37,7 +37,7 @@ class WorkerSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="has(self.module) != has(self.path)",
-                message="give either module or path, not both and not neither",
+                message="set exactly one of module and path",
             ),
             Rule(
                 rule=f"!(self.name in {list(RESERVED_NAMES)!r})",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.main.connection import connected
-from ppojob_trainer.main.failures import failure_record
+from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.errors import HookFailedError
@@ -154,6 +156,66 @@ def test_every_process_left_its_log(root: Path) -> None:
         "actor-0", "rollout-0", "critic-0", "ref-0", "data-0", "reward-0", "reward-1", "reward_model-0",
         "reward_model-1", "length-penalty-0", "length-penalty-1", "recorder-0",
     }  # fmt: skip
+
+
+# A function that does not score every response.
+
+
+def unreliable(model: Path, **function: Any) -> dict[str, Any]:
+    """A job whose reward scores responses early, part by part, in two reward workers."""
+    return spec_of(
+        model,
+        reward={"function": {"path": str(HERE / "unreliable.py"), "numWorkers": 2, **function}},
+        checkpoint={"everySteps": 0, "export": "Never"},
+        trainer={"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
+        schedule={"mode": "Overlapped"},
+    )
+
+
+def test_responses_without_a_score_are_dropped_and_the_others_train(model: Path, tmp_path: Path) -> None:
+    raw = unreliable(model, onError="Drop", kwargs={"hangs": True}, timeoutSeconds=1, concurrency=4)
+
+    records = finish(tmp_path, raw).records
+
+    for step in (1, 2):
+        record = records[step]
+        assert record["reward/errors"] == 0
+        assert record["reward/dropped"] == record["reward/timeouts"]
+        assert all(math.isfinite(value) for value in record.values())
+        assert record["critic/score/min"] > 0, "a dropped response has the score 0"
+    assert sum(records[step]["reward/dropped"] for step in (1, 2)) > 0
+    assert records[2]["val-aux/reward/dropped"] >= 0
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    failed = {sample["index"]: sample["extras"]["error"] for sample in samples if "error" in sample["extras"]}
+    assert failed
+    for index, error in failed.items():
+        assert f"exceeded timeoutSeconds (1 s) for prompt {index} of" in error
+
+
+def test_with_fail_the_job_ends_at_once_and_is_not_retried(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError) as raised:
+        finish(tmp_path, unreliable(model))
+
+    record = failure_record(raised.value)
+    assert (record.reason, record.kind) == (Reason.REWARD_FAILED, FailureKind.PERMANENT)
+    assert re.search(
+        r"reward rank \d: the reward function raised KeyError: 'every third length' "
+        r"\(unreliable.py, line \d+\) for prompt \d+ of 'reasoning_gym/products'",
+        record.message,
+    )
+
+
+def test_a_data_set_without_a_function_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "2 + 2", "data_source": "codecontests"}) + "\n")
+    raw = unreliable(model)
+    files = {"type": "JSONL", "files": {"paths": [str(data)]}}
+    raw["data"] = {**raw["data"], "train": files, "trainBatchSize": 1}
+    raw["reward"] = {"function": {"module": "ppojob_trainer.rewards.by_data_source"}}
+    raw["actor"] = raw["critic"] = {"miniBatchSize": 1}
+
+    with pytest.raises(JobFailedError, match="no reward function for the data source 'codecontests'"):
+        finish(tmp_path, raw)
 
 
 # Hooks alone, without models.

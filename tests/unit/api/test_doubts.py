@@ -35,6 +35,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         ({"checkpoint": {"everySteps": 0}}, "spec.checkpoint.everySteps: 0: no checkpoint before the end"),
         ({"image": "trainer"}, "spec.image: 'trainer': this tag moves"),
         ({"image": "registry:5000/trainer:latest"}, "spec.image: 'registry:5000/trainer:latest': this tag moves"),
+        (
+            {"reward": {"function": {"module": "r", "timeoutSeconds": 1800}}},
+            "spec.reward.function.timeoutSeconds: 1800: trainer.phaseTimeoutSeconds (1800) ends the phase first",
+        ),
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},

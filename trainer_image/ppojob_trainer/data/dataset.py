@@ -1,4 +1,4 @@
-"""Batches of prompts in an order that a restart can go on with.
+"""Batches of prompts in an order that a restart continues.
 
 `PromptDataset` turns prompt numbers into `DataProto` batches; `PromptLoader` decides which numbers come next. Called
 by the data actor. A batch holds no tensors: prompts are lists of token ids until the rollout has their responses.
@@ -64,6 +64,10 @@ class PromptDataset:
     def name(self) -> str:
         """The source's name, for messages."""
         return self._source.name
+
+    def data_sources(self) -> set[str]:
+        """Return the names of the data sets that the prompts are of."""
+        return self._source.data_sources()
 
     def batch(self, numbers: Sequence[int], epoch: int = 0) -> DataProto:
         """Return these prompts (numbers from 0 to len - 1) as a batch without tensors.
@@ -184,7 +188,7 @@ class PromptLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position for the checkpoint; counted in prompts, so that another batch size can go on from it."""
+        """Position for the checkpoint; counted in prompts, so that it holds for another batch size, too."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -194,7 +198,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
             DataError: it is of other data, another seed or another order: going on would repeat or skip prompts.

@@ -1,7 +1,7 @@
 """From an exception to the failure's name, kind and sentence: one table, so that every failure is named in one place.
 
 Called by `run` and `__main__`. The first exception in the chain (`__cause__`) that the table knows gives the name;
-what nobody knows is TrainerFailed, which counts against the user's backoffLimit.
+any other exception is TrainerFailed, which counts against the user's backoffLimit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.main.connection import RayNotStartedError
-from ppojob_trainer.rewards import RewardError, RewardImportError
+from ppojob_trainer.rewards import RewardError, RewardFunctionError, RewardImportError, RewardRefusedError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import (
@@ -60,6 +60,9 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (JobFileMissingError, Reason.JOB_FILE_MISSING, FailureKind.INFRASTRUCTURE),
     (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
     (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),
+    # The seeds draw the same responses again, so another attempt fails at the same one.
+    (RewardFunctionError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
+    (RewardRefusedError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
     (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
     (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),

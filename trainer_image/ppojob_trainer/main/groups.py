@@ -168,7 +168,7 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
     if spec.reward.function is None:
         return None
     bundles = [pool.bundles[number % len(pool.bundles)] for number in range(spec.reward.function.num_workers)]
-    return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles))
+    return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles), spec)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Ready:
     """What is known of a job when all is loaded.
 
     connections: over what the ranks of each role, and the actor and the rollout, are connected. saves_in_background:
-    whether steps go on while a checkpoint is written.
+    whether steps continue while a checkpoint is written.
     """
 
     connections: list[Connections]
@@ -197,7 +197,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         # Not the rollout's: while it loads they answer nothing else.
         await wait_until_up([group for group in groups.all() if group not in groups.engines()])
         logger.info("all processes are up")
-        # What is wrong with a path or the data is told by its check, and not by an engine that fell over it.
+        # A check names what is wrong with a path or the data, before an engine fails because of it.
         await _check(groups, phases)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)
@@ -233,19 +233,23 @@ async def _load_rollout(role: str, rollout: RolloutGroup, phases: Phases, is_fre
 
 
 async def _check(groups: Groups, phases: Phases) -> None:
-    checks: dict[str, Any] = {
-        "data": groups.data.group.call(DataWorker.load),
-        "actor": groups.actor.group.call(ActorWorker.check),
-    }
-    if groups.reward.function is not None:
-        checks["reward"] = groups.reward.function.group.call(RewardWorker.load)
+    checks: dict[str, Any] = {"actor": groups.actor.group.call(ActorWorker.check)}
     if groups.reward.model is not None:
         checks["reward_model"] = groups.reward.model.group.call(RewardModelWorker.check)
     if groups.critic is not None:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
     if groups.own_ref is not None:
         checks["ref"] = groups.own_ref.group.call(RefWorker.check)
-    await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
+    running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
+    await asyncio.gather(_check_data_and_reward(groups, phases), *running)
+
+
+async def _check_data_and_reward(groups: Groups, phases: Phases) -> None:
+    """Open the data, then load the reward function, which checks the names of the data sets."""
+    sources = await phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
+    if groups.reward.function is not None:
+        loading = groups.reward.function.group.call(RewardWorker.load, sources)
+        await phases.run(Phase.CHECK, "reward", 0, loading)
 
 
 async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:

@@ -23,7 +23,8 @@ class AdvantageInputs:
     """What an estimator reads.
 
     rewards: float32 [B, R] token-level rewards; one on a masked position is ignored.
-    mask: [B, R], 1 on tokens that the policy wrote.
+    mask: [B, R], 1 on tokens that the policy wrote. A row without any (a copy, or a response that the reward dropped)
+        counts nowhere.
     values: float32 [B, R], for GAE.
     groups: B names of prompts, equal for the samples of one prompt, for GRPO and RLOO.
     gamma, lam: discount and GAE's lambda.
@@ -76,28 +77,18 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     A_i = (R_i - mean of the group) / (standard deviation of the group + 1e-6), the same for all tokens of sample i;
     the deviation with n - 1, as in verl. A group of one has nothing to compare with: mean 0, deviation 1 (verl's).
+    Rows without tokens are in no group; see `_compared`.
     """
-    total_B = _sequence_rewards(inputs)
-    advantage_B = total_B.clone()
-    for rows in _rows_by_group(inputs):
-        if len(rows) > 1:
-            group = total_B[rows]
-            advantage_B[rows] = (group - group.mean()) / (group.std() + 1e-6)
-    return _spread(advantage_B, inputs.mask)
+    return _compared(inputs, lambda group: (group - group.mean()) / (group.std() + 1e-6))
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
-    A_i = R_i - mean of the other samples of the prompt. A group of one keeps its reward.
+    A_i = R_i - mean of the other samples of the prompt. A group of one keeps its reward. Rows without tokens are in no
+    group; see `_compared`.
     """
-    total_B = _sequence_rewards(inputs)
-    advantage_B = total_B.clone()
-    for rows in _rows_by_group(inputs):
-        if len(rows) > 1:
-            group = total_B[rows]
-            advantage_B[rows] = group - (group.sum() - group) / (len(rows) - 1)
-    return _spread(advantage_B, inputs.mask)
+    return _compared(inputs, lambda group: group - (group.sum() - group) / (len(group) - 1))
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -195,6 +186,24 @@ def _sequence_rewards(inputs: AdvantageInputs) -> Tensor:
 def _spread(advantage_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     advantages = advantage_B.unsqueeze(-1) * mask.to(advantage_B.dtype)
     return advantages, advantages
+
+
+def _compared(inputs: AdvantageInputs, compare: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Compare the rewards [n] of each group; a group of one keeps its reward.
+
+    Rows without tokens are left out of their group. A response that is the last one left in its group has no baseline,
+    so its advantage is 0: its plain reward would be on another scale than the others' advantages.
+    """
+    total_B = _sequence_rewards(inputs)
+    advantage_B = total_B.clone()
+    has_tokens = inputs.mask.bool().any(dim=1).tolist()
+    for rows in _rows_by_group(inputs):
+        kept = [row for row in rows if has_tokens[row]]
+        if len(kept) > 1:
+            advantage_B[kept] = compare(total_B[kept])
+        elif len(rows) > 1:
+            advantage_B[kept] = 0.0
+    return _spread(advantage_B, inputs.mask)
 
 
 def _rows_by_group(inputs: AdvantageInputs) -> list[list[int]]:

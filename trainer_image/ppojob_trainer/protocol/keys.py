@@ -34,6 +34,8 @@ class Keys:
     DATA_SOURCE: Final = "data_source"
     GROUND_TRUTH: Final = "ground_truth"
     EXTRA_INFO: Final = "extra_info"
+    # Non-tensor: why the reward function gave no score, "" where it did. Absent with onError Fail.
+    REWARD_ERROR: Final = "reward_error"
     # Non-tensors: identity. UID names the prompt's occurrence (all samples of one prompt share it: the group of GRPO
     # and RLOO), INDEX the row of the data set, SAMPLE_INDEX which of the prompt's samples a sequence is.
     UID: Final = "uid"

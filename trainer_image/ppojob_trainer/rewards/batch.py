@@ -1,28 +1,27 @@
 """Scores a rollout batch: token ids to text, text to scores, scores to the last token of each response.
 
-Called by the reward workers, with a `Scorer` of theirs or with what a model gave.
+Called by the reward workers, with their `Scorer` or with a model's scores.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ppojob_trainer.protocol import DataProto, Keys, object_array, responses_to_lists
-from ppojob_trainer.rewards.interface import ScoreItem, ScoreResult
-from ppojob_trainer.rewards.scorer import Scorer
+from ppojob_trainer.protocol import DataProto, Keys, responses_to_lists
+from ppojob_trainer.rewards.interface import Extra, ScoreItem, ScoreResult
+from ppojob_trainer.rewards.scoring import Scorer
 
-# Non-tensor fields of the result: the rest of what the function returned, and the text that was scored.
-REWARD_EXTRAS = "reward_extras"
-RESPONSE_TEXT = "response_text"
-
-# Beginnings of the names of a scored batch's metrics, which are lists with an entry for each row that has one.
+# First parts of the names of a scored batch's metrics. Those of sources and extras are lists with an entry for each row
+# that has one; those of counts are lists whose sum is the count.
 SOURCE_PREFIX = "source/"
 REWARD_PREFIX = "reward/"
+COUNT_PREFIX = "count/"
 
 
 class Decoder(Protocol):
@@ -33,27 +32,48 @@ class Decoder(Protocol):
         ...
 
 
-def score_batch(batch: DataProto, scorer: Scorer, decoder: Decoder) -> DataProto:
+@dataclass(frozen=True)
+class Scored:
+    """The scores of B responses.
+
+    scores: float32 [B, R], on the last token of each response. results: B results of the function, in the same order.
+    """
+
+    scores: Tensor
+    results: Sequence[ScoreResult]
+
+    @property
+    def extras(self) -> list[dict[str, Extra]]:
+        """What the function returned beside each score, and its failure as `error`."""
+        return [
+            result.extras if result.error is None else {**result.extras, "error": result.error}
+            for result in self.results
+        ]
+
+    @property
+    def errors(self) -> list[str]:
+        """Why the function gave no score; empty where it did."""
+        return [result.error or "" for result in self.results]
+
+    @property
+    def kept(self) -> Tensor:
+        """Bool [B]: False for responses that are dropped."""
+        return torch.tensor([not result.is_dropped for result in self.results], dtype=torch.bool)
+
+
+def score_batch(batch: DataProto, scorer: Scorer, decoder: Decoder) -> Scored:
     """Score the B responses of a rollout.
 
     Args:
         batch: needs responses, response_mask [B, R], and the non-tensors data_source, ground_truth, extra_info, index.
 
-    Returns:
-        token_level_scores float32 [B, R], and the non-tensors `reward_extras` (dict) and `response_text` (str), to
-        be joined to the batch with `union`. An error turned into a score is the entry `error` of reward_extras.
-
     Raises:
         RewardError: see `Scorer.score`.
     """
     mask = batch.tensor(Keys.RESPONSE_MASK)
-    texts = response_texts(batch, decoder)
-    results = scorer.score(score_items(batch, texts))
+    results = scorer.score(score_items(batch, response_texts(batch, decoder)))
     scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-    return DataProto.from_dict(
-        {Keys.TOKEN_LEVEL_SCORES: scores_on_last_token(scores.to(mask.device), mask)},
-        {REWARD_EXTRAS: object_array(map(_extras, results)), RESPONSE_TEXT: object_array(texts)},
-    )
+    return Scored(scores_on_last_token(scores.to(mask.device), mask), results)
 
 
 def response_texts(batch: DataProto, decoder: Decoder) -> list[str]:
@@ -88,7 +108,7 @@ def scores_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 def scores_by_source(batch: DataProto, scores: Tensor) -> dict[str, list[float]]:
     """Return the scores [B, R] of each data source, row by row, under the name `source/<data source>`.
 
-    Rows without response tokens that stand for padding have no place here: leave them out before.
+    Pass neither copies that stand for padding nor dropped rows.
     """
     found: dict[str, list[float]] = {}
     for source, score in zip(batch.array(Keys.DATA_SOURCE), scores.sum(dim=1).tolist(), strict=True):
@@ -97,7 +117,7 @@ def scores_by_source(batch: DataProto, scores: Tensor) -> dict[str, list[float]]
 
 
 def numbers_in(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the finite numbers that stand beside the scores under the name `reward/<key>`; booleans are 0 and 1."""
+    """Return the finite numbers beside the scores under the name `reward/<key>`; booleans are 0 and 1."""
     found: dict[str, list[float]] = {}
     for row in extras:
         for key, value in row.items():
@@ -106,5 +126,13 @@ def numbers_in(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def _extras(result: ScoreResult) -> dict[str, Any]:
-    return result.extras if result.error is None else {**result.extras, "error": result.error}
+def counts_of(results: Iterable[ScoreResult]) -> dict[str, list[float]]:
+    """Return how many responses have no score: `count/errors`, `count/timeouts` (no errors), `count/dropped`."""
+    failed = [result for result in results if result.error is not None]
+    timeouts = sum(result.is_timeout for result in failed)
+    counts = {
+        "errors": len(failed) - timeouts,
+        "timeouts": timeouts,
+        "dropped": sum(result.is_dropped for result in failed),
+    }
+    return {f"{COUNT_PREFIX}{name}": [float(count)] for name, count in counts.items()}

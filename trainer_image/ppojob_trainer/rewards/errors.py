@@ -6,11 +6,22 @@ class RewardError(RuntimeError):
 
 
 class RewardImportError(RewardError):
-    """The function cannot be had: no such module or file, its import failed, no such name, a wrong signature."""
+    """The function cannot be used: no such module, file or name, its import failed, or its signature is wrong."""
+
+
+class RewardRefusedError(RewardError):
+    """The function's own check refuses its arguments or the names of the data sets."""
+
+
+class RewardProcessError(RewardError):
+    """A process of the reward function cannot be started again."""
 
 
 class RewardFunctionError(RewardError):
-    """The function raised, or returned something that is no score. `index` is the prompt's index in the data."""
+    """The function raised, ended its process, exceeded its time or returned no score.
+
+    `index` is the prompt's index in the data; -1 where the error is about the whole batch.
+    """
 
     def __init__(self, message: str, index: int | str) -> None:
         super().__init__(message, index)
@@ -21,8 +32,8 @@ class RewardFunctionError(RewardError):
         return self.message
 
 
-class RewardTimeoutError(RewardError):
-    """The function did not come back in time; the message names the prompts that it was busy with."""
+class RewardTimeoutError(RewardFunctionError):
+    """The function exceeded the time limit of one response."""
 
 
 class RewardModelError(RewardError):

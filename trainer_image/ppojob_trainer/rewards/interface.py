@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Score = float | Mapping[str, Any]
-"""What a reward function says of one response."""
+"""What a reward function returns for one response."""
+
+Extra = float | str | None
+"""An entry beside the score: numbers become metrics, all else is text."""
 
 
 class ComputeScore(Protocol):
-    """A reward function as verl calls it: by these four keywords.
+    """A reward function, called with these four keywords as in verl.
 
-    data_source: name of the data set. solution_str: the response as text, special tokens left out. ground_truth: of
-    the prompt. extra_info: the prompt's own dictionary. Returns the score, or a dict with `score` and any further
-    entries, which are kept beside it; numbers among them become the metrics `reward/<key>/mean`. A coroutine function
-    returns the same when it is awaited.
+    data_source: name of the data set. solution_str: the response as text, without special tokens. ground_truth: of
+    the prompt. extra_info: the prompt's own dictionary. Returns the score, or a dict with `score` and further entries,
+    which are kept beside it; numbers among them become the metrics `reward/<key>/mean`. A coroutine function returns
+    the same when it is awaited.
     """
 
     def __call__(
@@ -39,8 +42,14 @@ class ScoreItem:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """A finite score, and what else the function returned. `error` is set where `onError: Score` stood in."""
+    """A finite score, and what else the function returned.
+
+    error: why the function gave no score; `score` is then `errorScore`, or 0 with `is_dropped`. is_timeout: the reason
+    is the time limit. is_dropped: the response is left out of advantages, losses and means.
+    """
 
     score: float
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Extra] = field(default_factory=dict)
     error: str | None = None
+    is_timeout: bool = False
+    is_dropped: bool = False

@@ -70,13 +70,17 @@ class SampleLog:
 def samples_of(
     batch: DataProto, scores: Tensor, decoder: Decoder, number: int, extras: Sequence[Mapping[str, Any]] = ()
 ) -> list[Sample]:
-    """Return `number` rows of the batch, at equal distances, or all where there are not as many.
+    """Return `number` rows of the batch, or all where there are not as many.
+
+    Rows that the reward function did not score (`error` in their extras) come first; the others are at equal distances.
 
     Args:
         scores: [B, R]; their sum over a row is the response's score.
         extras: what the reward function returned beside each score; empty for none.
     """
-    rows = list(range(0, len(batch), max(1, len(batch) // max(number, 1))))[:number]
+    failed = [row for row, extra in enumerate(extras) if "error" in extra][:number]
+    spaced = range(0, len(batch), max(1, len(batch) // max(number, 1)))
+    rows = [*failed, *(row for row in spaced if row not in failed)][: max(number, 0)]
     if not rows:
         return []
     tokens = responses_to_lists(batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK))

@@ -17,6 +17,7 @@ from ppojob_trainer.maths.advantages import AdvantageInputs, estimator
 from ppojob_trainer.maths.kl import kl_estimate, penalize_rewards
 from ppojob_trainer.maths.masked import Moments, whiten
 from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.rewards import RewardFunctionError
 
 __all__ = ["Ranks", "compute_advantages", "statistics"]
 
@@ -38,12 +39,21 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmSpec, kl_coefficien
 
     Args:
         batch: needs response_mask, token_level_scores, and what the estimator reads: values, uid; with KL in the
-            reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies and count nowhere.
+            reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies or were dropped, and count nowhere.
         kl_coefficient: of the KL penalty in the reward.
+
+    Raises:
+        RewardFunctionError: the reward dropped all responses.
     """
     mask = batch.tensor(Keys.RESPONSE_MASK)
     scores = batch.tensor(Keys.TOKEN_LEVEL_SCORES)
     is_row = mask.bool().any(dim=1)
+    if not float(ranks.sum(is_row.sum().double())):
+        raise RewardFunctionError(
+            "the reward function dropped all responses of the step (reward.function.onError: Drop), so there is "
+            "nothing to learn from: correct the function; the reward workers' logs have the errors",
+            -1,
+        )
     metrics: dict[str, float] = {}
     rewards = scores
     if algorithm.kl.in_reward:

@@ -212,7 +212,9 @@ class Table:
         return self.lengths[Keys.ATTENTION_MASK]
 
     def union(self, *others: Table) -> Table:
-        """Put the columns of all tables side by side; a column that two of them have must be equal in both.
+        """Put the columns of all tables side by side.
+
+        A column that two of them have must be equal in both, unless the later table is `replacing`.
 
         Raises:
             ValueError: the tables do not have the same number of rows.
@@ -230,8 +232,11 @@ class Table:
         Raises:
             ValueError: the tables do not have the same number of rows.
         """
-        newer = Table(tuple(replace(source, replaces=True) for source in other.sources), other.lengths)
-        return Table(self.union(newer).sources, {**self.lengths, **other.lengths})
+        return Table(self.union(other.replacing()).sources, {**self.lengths, **other.lengths})
+
+    def replacing(self) -> Table:
+        """Return a table whose columns take the place of those of the same name where it is joined to another one."""
+        return replace(self, sources=tuple(replace(source, replaces=True) for source in self.sources))
 
     def take(self, rows: Sequence[int]) -> Table:
         """Return these rows, in this order; a row may come several times."""

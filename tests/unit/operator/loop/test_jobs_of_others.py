@@ -4,7 +4,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_operator.plan import Manifest
-from tests.unit.operator.loop.test_loop import BAD, GOOD, OURS, MemoryCluster, make_loop
+from tests.unit.operator.loop.memory_cluster import BAD, GOOD, OURS, MemoryCluster, make_loop
 
 pytestmark = pytest.mark.virtual_time
 

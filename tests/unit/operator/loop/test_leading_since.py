@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from ppojob_operator.plan import Job, Observed, Plan
-from tests.unit.operator.loop.test_loop import GOOD, MemoryCluster, make_loop
+from tests.unit.operator.loop.memory_cluster import GOOD, MemoryCluster, make_loop
 
 pytestmark = pytest.mark.virtual_time
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from tests.unit.operator.loop.test_loop import BAD, GOOD, SPEC, MemoryCluster, make_loop
+from tests.unit.operator.loop.memory_cluster import BAD, GOOD, SPEC, MemoryCluster, make_loop
 
 pytestmark = pytest.mark.virtual_time
 

@@ -9,7 +9,7 @@ from ppojob_operator import loop as loop_module
 from ppojob_operator.plan import Job, Observed, Plan
 from ppojob_operator.reconcile import read_job
 from ppojob_operator.report_times import ReportTimes
-from tests.unit.operator.loop.test_loop import GOOD, OURS, SPEC, MemoryCluster, make_loop
+from tests.unit.operator.loop.memory_cluster import GOOD, OURS, SPEC, MemoryCluster, make_loop
 
 pytestmark = pytest.mark.virtual_time
 

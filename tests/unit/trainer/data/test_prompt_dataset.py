@@ -36,6 +36,9 @@ class Source:
     def __len__(self) -> int:
         return self._count
 
+    def data_sources(self) -> set[str]:
+        return {"source"}
+
     def __getitem__(self, index: int) -> PromptRecord:
         return PromptRecord("w " * index + "w", "source", ground_truth=str(index), extra_info={"i": index})
 

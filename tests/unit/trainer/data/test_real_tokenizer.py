@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from ppojob_trainer.data import DataError, PromptDataset, PromptLoader, PromptTokenizer
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
-from ppojob_trainer.rewards import Scorer, load_reward_function
+from ppojob_trainer.rewards import FunctionSource, Scorer
 from ppojob_trainer.rewards.batch import score_batch
 
 TEMPLATE = (
@@ -98,10 +98,11 @@ def test_from_the_source_to_token_level_scores(source) -> None:
     batch = prompts.union(
         DataProto.from_dict(rollout_batch(prompts.array(Keys.PROMPT_IDS).tolist(), responses, pad_token_id=END))
     )
-    function = load_reward_function(module="ppojob_trainer.rewards.reasoning_gym", extract="last_number")
-    batch = batch.union(score_batch(batch, Scorer(function, num_threads=2), tokenizer))
-    check_layout(batch)
-    scores = batch.tensor(Keys.TOKEN_LEVEL_SCORES)
+    scorer = Scorer(FunctionSource("ppojob_trainer.rewards.reasoning_gym", extract="last_number"), concurrency=2)
+    scorer.start(["reasoning_gym/chain_sum"])
+    scores = score_batch(batch, scorer, tokenizer).scores
+    scorer.close()
+    check_layout(batch.with_fields({Keys.TOKEN_LEVEL_SCORES: scores}))
     assert scores.sum(dim=1).tolist() == [0, 1] * 4
     ends = batch.tensor(Keys.RESPONSE_MASK).sum(dim=1) - 1
     assert scores.gather(1, ends.unsqueeze(1)).flatten().tolist() == [0, 1] * 4

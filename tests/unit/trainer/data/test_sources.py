@@ -108,6 +108,15 @@ class TestFiles:
     def test_a_name_that_is_given_wins_over_the_column(self, jsonl) -> None:
         assert read_jsonl([jsonl(ROWS)], Columns(data_source="mine"))[0].data_source == "mine"
 
+    @pytest.mark.parametrize("read", [read_parquet, read_jsonl])
+    def test_the_names_of_the_data_sets(self, parquet, jsonl, read) -> None:
+        write = parquet if read is read_parquet else jsonl
+        rows = [{"prompt": "a", "data_source": "one"}, {"prompt": "b", "data_source": None}] * 2
+        path, without = write(rows, "some.file"), write([{"prompt": "c"}], "none.file")
+        source = read([path, without])
+        assert source.data_sources() == {"one", "some", "none"} == {source[row].data_source for row in range(5)}
+        assert read([path], Columns(data_source="given")).data_sources() == {"given"}
+
     def test_a_wrong_column_of_the_ground_truth_says_which_there_are(self, jsonl) -> None:
         columns = Columns(prompt_column="question", ground_truth_column="anwser")
         with pytest.raises(
@@ -203,6 +212,7 @@ class TestOpenSource:
         path = Path(parquet(ROWS, "train-00000-of-00001.parquet")).parent
         source = open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": {"path": str(path)}}))
         check_rows(source)
+        assert source.data_sources() == {"openai/gsm8k"}
 
     def test_columns_of_a_hugging_face_folder(self, parquet, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

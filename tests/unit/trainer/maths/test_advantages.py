@@ -94,6 +94,19 @@ class TestGroups:
             ESTIMATORS[name].compute(AdvantageInputs(self.REWARDS, self.MASK, groups=["a", "b"]))
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_row_without_tokens_is_in_no_group(name: str) -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0], [0.0, 4.0]])
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0], [1, 1]])
+    kept = [0, 1, 3]
+
+    found, _ = estimator(name).compute(AdvantageInputs(rewards, mask, groups=["a"] * 4))
+    alone, _ = estimator(name).compute(AdvantageInputs(rewards[kept], mask[kept], groups=["a"] * 3))
+
+    assert torch.equal(found[kept], alone)
+    assert not found[2].any()
+
+
 def test_reinforce_plus_plus_by_hand() -> None:
     # gamma 0.5: G_3 = 4, the gap carries 4, G_1 = 2 + 0.5 * 4 = 4, G_0 = 1 + 0.5 * 4 = 3.
     rewards, mask = tensor([[1, 2, 9, 4, 9]]), torch.tensor([[1, 1, 0, 1, 0]])

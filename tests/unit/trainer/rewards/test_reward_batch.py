@@ -1,13 +1,12 @@
 """A rollout batch becomes token-level scores."""
 
-from typing import Any
+from typing import Any, cast
 
-import pytest
 import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
-from ppojob_trainer.rewards import RewardFunctionError, Scorer
-from ppojob_trainer.rewards.batch import numbers_in, score_batch, scores_by_source, scores_on_last_token
+from ppojob_trainer.rewards import ScoreItem, Scorer, ScoreResult
+from ppojob_trainer.rewards.batch import counts_of, numbers_in, score_batch, scores_by_source, scores_on_last_token
 
 
 class Letters:
@@ -31,28 +30,46 @@ def rollout() -> DataProto:
     )
 
 
-def exact(*, solution_str, ground_truth, extra_info, **_):
-    return {"score": float(solution_str == ground_truth) + extra_info.get("bonus", 0), "text": solution_str}
+class Graded:
+    """A Scorer that has these results."""
+
+    def __init__(self, *results: ScoreResult) -> None:
+        self.results = list(results)
+        self.items: list[ScoreItem] = []
+
+    def score(self, items: list[ScoreItem]) -> list[ScoreResult]:
+        self.items = items
+        return self.results
+
+
+def scored(*results: ScoreResult) -> tuple[Any, Graded]:
+    scorer = Graded(*results)
+    return score_batch(rollout(), cast(Scorer, scorer), Letters()), scorer
 
 
 def test_scores_lie_on_the_last_token_of_each_response() -> None:
-    batch = rollout()
-    scored = score_batch(batch, Scorer(exact), Letters())
-    assert scored.tensor(Keys.TOKEN_LEVEL_SCORES).tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
-    assert scored.array("reward_extras").tolist() == [{"text": "ab"}, {"text": "c"}, {"text": ""}]
-    assert scored.array("response_text").tolist() == ["ab", "c", ""]
-    check_layout(batch.union(scored))
+    found, scorer = scored(ScoreResult(2.0, {"text": "ab"}), ScoreResult(0.0), ScoreResult(3.0))
+    assert found.scores.tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
+    assert found.extras == [{"text": "ab"}, {}, {}]
+    assert found.errors == ["", "", ""]
+    assert scorer.items == [
+        ScoreItem("s", "ab", "ab", {"bonus": 1}, 10),
+        ScoreItem("s", "c", "x", {}, 11),
+        ScoreItem("s", "", "y", {}, 12),
+    ]
+    check_layout(rollout().with_fields({Keys.TOKEN_LEVEL_SCORES: found.scores}))
 
 
-def test_an_error_turned_into_a_score_is_kept() -> None:
-    def fails(**_):
-        raise ValueError("no")
-
-    scored = score_batch(rollout(), Scorer(fails, on_error="Score", error_score=-1.0), Letters())
-    assert scored.tensor(Keys.TOKEN_LEVEL_SCORES).tolist() == [[0, 0, -1], [-1, 0, 0], [0, 0, 0]]
-    assert "ValueError: no for prompt 11" in scored.array("reward_extras")[1]["error"]
-    with pytest.raises(RewardFunctionError, match="prompt 10"):
-        score_batch(rollout(), Scorer(fails), Letters())
+def test_failures_are_kept_beside_the_scores_and_counted() -> None:
+    found, _ = scored(
+        ScoreResult(-1.0, error="it raised"),
+        ScoreResult(0.0, error="too slow", is_timeout=True, is_dropped=True),
+        ScoreResult(1.0),
+    )
+    assert found.scores.tolist() == [[0, 0, -1], [0, 0, 0], [0, 0, 0]]
+    assert found.extras == [{"error": "it raised"}, {"error": "too slow"}, {}]
+    assert found.kept.tolist() == [True, False, True]
+    assert counts_of(found.results) == {"count/errors": [1.0], "count/timeouts": [1.0], "count/dropped": [1.0]}
 
 
 def test_masks_with_gaps_and_without_tokens() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ppojob_trainer.rewards import RewardImportError, load_reward_function
+from ppojob_trainer.rewards import FunctionSource, RewardImportError, RewardRefusedError, load_reward_function
+from ppojob_trainer.rewards.loader import check_reward_function
 
 CALL: dict[str, Any] = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {}}
 
@@ -22,11 +23,15 @@ def write(tmp_path: Path):
     return write_file
 
 
+def load(path: Path | str | None = None, **fields: Any) -> Any:
+    return load_reward_function(FunctionSource(path=None if path is None else str(path), **fields))
+
+
 def test_a_file_with_the_default_name(write) -> None:
     path = write(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n"
     )
-    assert load_reward_function(path=path)(**CALL) == 1
+    assert load(path=path)(**CALL) == 1
 
 
 def test_another_name_and_keyword_arguments(write) -> None:
@@ -34,9 +39,9 @@ def test_another_name_and_keyword_arguments(write) -> None:
         "def mine(data_source, solution_str, ground_truth, extra_info=None, extract='whole', bonus=0):\n"
         "    return {'score': bonus, 'extract': extract}\n"
     )
-    function = load_reward_function(path=path, name="mine", extract="boxed", kwargs={"bonus": 2})
+    function = load(path=path, name="mine", extract="boxed", kwargs={"bonus": 2})
     assert function(**CALL) == {"score": 2, "extract": "boxed"}
-    assert load_reward_function(path=path, name="mine")(**CALL) == {"score": 0, "extract": "whole"}
+    assert load(path=path, name="mine")(**CALL) == {"score": 0, "extract": "whole"}
 
 
 def test_a_file_may_define_dataclasses(write) -> None:
@@ -45,19 +50,19 @@ def test_a_file_may_define_dataclasses(write) -> None:
         "@dataclass\nclass Score:\n    value: float\n"
         "def compute_score(**anything):\n    return Score(3.0).value\n"
     )
-    assert load_reward_function(path=path)(**CALL) == 3.0
+    assert load(path=path)(**CALL) == 3.0
 
 
 def test_an_installed_module() -> None:
-    function = load_reward_function(module="ppojob_trainer.rewards.vader_sentiment")
+    function = load(module="ppojob_trainer.rewards.vader_sentiment")
     assert function(**{**CALL, "solution_str": "This is wonderful."})["score"] > 0.5
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs either module or path"),
-        ({"module": "a", "path": "b"}, "needs either module or path"),
+        ({}, "set exactly one of module and path"),
+        ({"module": "a", "path": "b"}, "set exactly one of module and path"),
         (
             {"module": "no_such_package.rewards"},
             r"module 'no_such_package.rewards': No module named 'no_such_package'.*Install",
@@ -78,7 +83,7 @@ def test_an_installed_module() -> None:
 )
 def test_mistakes_are_named(arguments, message) -> None:
     with pytest.raises(RewardImportError, match=message):
-        load_reward_function(**arguments)
+        load(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -100,21 +105,21 @@ def test_mistakes_are_named(arguments, message) -> None:
 def test_mistakes_in_a_file_are_named(write, text, message) -> None:
     before = set(sys.modules)
     with pytest.raises(RewardImportError, match=message):
-        load_reward_function(path=write(text))
+        load(path=write(text))
     if "def other" not in text and "compute_score" not in text:
         assert not {name for name in set(sys.modules) - before if name.startswith("ppojob_user_")}
 
 
 def test_a_file_that_is_not_python(write) -> None:
     with pytest.raises(RewardImportError, match=r"must end in \.py"):
-        load_reward_function(path=write("x", "reward.txt"))
+        load(path=write("x", "reward.txt"))
 
 
 def test_a_coroutine_function_is_one_too(write) -> None:
-    function = load_reward_function(path=write("async def compute_score(**k):\n    return 3\n"))
+    function = load(path=write("async def compute_score(**k):\n    return 3\n"))
 
     async def scored() -> object:
-        return await function(**CALL)  # type: ignore[misc]
+        return await function(**CALL)
 
     assert asyncio.run(scored()) == 3
 
@@ -131,7 +136,23 @@ def test_verls_own_kind_of_file_runs_unchanged(write) -> None:
         "    if answer is None:\n        return 0\n"
         "    return score if answer == ground_truth else format_score\n"
     )
-    function = load_reward_function(path=path)
+    function = load(path=path)
     told: dict[str, Any] = {"data_source": "openai/gsm8k", "ground_truth": "72", "extra_info": {"index": 0}}
     scores = [function(solution_str=text, **told) for text in ("so #### 72", "so #### 71", "72")]
     assert scores == [1.0, 0.1, 0]
+
+
+def test_a_modules_own_check_gets_the_data_sets_and_the_arguments_and_may_refuse_them(write) -> None:
+    path = write(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, words=1):\n    return 0\n"
+        "def check(data_sources, words=1):\n"
+        "    if 'sums' not in data_sources or words < 1:\n"
+        "        raise ValueError(f'{data_sources} and {words} words')\n"
+    )
+    check_reward_function(FunctionSource(path=str(path), kwargs={"words": 2}), ["sums"])
+    with pytest.raises(RewardRefusedError, match=r"reward.function \(.*reward.py\): \['sums'\] and 0 words"):
+        check_reward_function(FunctionSource(path=str(path), kwargs={"words": 0}), ["sums"])
+
+
+def test_a_module_without_a_check_refuses_nothing() -> None:
+    check_reward_function(FunctionSource(module="ppojob_trainer.rewards.vader_sentiment"), ["anything"])

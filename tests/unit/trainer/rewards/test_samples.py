@@ -44,6 +44,19 @@ def test_samples_are_taken_at_equal_distances() -> None:
     ]
 
 
+def test_responses_without_a_score_come_first() -> None:
+    batch, scores = _batch(8)
+    extras: list[dict[str, str]] = [{} for _ in range(8)]
+    extras[5] = {"error": "the reward function raised KeyError for prompt 105"}
+
+    found = samples_of(batch, scores, _Decoder(), 3, extras)
+
+    assert [sample.index for sample in found] == [105, 100, 102]
+    assert found[0].extras == {"error": "the reward function raised KeyError for prompt 105"}
+    extras = [{"error": "x"}] * 8
+    assert [sample.index for sample in samples_of(batch, scores, _Decoder(), 3, extras)] == [100, 101, 102]
+
+
 @pytest.mark.parametrize(("number", "rows"), [(0, 0), (3, 3), (4, 4), (9, 4)])
 def test_no_more_samples_than_rows(number: int, rows: int) -> None:
     batch, scores = _batch(4)

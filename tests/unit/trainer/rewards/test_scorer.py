@@ -1,187 +1,266 @@
-"""Scoring a batch: order, concurrency, failures with their prompt, time limits."""
+"""Scoring a batch in processes: order, concurrency, failures with their prompt, a time limit for each response."""
 
-import asyncio
-import functools
-import threading
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ppojob_trainer.rewards import RewardFunctionError, RewardTimeoutError, ScoreItem, Scorer
-from ppojob_trainer.rewards.scorer import MAX_CONCURRENT
+from ppojob_trainer.rewards import (
+    FunctionSource,
+    RewardFunctionError,
+    RewardImportError,
+    RewardRefusedError,
+    RewardTimeoutError,
+    ScoreItem,
+    Scorer,
+)
+from ppojob_trainer.rewards.scoring import processes
+from ppojob_trainer.rewards.scoring.processes import DEFAULT_CALLS
+
+ODD = str(Path(__file__).with_name("odd_functions.py"))
+
+MakeScorer = Callable[..., Scorer]
 
 
 def items(*texts: str) -> list[ScoreItem]:
     return [ScoreItem("source", text, None, {}, index=100 + place) for place, text in enumerate(texts)]
 
 
-def length(*, solution_str: str, **_: object) -> float:
-    return len(solution_str)
+def many(number: int, **special: str) -> list[ScoreItem]:
+    """Responses `x`, but for those at the places `at_<place>`."""
+    texts = ["x"] * number
+    for place, text in special.items():
+        texts[int(place.removeprefix("at_"))] = text
+    return items(*texts)
 
 
-def picky(*, solution_str: str, **_: object) -> float:
-    if "bad" in solution_str:
-        raise KeyError("bad")
-    return 1.0
+@pytest.fixture
+def scorer_of() -> Iterator[MakeScorer]:
+    """Make and start scorers of a function in `odd_functions`; their processes end with the test."""
+    made: list[Scorer] = []
+
+    def make(name: str = "compute_score", kwargs: dict[str, Any] | None = None, **settings: Any) -> Scorer:
+        made.append(Scorer(FunctionSource(path=ODD, name=name, kwargs=kwargs or {}), **settings))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 50])
-def test_results_come_in_the_order_of_the_items(num_threads: int) -> None:
-    def slow_at_first(*, solution_str: str, **_: object) -> float:
-        time.sleep(0.02 if len(solution_str) == 1 else 0)
-        return len(solution_str)
+@pytest.mark.parametrize("concurrency", [None, 3])
+def test_results_come_in_the_order_of_the_items(scorer_of: MakeScorer, concurrency: int | None) -> None:
+    texts = ["sleep 0.2", *("x" * size for size in range(1, 20))]
 
-    results = Scorer(slow_at_first, num_threads=num_threads).score(items(*("x" * size for size in range(1, 21))))
-    assert [result.score for result in results] == list(range(1, 21))
+    results = scorer_of(concurrency=concurrency).score(items(*texts))
 
-
-def test_threads_work_at_the_same_time() -> None:
-    barrier = threading.Barrier(4, timeout=10)
-
-    def meets_the_others(**_: object) -> float:
-        barrier.wait()
-        return 1.0
-
-    assert len(Scorer(meets_the_others, num_threads=4).score(items(*"abcd"))) == 4
+    assert [result.score for result in results] == [len(text) for text in texts]
 
 
-def test_the_function_gets_verls_arguments() -> None:
-    seen = {}
+def test_a_plain_function_has_a_process_for_each_response_at_the_same_time(
+    scorer_of: MakeScorer, tmp_path: Path
+) -> None:
+    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, concurrency=3)
 
-    def record(**arguments: object) -> float:
-        seen.update(arguments)
-        return 0
+    scorer.score(items(*["sleep 0.2"] * 12))
 
-    Scorer(record).score([ScoreItem("gsm8k", "answer", "4", {"a": 1}, 7)])
-    assert seen == {"data_source": "gsm8k", "solution_str": "answer", "ground_truth": "4", "extra_info": {"a": 1}}
-
-
-def test_a_dict_keeps_its_other_entries() -> None:
-    result = Scorer(lambda **_: {"score": True, "answer": "4"}).score(items("a"))[0]
-    assert (result.score, result.extras, result.error) == (1.0, {"answer": "4"}, None)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_failure_names_its_prompt(num_threads: int) -> None:
-    with pytest.raises(
-        RewardFunctionError, match=r"raised KeyError: 'bad' for prompt 102 of 'source', response 'bad'"
-    ) as caught:
-        Scorer(picky, num_threads=num_threads).score(items("a", "b", "bad", "c"))
-    assert caught.value.index == 102
-    assert isinstance(caught.value.__cause__, KeyError)
+def test_the_processes_do_not_load_torch(scorer_of: MakeScorer) -> None:
+    assert scorer_of("loads_torch").score(items("x"))[0].score == 0.0
 
 
-def test_a_failure_can_be_a_score_instead() -> None:
-    results = Scorer(picky, on_error="Score", error_score=-1.0).score(items("a", "bad", "c"))
-    assert [result.score for result in results] == [1.0, -1.0, 1.0]
-    assert "KeyError" in results[1].error
-    assert results[0].error is None
+def test_a_dict_keeps_its_other_entries_as_numbers_and_text(scorer_of: MakeScorer) -> None:
+    (result,) = scorer_of().score(items("return dict"))
+
+    assert (result.score, result.error) == (1.0, None)
+    assert result.extras == {"answer": "4", "size": 2, "own": "mine", "none": None}
+
+
+def test_nothing_to_score(scorer_of: MakeScorer) -> None:
+    assert scorer_of().score([]) == []
+
+
+@pytest.mark.parametrize("settings", [{"concurrency": 0}, {"timeout_seconds": 0}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        Scorer(FunctionSource(path=ODD), **settings)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("name", "text", "message"),
     [
-        (None, "returned None for prompt 100: a score is a finite number"),
-        ("0.5", "returned '0.5'"),
-        (float("nan"), "returned nan"),
-        (float("inf"), "returned inf"),
-        ([1, 2], r"returned \[1, 2\]"),
-        ({"value": 1}, r"a dict without 'score' for prompt 100: it has \['value'\]"),
-        ({"score": None}, "returned None"),
+        (
+            "compute_score",
+            "raise key",
+            r"raised KeyError: 'bad' \(odd_functions.py, line \d+\) for prompt 102 of",
+        ),
+        ("compute_score", "raise exit", "raised SystemExit: 3"),
+        ("compute_score", "exit", "the process of the reward function ended with exit code 3 for prompt 102"),
+        ("compute_score", "kill", r"was ended by SIGKILL \(often because memory ran out\) for prompt 102"),
+        ("compute_score", "return none", "returned None: a score is a finite number for prompt 102"),
+        ("compute_score", "return text", "returned '0.5'"),
+        ("compute_score", "return nan", "returned nan"),
+        ("compute_score", "return infinite", "returned inf"),
+        ("compute_score", "return list", r"returned \[1, 2\]"),
+        ("compute_score", "return no-score", r"a dict without 'score': it has \['value'\] for prompt 102"),
+        ("compute_score", "return none-score", "returned None"),
+        ("judged", "raise key", "raised KeyError: 'bad'"),
+        ("judged", "raise exit", "raised SystemExit: 3"),
+        ("judged", "exit", "ended with exit code 3 for prompt 102"),
     ],
 )
-def test_what_is_no_score_is_refused(value, message) -> None:
-    with pytest.raises(RewardFunctionError, match=message):
-        Scorer(lambda **_: value).score(items("a"))
+def test_a_failure_names_its_prompt_and_can_be_a_score(
+    scorer_of: MakeScorer, name: str, text: str, message: str
+) -> None:
+    failing = many(5, at_2=text)
+
+    with pytest.raises(RewardFunctionError, match=message) as caught:
+        scorer_of(name).score(failing)
+    results = scorer_of(name, on_error="Score", error_score=-1.0).score(failing)
+
+    assert caught.value.index == 102
+    assert [result.score for result in results] == [1.0, 1.0, -1.0, 1.0, 1.0]
+    assert "for prompt 102" in (results[2].error or "")
+    assert [result.is_dropped or result.is_timeout for result in results] == [False] * 5
 
 
-def test_a_function_that_exits_does_not_end_in_silence() -> None:
-    def leave(**_: object) -> float:
-        raise SystemExit(3)
+def test_a_failure_can_drop_its_response(scorer_of: MakeScorer) -> None:
+    results = scorer_of(on_error="Drop", error_score=-1.0).score(items("a", "raise key", "c"))
 
-    with pytest.raises(RewardFunctionError, match="raised SystemExit: 3 for prompt 100"):
-        Scorer(leave).score(items("a"))
+    assert [(result.score, result.is_dropped) for result in results] == [(1.0, False), (0.0, True), (1.0, False)]
 
 
-def test_a_function_that_hangs_is_named() -> None:
-    release = threading.Event()
+def test_after_a_failed_batch_the_next_one_gets_its_own_answers(scorer_of: MakeScorer) -> None:
+    scorer = scorer_of(concurrency=2)
+    with pytest.raises(RewardFunctionError, match="prompt 101"):
+        scorer.score(items("sleep 1", "raise key"))
 
-    def hang(*, solution_str: str, **_: object) -> float:
-        if solution_str == "hang":
-            release.wait(60)
-        return 1.0
+    assert [result.score for result in scorer.score(items("aaa", "bb"))] == [3.0, 2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_one_response_that_hangs_costs_its_limit_and_no_other_response(scorer_of: MakeScorer, concurrency: int) -> None:
+    scorer = scorer_of(on_error="Drop", timeout_seconds=2, concurrency=concurrency)
 
     started = time.monotonic()
-    with pytest.raises(
-        RewardTimeoutError, match=r"did not score 3 responses within 1 s; 2 were done.*busy with prompt 101"
-    ):
-        Scorer(hang, num_threads=2, timeout_seconds=1).score(items("a", "hang", "c"))
-    release.set()
-    assert time.monotonic() - started < 30
+    results = scorer.score(many(256, at_40="hang"))
+
+    assert 2 <= time.monotonic() - started < 20
+    assert [place for place, result in enumerate(results) if result.is_timeout] == [40]
+    assert "exceeded timeoutSeconds (2 s) for prompt 140 of 'source', response 'hang'" in (results[40].error or "")
+    assert sum(result.score for result in results) == 255
 
 
-def test_nothing_to_score() -> None:
-    assert Scorer(length).score([]) == []
+@pytest.mark.slow
+def test_with_fail_a_response_that_hangs_is_a_timeout_error(scorer_of: MakeScorer) -> None:
+    with pytest.raises(RewardTimeoutError, match=r"for prompt 101 .*set reward.function.onError to Score or Drop"):
+        scorer_of(timeout_seconds=1).score(many(5, at_1="hang"))
 
 
-@pytest.mark.parametrize("arguments", [{"num_threads": 0}, {"timeout_seconds": 0}])
-def test_settings_are_checked(arguments) -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
-        Scorer(length, **arguments)
+@pytest.mark.slow
+def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, tmp_path: Path) -> None:
+    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, on_error="Score", timeout_seconds=1)
+
+    scorer.score(items("child"))
+
+    pid = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def judged(*, solution_str: str, bonus: float = 0.0, **_: object) -> dict[str, float]:
-    await asyncio.sleep(0.05)
-    if "bad" in solution_str:
-        raise KeyError("bad")
-    return {"score": len(solution_str) + bonus, "length": len(solution_str)}
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["hang", "stubborn"])
+def test_a_coroutine_that_never_ends_is_named(scorer_of: MakeScorer, text: str) -> None:
+    scorer = scorer_of("judged", on_error="Score", timeout_seconds=1)
+
+    started = time.monotonic()
+    results = scorer.score(many(256, at_7=text))
+
+    assert time.monotonic() - started < 1 + processes.GRACE_S, "its process was not ended"
+    assert [place for place, result in enumerate(results) if result.is_timeout] == [7]
 
 
-def test_calls_of_a_coroutine_function_wait_at_the_same_time() -> None:
-    together = 0
-    most = 0
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["block", "exit"])
+def test_a_coroutine_that_takes_its_event_loop_along_is_found_among_the_others(
+    scorer_of: MakeScorer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)
+    scorer = scorer_of("judged", on_error="Score", error_score=-1.0, timeout_seconds=1)
 
-    async def counts(**_: object) -> float:
-        nonlocal together, most
-        together += 1
-        most = max(most, together)
-        await asyncio.sleep(0.02)
-        together -= 1
-        return 1.0
+    results = scorer.score(many(100, at_7=text))
 
-    results = Scorer(counts).score(items(*"x" * 200))
-
-    assert len(results) == 200
-    assert most == MAX_CONCURRENT
+    assert [place for place, result in enumerate(results) if result.error] == [7]
+    assert results[7].is_timeout == (text == "block")
+    assert sum(result.score for result in results) == 98
 
 
-def test_a_coroutine_function_gives_dicts_in_order_with_bound_arguments() -> None:
-    results = Scorer(functools.partial(judged, bonus=1.0)).score(items("a", "bbb", "cc"))
+@pytest.mark.parametrize(("concurrency", "expected"), [(None, DEFAULT_CALLS), (5, 5)])
+def test_calls_of_a_coroutine_function_wait_at_the_same_time(
+    scorer_of: MakeScorer, concurrency: int | None, expected: int
+) -> None:
+    results = scorer_of("counts", concurrency=concurrency).score(many(300))
+
+    assert max(result.score for result in results) == expected
+
+
+def test_a_coroutine_function_gives_dicts_in_order_with_its_arguments(scorer_of: MakeScorer) -> None:
+    results = scorer_of("judged", kwargs={"bonus": 1.0}).score(items("a", "bbb", "cc"))
+
     assert [result.score for result in results] == [2.0, 4.0, 3.0]
     assert [result.extras for result in results] == [{"length": 1}, {"length": 3}, {"length": 2}]
 
 
-def test_an_object_with_a_coroutine_call_is_awaited() -> None:
-    class Judge:
-        async def __call__(self, **_: object) -> float:
-            await asyncio.sleep(0)
-            return 2.0
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("raise ValueError('no')", RewardImportError, "its import failed with ValueError: no"),
+        ("import os; os._exit(7)", RewardImportError, "its process ended with exit code 7"),
+        ("x = 1", RewardImportError, "has no function 'compute_score'"),
+        (
+            "def compute_score(**k): return 0\ndef check(data_sources): raise ValueError(f'not {data_sources}')",
+            RewardRefusedError,
+            r"not \['sums'\]",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_at_the_start(
+    tmp_path: Path, text: str, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(text)
 
-    assert Scorer(Judge()).score(items("a"))[0].score == 2.0
+    with pytest.raises(error, match=message):
+        Scorer(FunctionSource(path=str(path))).start(["sums"])
 
 
-def test_a_coroutine_functions_failure_names_its_prompt_or_is_a_score() -> None:
-    with pytest.raises(RewardFunctionError, match=r"raised KeyError: 'bad' for prompt 101") as caught:
-        Scorer(judged).score(items("a", "bad"))
-    assert isinstance(caught.value.__cause__, KeyError)
-    results = Scorer(judged, on_error="Score", error_score=-2.0).score(items("a", "bad"))
-    assert [result.score for result in results] == [1.0, -2.0]
+@pytest.mark.slow
+def test_the_processes_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "from ppojob_trainer.rewards import *\n"
+        f"scorer = Scorer(FunctionSource(path={ODD!r}, kwargs={{'marks': {str(tmp_path)!r}}}))\n"
+        "scorer.start()\n"
+        "scorer.score([ScoreItem('s', 'hang', None, {}, 0)])\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program])
+    while not (marks := list(tmp_path.iterdir())):
+        assert worker.poll() is None
+        time.sleep(0.05)
 
+    worker.kill()
+    worker.wait()
 
-def test_a_coroutine_function_that_hangs_is_named() -> None:
-    async def hangs(*, solution_str: str, **_: object) -> float:
-        await asyncio.sleep(60 if solution_str == "hang" else 0)
-        return 1.0
-
-    with pytest.raises(RewardTimeoutError, match=r"2 were done.*busy with prompt 101"):
-        Scorer(hangs, timeout_seconds=1).score(items("a", "hang", "c"))
+    child = int(os.path.basename(marks[0]))
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Advantages and their statistics are those of the whole batch, however many ranks hold it."""
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec
 from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.rewards import RewardFunctionError
 from ppojob_trainer.worker_groups.advantages import compute_advantages
 from ppojob_trainer.worker_groups.partition import Partition, in_groups
 
@@ -121,3 +123,52 @@ def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
     assert metrics["critic/rewards/mean"] == [pytest.approx(float(of_rows.mean()), abs=1e-6)]
     lengths = whole.tensor(Keys.RESPONSE_MASK).sum(dim=1)
     assert metrics["actor/reward_kl_penalty"] == [pytest.approx(float((kl.sum(dim=1) / lengths).mean()), abs=1e-6)]
+
+
+ESTIMATORS_OF_API = [estimator.value for estimator in AdvantageEstimator]
+
+
+def without(dropped: list[int]) -> DataProto:
+    """Return the batch as the reward leaves it that drops these rows: their mask is 0."""
+    whole = batch()
+    mask = whole.tensor(Keys.RESPONSE_MASK).clone()
+    mask[dropped] = 0
+    return whole.with_fields({Keys.RESPONSE_MASK: mask})
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS_OF_API)
+@pytest.mark.parametrize("dropped", [[0, 1], [2, 3, 4, 5], [1], [0, 3, 5]], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_dropped_responses_count_nowhere(estimator: str, dropped: list[int], num_ranks: int) -> None:
+    algorithm = AlgorithmSpec.model_validate({"advantageEstimator": estimator, "kl": {"inReward": True}})
+    kept = [row for row in range(ROWS) if row not in dropped]
+
+    found, metrics = compute(without(dropped), algorithm, in_groups(ROWS, SAMPLES, num_ranks))
+
+    for values in found.values():
+        assert values.isfinite().all()
+        assert not values[dropped].any()
+    for of_rank in metrics:
+        assert all(math.isfinite(value) for values in of_rank.values() for value in values)
+        scores = batch().tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1)[kept]
+        assert of_rank["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
+    if dropped in ([0, 1], [2, 3, 4, 5]):
+        # Whole groups are dropped: the others have the advantages of a batch without these.
+        rows = batch()[kept]
+        alone = compute_advantages(rows, algorithm, 0.1, ThreadRanks(1))
+        torch.testing.assert_close(found[Keys.ADVANTAGES][kept], alone.tensor(Keys.ADVANTAGES))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_response_that_is_left_alone_in_its_group_learns_nothing(estimator: str) -> None:
+    algorithm = AlgorithmSpec.model_validate({"advantageEstimator": estimator})
+
+    found, _ = compute(without([1]), algorithm, in_groups(ROWS, SAMPLES, 1))
+
+    assert not found[Keys.ADVANTAGES][0].any()
+    assert found[Keys.ADVANTAGES][2:].any()
+
+
+def test_a_step_whose_responses_are_all_dropped_fails() -> None:
+    with pytest.raises(RewardFunctionError, match="dropped all responses of the step"):
+        compute(without(list(range(ROWS))), AlgorithmSpec(), in_groups(ROWS, SAMPLES, 1))

@@ -31,6 +31,14 @@ def test_each_row_comes_to_its_number() -> None:
     assert joined.lengths == {"mask": (11, 13, 12, 10)}
 
 
+def test_parts_that_replace_columns_still_do_when_they_are_one() -> None:
+    one, two = (part((name,), [0], [0]).replacing() for name in "ab")
+
+    joined = part(("c",), [0, 0], [0, 1]).union(one.join_rows([two], [0, 1]))
+
+    assert [source.replaces for source in joined.sources] == [False, True]
+
+
 def test_what_the_parts_measured_is_joined_too() -> None:
     one, two = (part(("a",), [0], [0], metrics={"score": [value]}) for value in (1.0, 3.0))
 

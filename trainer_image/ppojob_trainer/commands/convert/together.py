@@ -184,11 +184,10 @@ def rewards(draft: Draft) -> None:
         draft.values[f"{where}.path"] = draft.path(f"{where}.path", path)
         draft.values[f"{where}.name"] = str(function or "compute_score")
     else:
-        draft.values[f"{where}.module"] = "verl.utils.reward_score"
-        draft.values[f"{where}.name"] = "default_compute_score"
+        draft.values[f"{where}.module"] = "ppojob_trainer.rewards.by_data_source"
         why = (
-            "no custom_reward_function is given, so these are verl's own scores by data_source: install verl in the "
-            "image, or give a function of yours"
+            "no custom_reward_function is given, so the function depends on data_source, as in verl: see "
+            "docs/rewards.md for the names, or give a function of your own"
         )
         draft.to_fill.append((where, why))
     if kwargs:

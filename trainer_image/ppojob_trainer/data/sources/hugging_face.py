@@ -8,7 +8,7 @@ import datasets  # type: ignore[import-untyped]
 
 from ppojob_api.v1alpha1.data import Columns
 from ppojob_trainer.data.errors import DataError
-from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, record_from_row
+from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, names_of_sources, record_from_row
 
 
 class HuggingFacePrompts:
@@ -33,6 +33,12 @@ class HuggingFacePrompts:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def data_sources(self) -> set[str]:
+        """Return the names in the column data_source; without it, that of the data set."""
+        has_column = "data_source" in self._rows.column_names
+        values = self._rows.unique("data_source") if has_column else None
+        return names_of_sources(values, self._columns, self._name)
 
     def __getitem__(self, index: int) -> PromptRecord:
         return record_from_row(self._rows[index], self._columns, f"{self._name}, row {index}", self._name)

@@ -6,7 +6,7 @@ Parquet is read with pyarrow and stays in Arrow's memory; JSON Lines become dict
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from ppojob_api.v1alpha1.data import Columns
 from ppojob_trainer.data.errors import DataError
-from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, record_from_row
+from ppojob_trainer.data.records import VERL_COLUMNS, PromptRecord, names_of_sources, record_from_row
 
 
 class FilePrompts:
@@ -44,6 +44,13 @@ class FilePrompts:
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self._files)
 
+    def data_sources(self) -> set[str]:
+        """Return the names in the column data_source; of rows without it, the name of their file."""
+        found: set[str] = set()
+        for path, rows in self._files:
+            found |= names_of_sources(_names(rows), self._columns, Path(path).stem)
+        return found
+
     def __getitem__(self, index: int) -> PromptRecord:
         row = index
         for path, rows in self._files:
@@ -58,6 +65,10 @@ class _ArrowRows(Sequence[Any]):
 
     def __init__(self, table: Any) -> None:
         self._table = table
+
+    def distinct(self, column: str) -> list[Any] | None:
+        """Return the values of a column, each once; None where there is no such column."""
+        return self._table.column(column).unique().to_pylist() if column in self._table.column_names else None
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -82,6 +93,10 @@ def read_jsonl(paths: Sequence[str], columns: Columns = VERL_COLUMNS) -> FilePro
         DataError: a file is missing, a line is not a JSON object, a column is missing; names path and line.
     """
     return FilePrompts([(path, _jsonl_rows(path)) for path in map(str, paths)], columns)
+
+
+def _names(rows: Sequence[Any]) -> Iterable[Any] | None:
+    return rows.distinct("data_source") if isinstance(rows, _ArrowRows) else {row.get("data_source") for row in rows}
 
 
 def _parquet_rows(path: str) -> _ArrowRows:

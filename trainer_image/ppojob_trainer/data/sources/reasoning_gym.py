@@ -51,6 +51,10 @@ class ReasoningGymPrompts:
     def __len__(self) -> int:
         return len(self._problems)
 
+    def data_sources(self) -> set[str]:
+        """Its name."""
+        return {self.name}
+
     def __getitem__(self, index: int) -> PromptRecord:
         entry = self._problems[index]
         return PromptRecord(

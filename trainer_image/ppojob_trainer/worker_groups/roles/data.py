@@ -1,7 +1,7 @@
-"""The data: one CPU process that reads the prompts and hands them out, step by step.
+"""The data: one CPU process that reads the prompts and returns those of each step.
 
 The rows stay in its node's object store; the controller gets references. It keeps the position after each recent
-step, because with overlapping steps the prompts of the next one are out before a checkpoint of this one is written.
+step, because with overlapping steps the next step's prompts are taken before this step's checkpoint is written.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class DataWorker:
         return self._loader
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def load(self) -> None:
-        """Open the sources.
+    def load(self) -> list[str]:
+        """Open the sources; return the names of their data sets (data_source), sorted.
 
         Raises:
             DataError: the data cannot be read, or a prompt cannot be used.
@@ -77,10 +77,13 @@ class DataWorker:
         data, tokenizer = self.spec.data, load_tokenizer(self.spec.model.actor)
         train = self._dataset(data.train, tokenizer)
         self._loader = PromptLoader(train, data.train_batch_size, self.spec.trainer.seed, data.shuffle)
+        names = set(train.data_sources())
         if data.validation is not None:
             dataset = self._dataset(data.validation, tokenizer)
             prompts = dataset.batch(range(len(dataset)))
             self._validation = store_rows(with_samples(prompts, self.spec.rollout.validation.samples_per_prompt))
+            names |= dataset.data_sources()
+        return sorted(names)
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def next_batch(self, step: int) -> tuple[StoredRows, int]:
@@ -104,7 +107,7 @@ class DataWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Go on after `step`.
+        """Resume after `step`.
 
         Raises:
             DataError: the position is of other data.

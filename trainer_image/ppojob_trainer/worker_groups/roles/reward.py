@@ -1,21 +1,27 @@
-"""The reward: a function of the user's, run by CPU processes over parts of the batch, a model, or the sum of both."""
+"""The reward: a user's function, run by reward workers over parts of the batch, a model, or the sum of both.
+
+With onError Drop the scores come with a `response_mask` that is 0 for responses that the function did not score. It
+takes the place of the rollout's mask, so advantages and losses leave these responses out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ppojob_api.v1alpha1.reward import OnError, RewardWeights
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.rewards import Scorer, load_reward_function
+from ppojob_trainer.protocol import DataProto, Keys, Meta, object_array
+from ppojob_trainer.rewards import FunctionSource, RewardFunctionError, Scorer
 from ppojob_trainer.rewards.batch import (
-    REWARD_EXTRAS,
+    COUNT_PREFIX,
     REWARD_PREFIX,
     SOURCE_PREFIX,
     Decoder,
+    counts_of,
     numbers_in,
     score_batch,
     scores_by_source,
@@ -42,44 +48,58 @@ class RewardWorker:
         self._samples = SampleKeeper(seat, spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self) -> None:
-        """Import the function and load the tokenizer.
+    def load(self, data_sources: Sequence[str]) -> None:
+        """Start the function's processes, have it check the names of the data sets, and load the tokenizer.
 
         Raises:
-            RewardImportError: the function cannot be had.
+            RewardImportError: the function cannot be imported.
+            RewardRefusedError: its own check refuses its arguments or a data set.
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
         function = self.spec.reward.function
         assert function is not None, "this reward has no function"
+        source = FunctionSource(function.module, function.path, function.name, function.extract, function.kwargs)
         self._scorer = Scorer(
-            load_reward_function(function.module, function.path, function.name, function.extract, function.kwargs),
+            source,
             on_error=function.on_error.value,
             error_score=function.error_score,
             timeout_seconds=function.timeout_seconds,
+            concurrency=function.concurrency,
         )
+        self._scorer.start(data_sources)
         self._decoder = load_tokenizer(self.spec.model.actor)
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """Return the scores, and as metrics those of each data source and the numbers that the function gave beside.
+        """Return the scores: token_level_scores, or function_scores where a model scores too.
 
-        They are token_level_scores, or function_scores where a model scores too.
+        The metrics are the scores of each data source, the numbers that the function returned beside them, and how many
+        responses it did not score.
 
         Raises:
-            RewardError: the function raised or was too slow.
+            RewardFunctionError: with onError Fail, the function did not score a response.
         """
         assert self._scorer is not None, "load() comes first"
         assert self._decoder is not None, "load() comes first"
         reward = self.spec.reward
         scored = score_batch(batch, self._scorer, self._decoder)
-        scores, extras = scored.tensor(Keys.TOKEN_LEVEL_SCORES), scored.array(REWARD_EXTRAS).tolist()
-        metrics = {**scores_by_source(batch, scores), **numbers_in(extras)}
-        if reward.function is not None and reward.function.on_error is OnError.SCORE:
-            metrics[f"{REWARD_PREFIX}error"] = [float("error" in row) for row in extras]
+        kept = scored.kept
+        metrics = {
+            **scores_by_source(batch[kept], scored.scores[kept]),
+            **numbers_in(scored.extras),
+            **counts_of(scored.results),
+        }
         if not reward.uses_model:
-            self._samples.keep(batch, scores, self._decoder, extras)
+            self._samples.keep(batch, scored.scores, self._decoder, scored.extras)
         name = Keys.FUNCTION_SCORES if reward.uses_model else Keys.TOKEN_LEVEL_SCORES
-        return DataProto.from_dict({name: scores}, meta_info={Meta.METRICS: metrics})
+        tensors, on_error = {name: scored.scores}, _on_error(self.spec)
+        errors: dict[str, Any] = {}
+        if on_error is not OnError.FAIL:
+            errors = {Keys.REWARD_ERROR: object_array(scored.errors)}
+        if on_error is OnError.DROP:
+            mask = batch.tensor(Keys.RESPONSE_MASK)
+            tensors[Keys.RESPONSE_MASK] = mask * kept.to(mask.dtype).unsqueeze(1)
+        return DataProto.from_dict(tensors, errors, meta_info={Meta.METRICS: metrics})
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def add_scores(self, batch: DataProto) -> DataProto:
@@ -87,10 +107,12 @@ class RewardWorker:
         of_function, of_model = batch.tensor(Keys.FUNCTION_SCORES), batch.tensor(Keys.MODEL_SCORES)
         total = weighted(of_function, of_model, self.spec.reward.weights or RewardWeights())
         assert self._decoder is not None, "load() comes first"
-        self._samples.keep(batch, total, self._decoder)
-        metrics = scores_by_source(batch, total)
+        errors = batch.array(Keys.REWARD_ERROR).tolist() if Keys.REWARD_ERROR in batch.non_tensor_batch else []
+        self._samples.keep(batch, total, self._decoder, [{"error": error} if error else {} for error in errors])
+        kept = batch.tensor(Keys.RESPONSE_MASK).bool().any(dim=1)
+        metrics = scores_by_source(batch[kept], total[kept])
         for name, scores in (("function", of_function), ("model", of_model)):
-            metrics[f"{REWARD_PREFIX}{name}"] = scores.sum(dim=1).tolist()
+            metrics[f"{REWARD_PREFIX}{name}"] = scores[kept].sum(dim=1).tolist()
         return DataProto.from_dict({Keys.TOKEN_LEVEL_SCORES: total}, meta_info={Meta.METRICS: metrics})
 
 
@@ -99,19 +121,25 @@ def weighted(of_function: Tensor, of_model: Tensor, weights: RewardWeights) -> T
     return weights.function * of_function + weights.model * of_model
 
 
+def _on_error(spec: PPOJobSpec) -> OnError:
+    return OnError.FAIL if spec.reward.function is None else spec.reward.function.on_error
+
+
 class FunctionScores:
     """The reward function as the controller calls it."""
 
-    def __init__(self, group: WorkerGroup[RewardWorker]) -> None:
+    def __init__(self, group: WorkerGroup[RewardWorker], spec: PPOJobSpec) -> None:
         self.group = group
+        self._drops = _on_error(spec) is OnError.DROP
 
     async def compute_scores(self, batch: Table) -> Table:
-        """See `ScoresPort`."""
-        return await self._over(batch).call(RewardWorker.compute_scores, batch)
+        """See `ScoresPort`. With onError Drop the table's `response_mask` replaces that of the rollout."""
+        scores = await self._over(batch).call(RewardWorker.compute_scores, batch)
+        return scores.replacing() if self._drops else scores
 
     def metrics(self, scores: Table) -> dict[str, float]:
         """See `ScoresPort`."""
-        return means_of(scores.metrics, REWARD_PREFIX)
+        return {**means_of(scores.metrics, REWARD_PREFIX), **sums_of(scores.metrics)}
 
     async def add(self, batch: Table) -> Table:
         """Return token_level_scores of rows that have both scores."""
@@ -137,19 +165,32 @@ class RewardGroup:
         return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
 
     async def validate(self, batch: Table) -> dict[str, float]:
-        """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as verl has it, and the mean over all sources."""
+        """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as in verl, and the mean over all sources.
+
+        Raises:
+            RewardFunctionError: the function dropped all responses.
+        """
         ways = [way for way in (self.function, self.model) if way is not None]
         tables = await asyncio.gather(*(way.compute_scores(batch) for way in ways))
+        # The function's table comes first.
+        counts = sums_of(tables[0].metrics)
         if self.function is not None and self.model is not None:
             tables = [await self.function.add(batch.union(*tables))]
         means = means_of(tables[0].metrics, SOURCE_PREFIX, suffix="")
         everything = [value for name, values in tables[0].metrics.items() if is_source(name) for value in values]
+        if not everything:
+            raise RewardFunctionError(
+                "the reward function dropped all responses of the validation (reward.function.onError: Drop): correct "
+                "the function; the reward workers' logs have the errors",
+                -1,
+            )
         return {
             **{
                 f"val-core/{name.removeprefix(SOURCE_PREFIX)}/score/mean@{self._validation_samples}": mean
                 for name, mean in means.items()
             },
             "val-core/score/mean": sum(everything) / len(everything),
+            **{f"val-aux/{name}": count for name, count in counts.items()},
         }
 
 
@@ -164,4 +205,13 @@ def means_of(metrics: Mapping[str, Sequence[float]], prefix: str, suffix: str = 
         f"{name}{suffix}": sum(values) / len(values)
         for name, values in metrics.items()
         if name.startswith(prefix) and values
+    }
+
+
+def sums_of(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the counts of a scored batch: `reward/errors`, `reward/timeouts`, `reward/dropped`."""
+    return {
+        f"{REWARD_PREFIX}{name.removeprefix(COUNT_PREFIX)}": sum(values)
+        for name, values in metrics.items()
+        if name.startswith(COUNT_PREFIX)
     }
