@@ -5,6 +5,6 @@ the PPOJob together, and `listing` shows the rest.
 """
 
 from ppojob_trainer.commands.convert.conversion import Conversion, Target, convert
-from ppojob_trainer.commands.convert.read import Settings, read, read_arguments, read_file
+from ppojob_trainer.commands.convert.read import Options, Settings, read, read_arguments
 
-__all__ = ["Conversion", "Settings", "Target", "convert", "read", "read_arguments", "read_file"]
+__all__ = ["Conversion", "Options", "Settings", "Target", "convert", "read", "read_arguments"]

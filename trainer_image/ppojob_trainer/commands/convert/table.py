@@ -6,7 +6,9 @@ in `together`. A name may hold `*`. The first row that matches counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ppojob_trainer.commands.convert.values import (
     AGGREGATIONS,
@@ -37,7 +39,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting for which there is no field, because there is one way here: any other value is told."""
+    """A setting for which there is no field, because there is one way here: any other value is reported."""
 
     name: str
     change: Change
@@ -51,7 +53,15 @@ class Needless:
     why: str
 
 
-Row = Carried | Checked | Needless
+@dataclass(frozen=True)
+class Absent:
+    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is no loss."""
+
+    name: str
+    why: str
+
+
+Row = Carried | Checked | Needless | Absent
 
 
 def _field(name: str, target: str, change: Change) -> Carried:
@@ -60,6 +70,10 @@ def _field(name: str, target: str, change: Change) -> Carried:
 
 def _needless(section: str, names: str, why: str) -> list[Row]:
     return [Needless(f"{section}.{name}", why) for name in names.split()]
+
+
+def _absent(section: str, names: str, why: str) -> list[Row]:
+    return [Absent(f"{section}.{name}", why) for name in names.split()]
 
 
 def _trained(verl: str, role: str, engine: str) -> list[Row]:
@@ -75,15 +89,32 @@ def _trained(verl: str, role: str, engine: str) -> list[Row]:
         _field(f"{verl}.optim.lr_warmup_steps", f"{role}.learningRateWarmupSteps", warmup),
         _field(f"{verl}.optim.lr_scheduler_type", f"{role}.learningRateSchedule", SCHEDULES),
         _field(f"{verl}.optim.warmup_style", f"{role}.learningRateSchedule", SCHEDULES),
+        _field(f"{verl}.optim.lr_decay_style", f"{role}.learningRateSchedule", SCHEDULES),
         _field(f"{verl}.ulysses_sequence_parallel_size", f"{role}.sequenceParallelSize", whole),
         _field(f"{engine}.ulysses_sequence_parallel_size", f"{role}.sequenceParallelSize", whole),
         _field(f"{engine}.param_offload", f"model.{role}.offload.parameters", truth),
         _field(f"{engine}.optimizer_offload", f"model.{role}.offload.optimizer", truth),
+        _field(f"{verl}.megatron.param_offload", f"model.{role}.offload.parameters", truth),
+        _field(f"{verl}.megatron.optimizer_offload", f"model.{role}.offload.optimizer", truth),
+        Needless(f"{verl}.megatron.grad_offload", "gradients are freed after each update"),
+        Absent(f"{verl}.megatron.*", _MEGATRON),
+        Absent(f"{verl}.veomni*", _MEGATRON),
         Checked(f"{engine}.offload_policy", only(False, f"use model.{role}.offload, which moves whole phases")),
         Checked(f"{verl}.strategy", _ENGINES),
         Checked(f"{engine}.strategy", _ENGINES),
         Checked(f"{verl}.shuffle", only(False, "minibatches keep the order of the batch in every epoch")),
-        Checked(f"{verl}.optim.optimizer", only("AdamW", "the optimizer is AdamW")),
+        Checked(f"{verl}.optim.optimizer", one_of({"AdamW": "", "adam": ""}, "the optimizer is AdamW")),
+        Checked(f"{verl}.optim.min_lr", only(0.0, "schedules end at a learning rate of 0")),
+        Checked(f"{verl}.optim.lr_warmup_init", only(0.0, "a warm-up begins at a learning rate of 0")),
+        Checked(f"{verl}.optim.weight_decay_incr_style", only("constant", "the weight decay is constant")),
+        Checked(f"{verl}.optim.use_precision_aware_optimizer", only(False, "AdamW's state is float32")),
+        Absent(f"{verl}.optim.override_optimizer_config*", f"the optimizer is AdamW; see model.{role}.offload"),
+        *_needless(
+            f"{verl}.optim",
+            "muon_* *_dtype lr_wsd_decay_style use_checkpoint_opt_param_scheduler use_layer_wise_distributed_optimizer "
+            "lr_decay_steps weight_decay_incr_steps",
+            "it belongs to another optimizer or schedule",
+        ),
         Checked(f"{verl}.optim.betas", only([0.9, 0.999], "AdamW's betas are 0.9 and 0.999")),
         Checked(f"{verl}.optim.min_lr_ratio", only(0.0, "schedules end at a learning rate of 0")),
         Checked(f"{verl}.optim.num_cycles", only(0.5, "the cosine is half a period long")),
@@ -98,7 +129,12 @@ def _trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
         Needless(f"{verl}.optim.total_training_steps", "schedules run over trainer.totalSteps"),
-        *_needless(verl, "qat.* pad_to_length* data_loader_seed rollout_n", "it changes no numbers here"),
+        Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
+        Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
+        Absent(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
+        *_needless(
+            verl, "qat.* pad_to_length* data_loader_seed rollout_n nccl_timeout router_replay.*", "it changes no numbers"
+        ),
         *_needless(f"{verl}.optim", "optimizer_impl zero_indexed_step", "the optimizer is torch's AdamW"),
         *_needless(
             engine,
@@ -130,8 +166,10 @@ def _model(verl: str, role: str) -> list[Row]:
 
 
 _ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2, tensorParallelSize divides large ones")
+_MEGATRON = "models are trained by FSDP2; for large ones set tensorParallelSize of the role and its offload"
 _NO_QUANTIZATION = "models are trained and generate with their own weights"
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TEXT = "prompts are text: pictures, sound and video are not read"
 _SERVERS = "vLLM generates inside the job; there are no servers, tools or agent loops"
 
 TABLE: tuple[Row, ...] = (
@@ -149,12 +187,13 @@ TABLE: tuple[Row, ...] = (
     Checked("data.custom_cls.name", only(None, "write the prompts into Parquet or JSON Lines")),
     Checked("data.gen_batch_size", only(None, "each step generates data.trainBatchSize prompts")),
     Checked("data.tokenizer", only(None, "the tokenizer is the one in the actor's folder")),
+    *_absent("data", "image_key video_key audio_key image_patch_size mm_processor_kwargs*", _TEXT),
+    *_absent("data", "sampler.* datagen.*", "prompts come from files, in an order drawn with trainer.seed"),
     Checked("data.*_path", only(None, _SERVERS)),
     Needless("data.val_batch_size", "all validation prompts are generated at once"),
     *_needless(
         "data",
-        "return_* dataloader_num_workers filter_overlong_prompts_workers image_* video_key audio_key use_shm "
-        "validation_shuffle trust_remote_code mm_processor_kwargs*",
+        "return_* dataloader_num_workers filter_overlong_prompts_workers use_shm validation_shuffle trust_remote_code",
         "it has no bearing on text prompts read from files",
     ),
     # The policy.
@@ -181,12 +220,15 @@ TABLE: tuple[Row, ...] = (
     Needless(f"{_A}.checkpoint.*", "a checkpoint always holds all that a resumed run needs; see checkpoint.export"),
     Needless(f"{_A}.policy_loss.*", "it belongs to another policy loss than PPO's"),
     Needless(f"{_A}.entropy_*", "the entropy is always computed in chunks"),
-    *_needless(_A, "tau_* calculate_* freeze_vision_tower", "it changes nothing in PPO on text"),
+    Absent(f"{_A}.freeze_vision_tower", _TEXT),
+    *_needless(_A, "tau_* calculate_* sum_pi_squared*", "it changes nothing in PPO on text"),
     Checked(f"{_A}.use_prefix_grouper", only(False, "sequences are packed, and share no prefix in training")),
     Needless(f"{_A}.use_torch_compile", "see model.actor.compile, which compiles the layers"),
     # The reference.
     _field("actor_rollout_ref.ref.model.path", "model.ref.path", text),
     _field("actor_rollout_ref.ref.fsdp_config.param_offload", "model.ref.offload.parameters", truth),
+    _field("actor_rollout_ref.ref.megatron.param_offload", "model.ref.offload.parameters", truth),
+    Absent("actor_rollout_ref.ref.megatron.*", _MEGATRON),
     Needless("actor_rollout_ref.ref.*", "the reference computes as the actor does"),
     # Generation.
     _field(f"{_R}.n", "rollout.samplesPerPrompt", whole),
@@ -222,6 +264,9 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.enable_rollout_routing_replay", only(False, "there is no replay of experts' routes")),
     Checked(f"{_R}.agent.default_agent_loop", only("single_turn_agent", _SERVERS)),
     Checked(f"{_R}.agent.agent_loop_config_path", only(None, _SERVERS)),
+    Checked(f"{_R}.skip_rollout", only(False, "generation is never skipped")),
+    Checked(f"{_R}.mtp.enable", only(False, "no tokens are predicted ahead")),
+    *_absent(_R, "server.* sglang_rollout_mode", _SERVERS),
     *_needless(_R, "seed full_determinism", "each sample's seed comes of trainer.seed, step, prompt and sample"),
     *_needless(_R, "prompt_length response_length", "they are those of data"),
     *_needless(
@@ -229,7 +274,7 @@ TABLE: tuple[Row, ...] = (
         "mode nnodes n_gpus_per_node scheduling_policy load_format layered_summon logprobs_mode disable_log_stats "
         "multi_stage_wake_up multi_turn.* agent.* checkpoint_engine.* trace.* skip_tokenizer_init "
         "moe_* prometheus.* quantization_config_file cudagraph_capture_sizes router_config_path limit_images mtp.* "
-        "disaggregation.* update_weights_*",
+        "disaggregation.* update_weights_* skip_dump_dir layer_name_map.* skip.*",
         "vLLM runs inside the job, and needs no setting of this",
     ),
     # The critic.
@@ -277,7 +322,9 @@ TABLE: tuple[Row, ...] = (
         "reward_model.reward_kwargs*", only(None, "what a manager is told a function gets in reward.function.kwargs")
     ),
     Checked("reward.reward_kwargs*", only(None, "what a manager is told a function gets in reward.function.kwargs")),
+    *_needless("reward_model", "reward_loop_source use_reward_loop", "rewards are computed beside generation"),
     Checked("reward_model.reward_loop_*", only(None, "a reward function is called with each response by itself")),
+    Needless("reward_manager.*", "a reward function is called with each response by itself"),
     Checked(
         "reward.reward_manager.module.path", only(None, "a reward function is called with each response by itself")
     ),
@@ -285,7 +332,8 @@ TABLE: tuple[Row, ...] = (
     *_needless(
         "reward_model",
         "num_workers enable_resource_pool n_gpus_per_node nnodes strategy model.* rollout.* micro_batch_size* "
-        "max_length use_dynamic_bsz forward_max_token_len_per_gpu launch_reward_fn_async ulysses_* profiler.*",
+        "max_length use_dynamic_bsz forward_max_token_len_per_gpu launch_reward_fn_async ulysses_* profiler.* "
+        "nccl_timeout megatron.* load_weight",
         "the reward model runs in a pool of the job: see placement.reward and model.reward",
     ),
     Needless("reward.reward_model.*", "the reward model runs in a pool of the job: see placement.reward, model.reward"),
@@ -316,6 +364,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Needless("ray_kwargs.*", "the operator starts Ray"),
     Needless("hydra.*", "there is no Hydra"),
+    Checked("model_engine", one_of({"dp": ""}, _MEGATRON)),
+    Absent("*.mtp.*", "no tokens are predicted ahead"),
+    *_absent("async_training", "*", "training is on-policy; schedule.mode says what runs at the same time"),
     Needless("actor_rollout_ref.hybrid_engine", "actor and rollout share a pool or not: see placement"),
     Needless("actor_rollout_ref.nccl_timeout", "see trainer.phaseTimeoutSeconds"),
     Needless("global_profiler.*", "see telemetry.profile"),
@@ -327,7 +378,15 @@ TABLE: tuple[Row, ...] = (
     Needless("transfer_queue.*", "rows move from worker to worker"),
     Needless("distillation.*", "there is no distillation"),
 )
-"""What each setting becomes. What no row matches is told as unknown."""
+"""What each setting becomes. What no row matches is reported as unknown."""
 
-DEFAULTS = {"checkpoint.everySteps": 0, "trainer.validateEverySteps": 0}
+DEFAULTS: Mapping[str, Any] = {
+    "checkpoint.everySteps": 0,
+    "trainer.validateEverySteps": 0,
+    "rollout.tensorParallelSize": 2,
+    "rollout.maxNumSeqs": 256,
+    "reward.function.numWorkers": 8,
+    "telemetry.trackers": ["WandB"],
+    "telemetry.trackerProject": "verl_examples",
+}
 """Where verl's default differs from ours and changes what the run does: written where verl's setting is not given."""

@@ -32,6 +32,8 @@ class Draft:
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
     """Setting, value, and why it is not carried over."""
     name: str = "from-verl"
+    splits: bool = False
+    """Half of the GPUs are the actor's, half the critic's."""
 
     def take(self, *names: str, default: Any = None) -> Any:
         """Take settings of the same meaning out; return the first one that says something."""
@@ -71,6 +73,9 @@ def models(draft: Draft) -> None:
         draft.values[target] = _model_path(draft, target, path)
     critic = draft.take("critic.model.path")
     draft.take("critic.model.tokenizer_path")
+    if critic is None and draft.given.get("algorithm.adv_estimator", "gae") == "gae":
+        why = "no critic.model.path is given: the critic starts from the actor's model, in verl from a default path"
+        draft.to_fill.append(("model.critic.path", why))
     if critic is not None and critic != path:
         draft.values["model.critic.path"] = _model_path(draft, "model.critic.path", critic)
 
@@ -103,6 +108,8 @@ def sources(draft: Draft) -> None:
                 files = [f"{MOUNT}/train.parquet"]
                 draft.to_fill.append((f"{target}.files.paths", "no data.train_files is given: the files to train on"))
             else:
+                why = "no data.val_files is given: verl reads a default path, here nothing is validated without files"
+                draft.to_fill.append((target, why))
                 continue
         paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
         is_lines = all(path.endswith((".jsonl", ".json")) for path in paths)
@@ -196,11 +203,34 @@ def rewards(draft: Draft) -> None:
 
 
 def pools(draft: Draft) -> None:
-    """One pool for all roles, as in verl; a split is the user's to choose."""
-    nodes, gpus = draft.take("trainer.nnodes", default=1), draft.take("trainer.n_gpus_per_node", default=8)
-    draft.values["pools"] = [{"name": "gpus", "nodes": whole(nodes), "gpusPerNode": whole(gpus)}]
-    draft.values["placement.actor"] = "gpus"
+    """The pools that verl makes: one for all roles, two of half the GPUs, or further ones for rollout and reward."""
+    nodes = whole(draft.take("trainer.nnodes", default=1))
+    gpus = whole(draft.take("trainer.n_gpus_per_node", default=8))
     draft.take("critic.enable")
+    sizes = {"gpus": (nodes, gpus)}
+    if draft.splits:
+        half = (nodes, gpus // 2) if nodes < 2 else (nodes // 2, gpus)
+        if half[1] == 0:
+            raise NotCarriedError("a split takes two GPUs or more")
+        sizes = {"actor": half, "critic": half}
+        draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
+        draft.values |= {"placement.rollout": "actor", "placement.ref": "actor"}
+        if nodes > 1 and nodes % 2:
+            draft.lost.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one without work"))
+    for role, (sections, is_asked) in _POOLS_OF_ROLES.items():
+        size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
+        if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
+            sizes[role] = (whole(size[0]), whole(size[1]))
+            draft.values[f"placement.{role}"] = role
+    draft.values["pools"] = [{"name": name, "nodes": n, "gpusPerNode": g} for name, (n, g) in sizes.items()]
+    draft.values["placement.actor"] = next(iter(sizes))
+
+
+# Sections that have a pool's size, and the setting there without which it says nothing.
+_POOLS_OF_ROLES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "rollout": (("rollout",), None),
+    "reward": (("reward_model", "reward.reward_model"), "enable_resource_pool"),
+}
 
 
 def length(draft: Draft) -> None:
@@ -226,7 +256,9 @@ def resuming(draft: Draft) -> None:
 
 def trackers(draft: Draft) -> None:
     """Console, TensorBoard and a file are always written."""
-    given = draft.take("trainer.logger", default=[])
+    given = draft.take("trainer.logger")
+    if given is None:
+        return
     names = [str(entry).lower() for entry in (given if isinstance(given, list) else [given])]
     known = {"wandb": "WandB", "mlflow": "MLflow"}
     draft.values["telemetry.trackers"] = [known[entry] for entry in dict.fromkeys(names) if entry in known]
@@ -260,9 +292,9 @@ TOGETHER: tuple[Callable[[Draft], None], ...] = (
 )  # fmt: skip
 
 
-def draft_of(given: Mapping[str, Any]) -> Draft:
+def draft_of(given: Mapping[str, Any], *, splits: bool = False) -> Draft:
     """Return a draft with all that needs several settings; the rest of them is left in `given`."""
-    draft = Draft(dict(given))
+    draft = Draft(dict(given), splits=splits)
     for part in TOGETHER:
         before = dict(draft.given)
         try:
