@@ -18,7 +18,8 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.commands.convert.config_files import is_unset
 from ppojob_trainer.commands.convert.read import Settings
-from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE, Absent, Carried, Needless, Row
+from ppojob_trainer.commands.convert.rows import Absent, Carried, Checked, Needless, Row
+from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
 from ppojob_trainer.commands.convert.together import Draft, draft_of
 from ppojob_trainer.commands.convert.values import NotCarriedError
 
@@ -115,9 +116,9 @@ def _row_of(name: str) -> Row | None:
 def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
     if row is None:
         draft.lost.append((name, value, "this setting of verl is not known here"))
-    elif isinstance(row, Absent):
+    elif isinstance(row, Absent) and value is not None:
         draft.lost.append((name, value, row.why))
-    elif value is not None and not isinstance(row, Needless):
+    elif isinstance(row, Carried | Checked) and value is not None:
         try:
             changed = row.change(value)
         except NotCarriedError as error:

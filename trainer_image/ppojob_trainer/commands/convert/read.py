@@ -17,8 +17,15 @@ from typing import Any
 import yaml
 
 from ppojob_trainer.commands.convert.config_files import base_of, flat, folded
-from ppojob_trainer.commands.convert.scripts.bash_run import LIMIT_SECONDS, Call, Recording, Sandbox, Script
-from ppojob_trainer.commands.convert.scripts.bash_run import best_sandbox, evaluate
+from ppojob_trainer.commands.convert.scripts.bash_run import (
+    LIMIT_SECONDS,
+    Call,
+    Recording,
+    Sandbox,
+    Script,
+    best_sandbox,
+    evaluate,
+)
 from ppojob_trainer.commands.convert.scripts.launches import OVERRIDE, Launch, Program, chosen, launch_of, launches
 from ppojob_trainer.commands.kubernetes_yaml import parse
 from ppojob_trainer.commands.manifest import ManifestError
@@ -53,6 +60,21 @@ class Settings:
     """How the script was read, and what it would have done besides."""
 
 
+def variables_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--env NAME=VALUE`.
+
+    Raises:
+        ManifestError: a word is none.
+    """
+    pairs = [word.partition("=") for word in words]
+    wrong = next(
+        (word for word, pair in zip(words, pairs, strict=True) if not (pair[0].isidentifier() and pair[1])), None
+    )
+    if wrong is not None:
+        raise ManifestError(f"--env {wrong}: give a name and a value, such as --env NNODES=2")
+    return {name: value for name, _, value in pairs}
+
+
 def read(words: Sequence[str], options: Options | None = None) -> Settings:
     """Read what the command line was given: a file (`-` for standard input) and its arguments, or settings.
 
@@ -67,7 +89,7 @@ def read(words: Sequence[str], options: Options | None = None) -> Settings:
         with tempfile.TemporaryDirectory(prefix="ppojob-convert-") as folder:
             path = Path(folder) / "standard-input.sh"
             path.write_text(sys.stdin.read(), encoding="utf-8")
-            return read_script(Script(path, words[1:], options.environment), options)
+            return read_script(Script(path, words[1:], options.environment, "standard input"), options)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,15 +111,15 @@ def read_script(script: Script, options: Options) -> Settings:
         how = {
             Sandbox.NONE: "WITHOUT a sandbox: commands in it had your rights",
         }.get(sandbox, f"in a sandbox ({sandbox}: no network, no writing outside an empty folder)")
-        notes = [f"bash evaluated {script.path} {how}; python3, ray and other programs were recorded and not started"]
+        notes = [f"bash evaluated {script.name} {how}; python3, ray and other programs were recorded and not started"]
     else:
         from ppojob_trainer.commands.convert.scripts.straight_line import read_straight
 
         recording = read_straight(script)
-        notes = [f"{script.path} was read without bash" + ("" if options.runs is False else _NO_SANDBOX)]
+        notes = [f"{script.name} was read without bash" + ("" if options.runs is False else _NO_SANDBOX)]
     found = launches(recording.calls)
     _refuse_failure(script, recording, found)
-    launch = chosen(found, options.launch, str(script.path))
+    launch = chosen(found, options.launch, script.name)
     settings = _of_launch(launch, script.path, recording)
     return Settings(
         settings.values,
@@ -113,15 +135,18 @@ _NO_SANDBOX = ": neither bwrap nor unshare works on this machine. --run has bash
 def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch]) -> None:
     if found or recording.exit_code == 0:
         return
-    at, words = recording.complaints[-1] if recording.complaints else (str(script.path), "it printed no reason")
+    at, words = recording.complaints[-1] if recording.complaints else (script.name, recording.last_words or "no reason")
     unbound = re.match(r"(\w+): unbound variable", words)
-    remedy = f"give it with --env {unbound[1]}=VALUE" if unbound else "give what it needs with --env or as its arguments"
+    what = "give what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
+    remedy = f"give it with --env {unbound[1]}=VALUE" if unbound else what
     raise ManifestError(f"{at}: {words}: the script ended with {recording.exit_code} before it started verl; {remedy}")
 
 
 def _empty_answers(recording: Recording) -> list[tuple[str, Any, str]]:
     """Programs whose output the script goes on with: here they printed nothing."""
-    why = "the script reads what this prints, and it was not started: give the value with --env, or set the field by hand"
+    why = (
+        "the script reads what this prints, and it was not started: give the value with --env, or set the field by hand"
+    )
     return [
         (f"{call.at}: {' '.join(call.words)}"[:200], None, why)
         for call in recording.calls
@@ -149,10 +174,10 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:
-    """Undo what only this machine knows: $HOME is written so again, and the empty folder is left out."""
+    """Undo what only this machine knows: $HOME is written so again, and the empty folder is `.`."""
     if recording is None:
         return word
-    return word.replace(recording.home, "$HOME").replace(f"{recording.folder}/", "").replace(recording.folder, ".")
+    return word.replace(recording.home, "$HOME").replace(recording.folder, ".")
 
 
 def read_arguments(words: Sequence[str]) -> Settings:
@@ -208,4 +233,4 @@ def _value(text: str) -> Any:
         value = parse(spaced)
     except yaml.YAMLError:
         return text
-    return text if value is None and text not in ("null", "None", "") else value
+    return text if value is None and text not in ("null", "None") else value

@@ -47,7 +47,7 @@ class Draft:
         if "://" in moved:
             moved = f"{MOUNT}/{moved.rsplit('/', 1)[-1]}"
         elif not moved.startswith("/"):
-            moved = f"{MOUNT}/{moved}"
+            moved = f"{MOUNT}/{moved.removeprefix('./')}"
         if moved != text or not moved.startswith(f"{MOUNT}/"):
             self.to_fill.append((target, f"verl read {text}: the pods must find it at {moved}, or give another path"))
         return moved
@@ -83,14 +83,15 @@ def models(draft: Draft) -> None:
 def adapters(draft: Draft) -> None:
     """LoRA: rank 0 is none."""
     for verl, role in ((_MODEL, "actor"), ("critic.model", "critic")):
-        rank = draft.take(f"{verl}.lora_rank", f"{verl}.lora.rank", default=0)
-        alpha = draft.take(f"{verl}.lora_alpha", f"{verl}.lora.alpha")
-        layers = draft.take(f"{verl}.target_modules", f"{verl}.lora.target_modules", default="all-linear")
+        rank, alpha = draft.take(f"{verl}.lora_rank"), draft.take(f"{verl}.lora_alpha", default=16)
+        layers = draft.take(f"{verl}.target_modules", default="all-linear")
+        megatron_rank, megatron_alpha = draft.take(f"{verl}.lora.rank"), draft.take(f"{verl}.lora.alpha", default=32)
+        if not rank and megatron_rank:
+            rank, alpha = megatron_rank, megatron_alpha
         if not rank:
             continue
         draft.values[f"model.{role}.lora.rank"] = whole(rank)
-        # verl's default is 16, ours is not.
-        draft.values[f"model.{role}.lora.alpha"] = number(16 if alpha is None else alpha)
+        draft.values[f"model.{role}.lora.alpha"] = number(alpha)
         if role == "actor" and draft.given.get("actor_rollout_ref.ref.model.path") is None:
             # The reference is the actor with its adapters off, and has nothing of its own to offload.
             draft.take("actor_rollout_ref.ref.fsdp_config.param_offload")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -27,16 +27,16 @@ from ppojob_trainer.commands.manifest import ManifestError
 LIMIT_SECONDS = 30.0
 _HERE = Path(__file__).parent
 _RECORDED = (
-    "python python3 uv uvx pip pip3 torchrun accelerate deepspeed ray nsys ncu mpirun sbatch srun scontrol conda mamba "
-    "huggingface-cli hf modelscope wandb git wget curl ssh scp rsync docker podman kubectl nvidia-smi sudo apt apt-get "
-    "yum make kill pkill killall sleep"
-).split()
+    "python python3 uv uvx pip pip3 torchrun accelerate deepspeed ray nsys ncu mpirun sbatch srun scontrol conda "
+    "mamba huggingface-cli hf modelscope wandb git wget curl ssh scp rsync docker podman kubectl nvidia-smi sudo apt "
+    "apt-get yum make kill pkill killall sleep"
+)
 _READERS = (
-    "awk base64 basename bash bc cat comm cut date diff dirname env expr false find grep head hostname id jq mktemp nl "
-    "nohup nproc od paste printf pwd readlink realpath rev sed seq sh shuf sort stat stdbuf tac tail test timeout tr "
-    "true uname uniq wc which whoami xargs"
-).split()
-_WRITERS = "chmod cp ln mkdir mv rm tee touch".split()
+    "awk base64 basename bash bc cat comm cut date diff dirname env expr false find grep head hostname id jq mktemp "
+    "nl nohup nproc od paste printf pwd readlink realpath rev sed seq sh shuf sort stat stdbuf tac tail test timeout "
+    "tr true uname uniq wc which whoami xargs"
+)
+_WRITERS = "chmod cp ln mkdir mv rm tee touch"
 _COMPLAINT = re.compile(r"(?P<file>[^\n:]+): line (?P<line>\d+): (?P<words>.*)")
 
 
@@ -71,6 +71,8 @@ class Recording:
     """The empty folder in which it ran; arguments may begin with it."""
     home: str
     """What $HOME was."""
+    last_words: str = ""
+    """The last line that it printed, without what `set -x` prints."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,14 @@ class Script:
 
     path: Path
     arguments: Sequence[str] = ()
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    shown_as: str = ""
+    """How messages name it, where its path says nothing."""
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return self.shown_as or str(self.path)
 
 
 def evaluate(script: Script, sandbox: Sandbox, limit: float = LIMIT_SECONDS) -> Recording:
@@ -96,14 +105,19 @@ def evaluate(script: Script, sandbox: Sandbox, limit: float = LIMIT_SECONDS) -> 
         for name in ("folder", "home", "programs", "tmp"):
             (work / name).mkdir()
         _write_programs(work, sandbox)
-        bash = shutil.which("bash") or "bash"
-        command = [bash, str(script.path.resolve()), *script.arguments]
-        environment = {**_environment(work), **(script.environment or {})}
-        code, errors = _run(work, command, environment, sandbox, limit, script.path)
+        # The folder is another one, so bash gets the whole path, and says it; messages have it as it was given.
+        path = str(script.path.resolve())
+        command = [shutil.which("bash") or "bash", path, *script.arguments]
+        environment = {**_environment(work), **script.environment}
+        code, printed = _run(_wrapped(work, command, environment, sandbox), work / "printed", limit, script.name)
+        printed = printed.replace(path, script.name)
         record = work / "calls"
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-        calls = [Call(call["words"], call["at"], call["is_piped"]) for call in map(json.loads, lines)]
-        return Recording(calls, _complaints(errors), code, str(work / "folder"), str(work / "home"))
+        found = map(json.loads, lines)
+        calls = [Call(call["words"], call["at"].replace(path, script.name), call["is_piped"]) for call in found]
+        said = [line for line in printed.splitlines() if line.strip() and not line.startswith("+")]
+        folders = (str(work / "folder"), str(work / "home"))
+        return Recording(calls, _complaints(said), code, *folders, "".join(said[-1:]))
 
 
 @cache
@@ -138,36 +152,30 @@ def _wrapped(work: Path, command: Sequence[str], environment: Mapping[str, str],
     inside = [sys.executable, "-IS", str(_HERE / "inside.py"), json.dumps(settings)]
     if sandbox is Sandbox.BWRAP:
         views = ["--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/run", "--bind", str(work), str(work)]
-        return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", *views, *inside]
+        return ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session", *views, *inside]
     if sandbox is Sandbox.UNSHARE:
         spaces = ["--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork"]
         return ["unshare", *spaces, "--kill-child", *inside]
     return inside
 
 
-def _run(
-    work: Path, command: Sequence[str], environment: Mapping[str, str], sandbox: Sandbox, limit: float, script: Path
-) -> tuple[int, str]:
-    errors = work / "errors"
-    with errors.open("wb") as out:
+def _run(command: Sequence[str], printed: Path, limit: float, script: str) -> tuple[int, str]:
+    """Run to the end; return the exit code and what was printed."""
+    with printed.open("wb") as out:
         process = subprocess.Popen(
-            _wrapped(work, command, environment, sandbox),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=out,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired as error:
             raise ManifestError(
-                f"{script}: it did not end within {limit:g} s: it waits for something that is not here. Give what it "
-                "waits for with --env, or convert the command alone: ppojob convert -- data.train_batch_size=256 ..."
+                f"{script}: it did not end within {limit:g} s, and waits for something that is not here: give that "
+                "with --env, allow more with --limit, or convert the settings alone: ppojob convert -- NAME=VALUE ..."
             ) from error
         finally:
             # Also what a script without a sandbox left in the background.
             _end_group(process)
-    return code, errors.read_text(encoding="utf-8", errors="replace")
+    return code, printed.read_text(encoding="utf-8", errors="replace")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -180,14 +188,15 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def _write_programs(work: Path, sandbox: Sandbox) -> None:
     """Fill the one folder on PATH: links to real tools, and recorders for the rest."""
-    real = [*_READERS, *(_WRITERS if sandbox is not Sandbox.NONE else ())]
-    for name in real:
+    is_safe = sandbox is not Sandbox.NONE
+    real = f"{_READERS} {_WRITERS if is_safe else ''}"
+    for name in real.split():
         found = shutil.which(name)
         if found is not None:
             (work / "programs" / name).symlink_to(found)
     start = [sys.executable, "-IS", str(_HERE / "recorder.py"), str(work / "calls")]
-    recorded = [*_RECORDED, *(_WRITERS if sandbox is Sandbox.NONE else ())]
-    for name in recorded:
+    recorded = f"{_RECORDED} {'' if is_safe else _WRITERS}"
+    for name in recorded.split():
         _write_program(work / "programs" / name, [*start, name])
     _write_program(work / "programs" / "PPOJOB_UNKNOWN", start)
 
@@ -208,7 +217,7 @@ def _environment(work: Path) -> dict[str, str]:
     }
 
 
-def _complaints(errors: str) -> list[tuple[str, str]]:
-    """Return bash's own messages; what `set -x` prints and what tools say is left out."""
-    found = [_COMPLAINT.fullmatch(line) for line in errors.splitlines()]
+def _complaints(said: Sequence[str]) -> list[tuple[str, str]]:
+    """Return bash's own messages; what tools say is left out."""
+    found = [_COMPLAINT.fullmatch(line) for line in said]
     return [(f"{match['file']}:{match['line']}", match["words"]) for match in found if match]

@@ -52,8 +52,8 @@ PROGRAMS = (
     ),
     Program(
         r"(verl\.experimental|recipe)\.fully_async_policy\.fully_async_main",
-        refused="fully asynchronous training has no steps of data.train_batch_size prompts, and a PPOJob has no others: "
-        "convert a synchronous script of the same model",
+        refused="fully asynchronous training has no steps of data.train_batch_size prompts, and a PPOJob has no "
+        "others: convert a synchronous script of the same model",
     ),
     Program(r"(verl\.experimental|recipe)\.vla\..*", refused="a PPOJob trains language models on text, and no robots"),
     Program(r"verl\.trainer\.(fsdp_)?sft_trainer\w*", refused="this is supervised fine-tuning, and a PPOJob is PPO"),

@@ -57,7 +57,7 @@ class _Reader:
     def __init__(self, script: Script) -> None:
         self.calls: list[Call] = []
         self._script = script
-        self._variables: dict[str, Value] = {"HOME": "$HOME", "PWD": "$PWD", **(script.environment or {})}
+        self._variables: dict[str, Value] = {"HOME": "$HOME", "PWD": "$PWD", **script.environment}
 
     def statement(self, node: Node) -> None:
         if node.type in ("variable_assignment", "variable_assignments", "declaration_command"):
@@ -165,7 +165,7 @@ class _Reader:
         self._refuse(node)
 
     def _at(self, node: Node) -> str:
-        return f"{self._script.path}:{node.start_point[0] + 1}"
+        return f"{self._script.name}:{node.start_point[0] + 1}"
 
     def _refuse(self, node: Node) -> NoReturn:
         what = _DECIDING.get(node.type, f"`{_text(node)[:60]}`")
