@@ -13,7 +13,9 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 
 def composed(launch: dict[str, Any]) -> Any:
@@ -23,7 +25,7 @@ def composed(launch: dict[str, Any]) -> Any:
         with initialize_config_dir(launch["folder"], version_base=None):
             config = compose(launch["name"], launch["overrides"])
         return OmegaConf.to_container(config, resolve=True)
-    except Exception as error:
+    except (HydraException, OmegaConfBaseException) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -10,51 +10,43 @@ import csv
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ppojob_trainer.commands.convert import Conversion, Options, convert, read
-from ppojob_trainer.commands.convert.read import Settings
-from ppojob_trainer.commands.convert.scripts.bash_run import Sandbox, Script, evaluate
+from ppojob_trainer.commands.convert import Conversion, Options, convert
+from ppojob_trainer.commands.convert.read import settings_of
+from ppojob_trainer.commands.convert.scripts.bash_run import Recording, Script, best_sandbox, evaluate
 from ppojob_trainer.commands.convert.scripts.launches import Launch, chosen, launches
 from ppojob_trainer.commands.manifest import ManifestError
 from tests.environments import OwnEnvironment, run
 from tests.oracles.environments import ANSWER_LIMIT_SECONDS, HERE
 
 TABLES = HERE / "verl_examples"
-COLUMNS = [
-    "script",
-    "outcome",
-    "train_batch",
-    "mini_batch",
-    "prompt",
-    "response",
-    "learning_rate",
-    "estimator",
-    "gpus",
-    "pools",
-    "reasons",
-]
+COLUMNS = (
+    "script", "outcome", "train_batch", "mini_batch", "prompt", "response", "learning_rate", "estimator", "gpus",
+    "pools", "reasons",
+)  # fmt: skip
 # The machine may be busy, and a script takes a process for each program.
 LIMIT_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a script does not run without."""
-
-    arguments: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-
-
-_SFT = Needs(("8", "output"))
-NEEDS: Mapping[str, Needs] = {
-    "examples/gspo_trainer/run_qwen3_32b_gspo_npu.sh": Needs((), (("sp_size", "4"),)),
-    "examples/gspo_trainer/test_gspo_3b_math.sh": Needs((), (("SLURM_JOB_NUM_NODES", "1"),)),
-    "examples/gspo_trainer/test_gspo_3b_math_slurm.sh": Needs((), (("SLURM_JOB_NUM_NODES", "1"),)),
-    "examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh": Needs((), (("HDFS_ROOT", "/data"),)),
+# What a script does not run without: its arguments, and its variables.
+_SFT_ARGUMENTS = ("8", "output")
+NEEDS: Mapping[str, Mapping[str, str]] = {
+    "examples/gspo_trainer/run_qwen3_32b_gspo_npu.sh": {"sp_size": "4"},
+    "examples/gspo_trainer/test_gspo_3b_math.sh": {"SLURM_JOB_NUM_NODES": "1"},
+    "examples/gspo_trainer/test_gspo_3b_math_slurm.sh": {"SLURM_JOB_NUM_NODES": "1"},
+    "examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh": {"HDFS_ROOT": "/data", "DATA_ROOT": "/data"},
+    "examples/grpo_trainer/run_deepseek_v4_flash_megatron.sh": {"HDFS_ROOT": "/data", "DATA_ROOT": "/data"},
+    "examples/grpo_trainer/run_deepseek_v4_veomni.sh": {"HDFS_ROOT": "/data", "DATA_ROOT": "/data"},
+    "examples/grpo_trainer/run_kimi_k2_6_glm5_1_megatron_lite.sh": {"MODEL_PATH": "/data/models/actor"},
+    "examples/grpo_trainer/run_nemotron_nano_v3_30b_a3b_megatron.sh": {"RAY_DATA_HOME": "/data"},
+    "examples/grpo_trainer/run_qwen3_vl_30b_a3b_fsdp.sh": {"INFER_BACKEND": "vllm"},
+    "examples/sft/gsm8k/run_deepseek_v4_megatron_lite.sh": {"MODEL_PATH": "/data/models/actor"},
+    "examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh": {"ckpts_home": "/data"},
+    "examples/tuning/lora/run_qwen3_8b_from_adapter_fsdp.sh": {"LORA_ADAPTER_PATH": "/data/adapter"},
 }
 
 
@@ -73,38 +65,50 @@ class Example:
 
     @cached_property
     def script(self) -> Script:
-        needs = NEEDS.get(self.name, _SFT if self.name.startswith("examples/sft/") else Needs())
-        return Script(self.root / self.name, needs.arguments, dict(needs.environment))
+        """What is evaluated."""
+        arguments = _SFT_ARGUMENTS if self.name.startswith("examples/sft/") else ()
+        return Script(self.root / self.name, arguments, NEEDS.get(self.name, {}), shown_as=self.name)
 
     @cached_property
-    def settings(self) -> Settings | ManifestError:
-        options = Options(runs=True, environment=self.script.environment, limit=LIMIT_SECONDS)
+    def recording(self) -> Recording | ManifestError:
+        """What bash made of it."""
         try:
-            return read([str(self.script.path), *self.script.arguments], options)
+            return evaluate(self.script, best_sandbox(), LIMIT_SECONDS)
         except ManifestError as error:
             return error
 
     @cached_property
-    def conversion(self) -> Conversion | None:
-        return None if isinstance(self.settings, ManifestError) else convert(self.settings)
+    def conversion(self) -> Conversion | ManifestError:
+        """The PPOJob, or why there is none."""
+        if isinstance(self.recording, ManifestError):
+            return self.recording
+        try:
+            return convert(settings_of(self.script, self.recording, Options()))
+        except ManifestError as error:
+            return error
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is a PPOJob that passes its checks."""
+        return isinstance(self.conversion, Conversion) and self.conversion.is_valid
 
     @cached_property
     def launch(self) -> Launch:
         """The launch as it was recorded, with the folder in which it ran taken for the checkout."""
-        recording = evaluate(self.script, Sandbox.UNSHARE, LIMIT_SECONDS)
-        found = chosen(launches(recording.calls), None, self.name)
-        words = [word.replace(recording.folder, str(self.root)) for word in found.words if word.strip()]
-        words = [word.replace(recording.home, "$HOME") for word in words]
-        return Launch(found.name, found.program, words, found.at)
+        assert isinstance(self.recording, Recording)
+        found = chosen(launches(self.recording.calls), None, self.name)
+        words = [word.replace(self.recording.folder, str(self.root)) for word in found.words if word.strip()]
+        return replace(found, words=[word.replace(self.recording.home, "$HOME") for word in words])
 
     def row(self) -> dict[str, str]:
         """Return the row of the table."""
-        if self.conversion is None:
-            reason = str(self.settings).replace(f"{self.root}/", "").removeprefix(f"{self.name}:")
+        if isinstance(self.conversion, ManifestError):
+            reason = str(self.conversion).removeprefix(f"{self.name}:").strip()
             return {column: "" for column in COLUMNS} | {"script": self.name, "outcome": "refused", "reasons": reason}
         spec = self.conversion.manifest["spec"]
-        lost = [entry.name.replace(f"{self.root}/", "") for entry in self.conversion.lost]
+        lost = [entry.name for entry in self.conversion.lost]
         outcome = ("converted in part" if lost else "converted") if self.conversion.is_valid else "invalid"
+        pools = spec.get("pools", [])
         found = {
             "train_batch": spec["data"].get("trainBatchSize"),
             "mini_batch": spec.get("actor", {}).get("miniBatchSize"),
@@ -112,8 +116,8 @@ class Example:
             "response": spec["data"].get("maxResponseLength"),
             "learning_rate": spec.get("actor", {}).get("learningRate"),
             "estimator": spec.get("algorithm", {}).get("advantageEstimator"),
-            "gpus": sum(pool["nodes"] * pool["gpusPerNode"] for pool in spec["pools"]),
-            "pools": " ".join(pool["name"] for pool in spec["pools"]),
+            "gpus": sum(pool["nodes"] * pool["gpusPerNode"] for pool in pools),
+            "pools": " ".join(pool["name"] for pool in pools),
             "reasons": " ".join(dict.fromkeys(lost)),
         }
         texts = {name: "" if value is None else str(value) for name, value in found.items()}
@@ -164,7 +168,9 @@ def composed(examples: list[Example], folder: Path) -> list[dict[str, Any]]:
     given.write_text(json.dumps([example.composition() for example in examples]), encoding="utf-8")
     python = OwnEnvironment("oracles", "verl", HERE / "verl-requirements.txt").python()
     run([python, HERE / "verl_compose_oracle.py", given, answered], ANSWER_LIMIT_SECONDS)
-    answers: list[dict[str, Any]] = json.loads(answered.read_text(encoding="utf-8"))
+    # As in the conversion, where the folder in which the script ran is `.`.
+    text = answered.read_text(encoding="utf-8").replace(f"{examples[0].root}/", "./")
+    answers: list[dict[str, Any]] = json.loads(text)
     return answers
 
 

@@ -24,6 +24,13 @@ _OWN: dict[str, dict[str, Any]] = {
         "critic.strategy": "megatron",
     },
 }
+# And what the choice of an engine changes.
+_ENGINES: dict[str, dict[str, Any]] = {
+    "veomni": {
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+        "critic.optim.lr_scheduler_type": "cosine",
+    }
+}
 _REMEDY = (
     "where verl is installed, add `--cfg job --resolve` to the launch, and convert the YAML that it prints instead"
 )
@@ -36,6 +43,11 @@ class Base:
     values: dict[str, Any] = field(default_factory=dict)
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
     """Option, its value, and what is not known of it."""
+
+
+def engine_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a setting `model_engine` brings with it."""
+    return _ENGINES.get(str(values.get("model_engine")), {})
 
 
 def base_of(name: str, folder: str | None, beside: Path | None) -> Base:

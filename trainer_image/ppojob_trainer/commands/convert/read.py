@@ -10,13 +10,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ppojob_trainer.commands.convert.config_files import base_of, flat, folded
+from ppojob_trainer.commands.convert.config_files import base_of, engine_of, flat, folded
 from ppojob_trainer.commands.convert.scripts.bash_run import (
     LIMIT_SECONDS,
     Call,
@@ -117,16 +117,21 @@ def read_script(script: Script, options: Options) -> Settings:
 
         recording = read_straight(script)
         notes = [f"{script.name} was read without bash" + ("" if options.runs is False else _NO_SANDBOX)]
+    return settings_of(script, recording, options, notes)
+
+
+def settings_of(script: Script, recording: Recording, options: Options, notes: Sequence[str] = ()) -> Settings:
+    """Return the settings of the launch that was recorded.
+
+    Raises:
+        ManifestError: there is none, or several and no choice, or nothing of it can be converted.
+    """
     found = launches(recording.calls)
     _refuse_failure(script, recording, found)
     launch = chosen(found, options.launch, script.name)
     settings = _of_launch(launch, script.path, recording)
-    return Settings(
-        settings.values,
-        [*settings.lost, *_empty_answers(recording)],
-        splits=settings.splits,
-        notes=[*notes, *_not_done(recording)],
-    )
+    lost = [*settings.lost, *_empty_answers(recording)]
+    return replace(settings, lost=lost, notes=[*notes, *_not_done(recording)])
 
 
 _NO_SANDBOX = ": neither bwrap nor unshare works on this machine. --run has bash evaluate it without a sandbox"
@@ -137,8 +142,11 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
         return
     at, words = recording.complaints[-1] if recording.complaints else (script.name, recording.last_words or "no reason")
     unbound = re.match(r"(\w+): unbound variable", words)
-    what = "give what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
-    remedy = f"give it with --env {unbound[1]}=VALUE" if unbound else what
+    remedy = "give what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
+    if unbound:
+        remedy = f"give it with --env {unbound[1]}=VALUE"
+    elif "No such file" in words:
+        remedy = "convert a copy of the script without that line"
     raise ManifestError(f"{at}: {words}: the script ended with {recording.exit_code} before it started verl; {remedy}")
 
 
@@ -150,12 +158,13 @@ def _empty_answers(recording: Recording) -> list[tuple[str, Any, str]]:
     return [
         (f"{call.at}: {' '.join(call.words)}"[:200], None, why)
         for call in recording.calls
-        if call.is_piped and launch_of(call.words) is None and not _asks_for_npu(call)
+        if call.is_piped and launch_of(call.words) is None and not _is_harmless(call)
     ]
 
 
-def _asks_for_npu(call: Call) -> bool:
-    return any("torch_npu" in word for word in call.words)
+def _is_harmless(call: Call) -> bool:
+    """Whether an empty answer is right: there is no NPU, and `conda shell.bash hook` defines functions only."""
+    return call.words[0] in ("conda", "mamba") or any("torch_npu" in word for word in call.words)
 
 
 def _not_done(recording: Recording) -> list[str]:
@@ -170,7 +179,7 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     lost = [*base.lost, *((word, None, "this is no setting: name=value") for word in unread)]
     if launch.program.lost is not None:
         lost.insert(0, (launch.name, None, launch.program.lost))
-    return Settings(folded({**base.values, **given}), lost, splits=launch.program.splits)
+    return Settings(folded({**base.values, **engine_of(given), **given}), lost, splits=launch.program.splits)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:

@@ -163,11 +163,38 @@ def validation_sampling(draft: Draft) -> None:
     draft.values["rollout.validation.temperature"] = number(temperature) if samples else 0.0
 
 
-def mini_batches(draft: Draft) -> None:
-    """The critic's minibatch is the actor's where it is not given."""
-    actor = draft.given.get("actor_rollout_ref.actor.ppo_mini_batch_size")
-    if actor is not None and draft.given.get("critic.ppo_mini_batch_size") is None:
-        draft.given["critic.ppo_mini_batch_size"] = actor
+def sequence_parallel(draft: Draft) -> None:
+    """verl has two names for it, and takes the older one where that is above 1."""
+    sections = (("actor", "actor_rollout_ref.actor", "fsdp_config"), ("critic", "critic", "fsdp"))
+    for role, verl, engine in sections:
+        given = [draft.take(f"{at}.ulysses_sequence_parallel_size") for at in (verl, f"{verl}.{engine}")]
+        sizes = [whole(size) for size in given if size is not None]
+        if sizes:
+            draft.values[f"{role}.sequenceParallelSize"] = next((size for size in sizes if size > 1), 1)
+
+
+def clipping(draft: Draft) -> None:
+    """Say that verl reads other settings, whose default is 0.2, where it has them."""
+    both = draft.given.get("actor_rollout_ref.actor.clip_ratio")
+    if both is not None and "actor_rollout_ref.actor.clip_ratio_low" not in draft.given:
+        why = f"clip_ratio={both} is both bounds here; verl 0.9 reads clip_ratio_low and clip_ratio_high, which are 0.2"
+        draft.to_fill.append(("actor.clipRatioLow", why))
+
+
+def followers(draft: Draft) -> None:
+    """Some of verl's settings are the actor's where they are not given."""
+    for follower, leader in _FOLLOWERS.items():
+        value = draft.given.get(leader)
+        if value is not None and draft.given.get(follower) is None:
+            draft.given[follower] = value
+
+
+_FOLLOWERS: Mapping[str, str] = {
+    "critic.ppo_mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "critic.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode",
+    "critic.model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "actor_rollout_ref.ref.megatron.param_offload": "actor_rollout_ref.actor.megatron.param_offload",
+}
 
 
 def rewards(draft: Draft) -> None:
@@ -288,7 +315,8 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 
 
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
-    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, mini_batches, rewards, pools,
+    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, clipping,
+    followers, rewards, pools,
     length, resuming, trackers, cluster,
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from ppojob_trainer.commands.convert import (
     together,
 )
 from ppojob_trainer.commands.convert.read import read_yaml
-from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE, Carried
+from ppojob_trainer.commands.convert.rows import Carried
+from ppojob_trainer.commands.convert.scripts.bash_run import Sandbox
+from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
 from ppojob_trainer.commands.manifest import ManifestError
 
 SCRIPT = """#!/usr/bin/env bash
@@ -161,6 +164,16 @@ def is_field(path: str) -> bool:
         ("trainer.save_freq=20", "checkpoint.everySteps", 20),
         ("reward_model.enable=True", "reward.type", "Model"),
         ("trainer.experiment_name=123", None, None),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "critic.lossAggregation", "seq-mean-token-sum"),
+        ("actor_rollout_ref.model.trust_remote_code=True", "model.critic.trustRemoteCode", True),
+        ("+data.apply_chat_template_kwargs.effort=low", "data.chatTemplateKwargs", {"effort": "low"}),
+        ("actor_rollout_ref.model.lora.rank=8", "model.actor.lora", {"rank": 8, "alpha": 32}),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "model.ref.offload.parameters", True),
+        # verl's defaults, where they are not ours.
+        ("trainer.nnodes=1", "rollout.tensorParallelSize", 2),
+        ("trainer.nnodes=1", "rollout.maxNumSeqs", 256),
+        ("trainer.nnodes=1", "telemetry.trackers", ["WandB"]),
+        ("trainer.logger=console", "telemetry.trackers", []),
     ],
 )
 def test_single_settings(word: str, path: str | None, value: Any) -> None:
@@ -231,12 +244,130 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
         ("data.max_prompt_length=$LENGTH", "a variable that is not set"),
         ("no.such.setting=1", "not known here"),
         ("actor_rollout_ref.rollout.brand_new=1", "not known here"),
+        ("actor_rollout_ref.model.brand_new=1", "not known here"),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trained by FSDP2"),
+        ("actor_rollout_ref.rollout.server.timeout=60", "no servers, tools or agent loops"),
+        ("data.image_key=images", "prompts are text"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=512", "reward.function.kwargs"),
+        ("algorithm.filter_groups.enable=True", "no prompts are drawn anew"),
+        ("model_engine=megatron", "trained by FSDP2"),
+        ("data.max_prompt_length=", "no whole number"),
     ],
 )
 def test_what_cannot_be_carried_over_is_told_with_the_reason(word: str, why: str) -> None:
     conversion = converted(word)
 
     assert why in lost(conversion)[word.partition("=")[0]]
+
+
+class TestPools:
+    def pools(self, *words: str) -> tuple[list[tuple[str, int, int]], dict[str, str]]:
+        conversion = convert(read_arguments([*words, *SAID]))
+        parse_manifest(conversion.manifest)
+        pools = value_at(conversion, "pools")
+        return [(p["name"], p["nodes"], p["gpusPerNode"]) for p in pools], value_at(conversion, "placement")
+
+    @pytest.mark.parametrize(
+        ("nodes", "gpus", "half"), [(1, 8, (1, 4)), (2, 8, (1, 8)), (4, 2, (2, 2)), (3, 2, (1, 2)), (1, 5, (1, 2))]
+    )
+    def test_split_placement_halves_the_gpus_as_verls_example_does(
+        self, nodes: int, gpus: int, half: tuple[int, int]
+    ) -> None:
+        size = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}")
+
+        pools, placement = self.pools("python3", "main_ppo_split.py", *size)
+
+        assert pools == [("actor", *half), ("critic", *half)]
+        assert placement == {
+            "actor": "actor",
+            "rollout": "actor",
+            "ref": "actor",
+            "critic": "critic",
+            "reward": "critic",
+        }
+
+    def test_nodes_that_a_split_leaves_over_are_reported(self) -> None:
+        conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.nnodes=3"]))
+
+        assert "leaves one without work" in lost(conversion)["trainer.nnodes"]
+
+    def test_a_split_of_one_gpu_is_refused(self) -> None:
+        conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.n_gpus_per_node=1"]))
+
+        assert "two GPUs or more" in lost(conversion)["trainer.n_gpus_per_node"]
+        assert not conversion.is_valid
+
+    def test_one_step_off_policy_has_gpus_of_the_rollouts_own(self) -> None:
+        size = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=6")
+
+        pools, placement = self.pools("python3", "-m", "verl.experimental.one_step_off_policy.main_ppo", *size)
+
+        assert pools == [("gpus", 1, 2), ("rollout", 1, 6)]
+        assert placement == {"actor": "gpus", "rollout": "rollout"}
+
+    def test_a_reward_model_may_have_gpus_of_its_own(self) -> None:
+        words = ("enable=True", "enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=4")
+
+        pools, placement = self.pools(*(f"reward_model.{word}" for word in words))
+
+        assert pools == [("gpus", 1, 8), ("reward", 1, 4)]
+        assert placement == {"actor": "gpus", "reward": "reward"}
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("verl.experimental.one_step_off_policy.main_ppo", "from the weights of one step before"),
+        ("recipe.dapo.main_dapo", "DAPO draws prompts again"),
+        ("my_project.train", "only its settings were read, not its code"),
+    ],
+)
+def test_another_program_than_main_ppo_is_reported(program: str, why: str) -> None:
+    conversion = convert(read_arguments(["python3", "-m", program, *SAID]))
+
+    assert why in lost(conversion)[program]
+
+
+class TestConfigurationFiles:
+    WORDS = ("python3", "-m", "verl.trainer.main_ppo", *SAID)
+
+    def converted(self, folder: Path, *words: str) -> Conversion:
+        (folder / "run.sh").write_text(" ".join([*self.WORDS, *words]))
+        return convert(read([str(folder / "run.sh")], Options(runs=False)))
+
+    def test_one_beside_the_script_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "config").mkdir()
+        text = "{defaults: [ppo_trainer, _self_], data: {train_batch_size: 512, max_prompt_length: 100}, hydra: {a: 1}}"
+        (tmp_path / "config" / "mine.yaml").write_text(text)
+
+        conversion = self.converted(tmp_path, "--config-name=mine", "data.max_prompt_length=200")
+
+        assert conversion.lost == []
+        assert value_at(conversion, "data.trainBatchSize") == 512
+        assert value_at(conversion, "data.maxPromptLength") == 200, "the command line wins"
+
+    def test_its_folder_may_be_named(self, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "mine.yaml").write_text("{data: {train_batch_size: 64}}")
+
+        conversion = self.converted(tmp_path, "--config-path=$PWD/elsewhere", "--config-name", "mine.yaml")
+
+        assert value_at(conversion, "data.trainBatchSize") == 64
+
+    def test_one_that_is_not_there_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
+        conversion = self.converted(tmp_path, "--config-name=mine")
+
+        assert "--cfg job --resolve" in lost(conversion)["--config-name"]
+
+    def test_defaults_that_are_not_known_are_reported(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").write_text("{defaults: [ppo_trainer, other@data], data: {train_batch_size: 64}}")
+
+        assert "--config-name mine" in lost(self.converted(tmp_path, "--config-name=mine"))
+
+    def test_verls_megatron_configuration_is_known(self, tmp_path: Path) -> None:
+        conversion = self.converted(tmp_path, "--config-path=config", "--config-name='ppo_megatron_trainer.yaml'")
+
+        assert set(lost(conversion)) == {"actor_rollout_ref.actor.strategy", "critic.strategy"}
 
 
 def test_a_value_that_our_checks_refuse_is_told_and_the_file_is_no_valid_one() -> None:
@@ -320,6 +451,35 @@ class TestCommand:
         strict = self.run("--strict", "--", *loss)
         assert strict.exit_code == 1
         assert "remax" in strict.stderr
+
+    def test_a_branch_is_decided_by_bash_or_refused(self, tmp_path: Path) -> None:
+        script = tmp_path / "run.sh"
+        launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=$B " + " ".join(SAID)
+        script.write_text(f"if [ $DEVICE = npu ]; then B=16; else B=1024; fi\n{launch}")
+
+        ran = self.run(str(script), "--run", "--limit", "120", "--env", "DEVICE=gpu")
+        static = self.run(str(script), "--static")
+
+        assert yaml.safe_load(ran.stdout)["spec"]["data"]["trainBatchSize"] == 1024
+        assert "programs were recorded" in " ".join(ran.stderr.split())
+        assert static.exit_code == 1
+        assert f"{script}:1: an if (line 1: B=16; line 1: B=1024)" in " ".join(static.stderr.split())
+
+    def test_without_a_sandbox_a_script_is_not_run_unless_asked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules[Options.__module__], "best_sandbox", lambda: Sandbox.NONE)
+        (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo " + " ".join(SAID))
+
+        default = self.run(str(tmp_path / "run.sh"))
+        asked = self.run(str(tmp_path / "run.sh"), "--run", "--limit", "120")
+
+        assert "neither bwrap nor unshare works" in " ".join(default.stderr.split())
+        assert "WITHOUT a sandbox" in " ".join(asked.stderr.split())
+        assert default.stdout == asked.stdout
+
+    def test_a_variable_without_a_value_is_refused(self) -> None:
+        assert "--env NODES: give a name and a value" in self.run("run.sh", "--env", "NODES").stderr
 
     def test_a_file_that_is_not_there_is_a_sentence(self) -> None:
         result = self.run("nowhere.sh")

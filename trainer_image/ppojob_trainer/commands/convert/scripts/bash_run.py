@@ -213,6 +213,9 @@ def _environment(work: Path) -> dict[str, str]:
         "TMPDIR": str(work / "tmp"),
         "USER": "user",
         "LANG": "C.UTF-8",
+        # Scripts add to them, also under `set -u`.
+        "PYTHONPATH": "",
+        "LD_LIBRARY_PATH": "",
         "BASH_ENV": str(_HERE / "prelude.bash"),
     }
 
