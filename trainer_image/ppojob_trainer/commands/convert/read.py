@@ -82,7 +82,7 @@ def read(words: Sequence[str], options: Options | None = None) -> Settings:
         ManifestError: a file cannot be read, or nothing in it is a setting.
     """
     options = options or Options()
-    if "=" in words[0] or words[0].startswith(("-m", "python")):
+    if "=" in words[0] or launch_of(words) is not None:
         return read_arguments(words)
     path = Path(words[0])
     if words[0] == "-":
@@ -108,9 +108,9 @@ def read_script(script: Script, options: Options) -> Settings:
     sandbox = best_sandbox() if options.runs is not False else Sandbox.NONE
     if options.runs or sandbox is not Sandbox.NONE:
         recording = evaluate(script, sandbox, options.limit)
-        how = {
-            Sandbox.NONE: "WITHOUT a sandbox: commands in it had your rights",
-        }.get(sandbox, f"in a sandbox ({sandbox}: no network, no writing outside an empty folder)")
+        how = f"in a sandbox ({sandbox}: no network, no writing outside an empty folder)"
+        if sandbox is Sandbox.NONE:
+            how = "WITHOUT a sandbox: commands in it had your rights"
         notes = [f"bash evaluated {script.name} {how}; python3, ray and other programs were recorded and not started"]
     else:
         from ppojob_trainer.commands.convert.scripts.straight_line import read_straight
@@ -128,7 +128,7 @@ def settings_of(script: Script, recording: Recording, options: Options, notes: S
     """
     found = launches(recording.calls)
     _refuse_failure(script, recording, found)
-    launch = chosen(found, options.launch, script.name)
+    launch = chosen(found, options.launch, script.name, recording.calls)
     settings = _of_launch(launch, script.path, recording)
     lost = [*settings.lost, *_empty_answers(recording)]
     return replace(settings, lost=lost, notes=[*notes, *_not_done(recording)])

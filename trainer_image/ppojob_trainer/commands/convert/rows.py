@@ -76,17 +76,11 @@ def absent(section: str, names: str, why: str) -> list[Row]:
 def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
     """Return rows of what actor and critic have in common."""
     return [
+        *_rows_of_optimizer(verl, role),
         field(f"{verl}.ppo_mini_batch_size", f"{role}.miniBatchSize", whole),
         field(f"{verl}.ppo_max_token_len_per_gpu", f"{role}.maxTokensPerGPU", whole),
         field(f"{verl}.loss_agg_mode", f"{role}.lossAggregation", AGGREGATIONS),
         field(f"{verl}.grad_clip", f"{role}.gradClip", number),
-        field(f"{verl}.optim.clip_grad", f"{role}.gradClip", number),
-        field(f"{verl}.optim.lr", f"{role}.learningRate", number),
-        field(f"{verl}.optim.weight_decay", f"{role}.weightDecay", number),
-        field(f"{verl}.optim.lr_warmup_steps", f"{role}.learningRateWarmupSteps", warmup),
-        field(f"{verl}.optim.lr_scheduler_type", f"{role}.learningRateSchedule", SCHEDULES),
-        field(f"{verl}.optim.warmup_style", f"{role}.learningRateSchedule", SCHEDULES),
-        field(f"{verl}.optim.lr_decay_style", f"{role}.learningRateSchedule", SCHEDULES),
         field(f"{engine}.param_offload", f"model.{role}.offload.parameters", truth),
         field(f"{engine}.optimizer_offload", f"model.{role}.offload.optimizer", truth),
         field(f"{verl}.megatron.param_offload", f"model.{role}.offload.parameters", truth),
@@ -98,6 +92,49 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{verl}.strategy", _ENGINES),
         Checked(f"{engine}.strategy", _ENGINES),
         Checked(f"{verl}.shuffle", only(False, "minibatches keep the order of the batch in every epoch")),
+        Needless(f"{verl}.ppo_micro_batch_size*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
+        Needless(f"{verl}.forward_*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
+        Needless(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
+        Needless(f"{verl}.use_remove_padding", "sequences are always packed"),
+        Needless(f"{verl}.use_dynamic_bsz", f"micro-batches are always filled up to {role}.maxTokensPerGPU"),
+        Checked(f"{engine}.model_dtype", only("fp32", f"parameters are float32: see model.{role}.offload for memory")),
+        Checked(f"{engine}.dtype", only("bfloat16", "roles compute in bfloat16")),
+        Checked(f"{engine}.fsdp_size", only(-1, "a model is sharded over all ranks of its role")),
+        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, kernels are not")),
+        Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
+        Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
+        Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
+        Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
+        Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
+        Absent(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
+        *needless(
+            verl,
+            "qat.* pad_to_length* data_loader_seed rollout_n nccl_timeout router_replay.*",
+            "it changes no numbers",
+        ),
+        *needless(
+            engine,
+            "reshard_after_forward use_no_sync_*",
+            f"models stay gathered where the pool has the memory, see model.{role}.reshardAfterForward",
+        ),
+        *needless(
+            engine,
+            "wrap_policy.* grad_offload forward_prefetch use_orig_params seed entropy_* "
+            "use_torch_compile pad_to_length* forward_only turbo_config.* qat.*",
+            "FSDP2 shards layer by layer, and needs no setting of this",
+        ),
+    ]
+
+
+def _rows_of_optimizer(verl: str, role: str) -> list[Row]:
+    return [
+        field(f"{verl}.optim.clip_grad", f"{role}.gradClip", number),
+        field(f"{verl}.optim.lr", f"{role}.learningRate", number),
+        field(f"{verl}.optim.weight_decay", f"{role}.weightDecay", number),
+        field(f"{verl}.optim.lr_warmup_steps", f"{role}.learningRateWarmupSteps", warmup),
+        field(f"{verl}.optim.lr_scheduler_type", f"{role}.learningRateSchedule", SCHEDULES),
+        field(f"{verl}.optim.warmup_style", f"{role}.learningRateSchedule", SCHEDULES),
+        field(f"{verl}.optim.lr_decay_style", f"{role}.learningRateSchedule", SCHEDULES),
         Checked(f"{verl}.optim.optimizer", one_of({"AdamW": "", "adamw": "", "adam": ""}, "the optimizer is AdamW")),
         Checked(f"{verl}.optim.min_lr", only(0.0, "schedules end at a learning rate of 0")),
         Checked(f"{verl}.optim.lr_warmup_init", only(0.0, "a warm-up begins at a learning rate of 0")),
@@ -113,39 +150,8 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{verl}.optim.betas", only([0.9, 0.999], "AdamW's betas are 0.9 and 0.999")),
         Checked(f"{verl}.optim.min_lr_ratio", only(0.0, "schedules end at a learning rate of 0")),
         Checked(f"{verl}.optim.num_cycles", only(0.5, "the cosine is half a period long")),
-        Needless(f"{verl}.ppo_micro_batch_size*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
-        Needless(f"{verl}.forward_*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
-        Needless(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
-        Needless(f"{verl}.use_remove_padding", "sequences are always packed"),
-        Needless(f"{verl}.use_dynamic_bsz", f"micro-batches are always filled up to {role}.maxTokensPerGPU"),
-        Checked(f"{engine}.model_dtype", only("fp32", f"parameters are float32: see model.{role}.offload for memory")),
-        Checked(f"{engine}.dtype", only("bfloat16", "roles compute in bfloat16")),
-        Checked(f"{engine}.fsdp_size", only(-1, "a model is sharded over all ranks of its role")),
-        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, kernels are not")),
-        Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
-        Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
-        Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
         Needless(f"{verl}.optim.total_training_steps", "schedules run over trainer.totalSteps"),
-        Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
-        Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
-        Absent(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
-        *needless(
-            verl,
-            "qat.* pad_to_length* data_loader_seed rollout_n nccl_timeout router_replay.*",
-            "it changes no numbers",
-        ),
         *needless(f"{verl}.optim", "optimizer_impl zero_indexed_step", "the optimizer is torch's AdamW"),
-        *needless(
-            engine,
-            "reshard_after_forward use_no_sync_*",
-            f"models stay gathered where the pool has the memory, see model.{role}.reshardAfterForward",
-        ),
-        *needless(
-            engine,
-            "wrap_policy.* grad_offload forward_prefetch use_orig_params seed entropy_* "
-            "use_torch_compile pad_to_length* forward_only turbo_config.* qat.*",
-            "FSDP2 shards layer by layer, and needs no setting of this",
-        ),
     ]
 
 

@@ -7,6 +7,7 @@ or file in the words of a call, and the settings after it. Called by `read`.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,11 @@ def launches(calls: Sequence[Call]) -> list[Launch]:
 def launch_of(words: Sequence[str], at: str = "") -> Launch | None:
     """Return the launch in the words of a command, None if there is none."""
     for number, word in enumerate(words[1:], 1):
+        if " -m " in word or ".py " in word:
+            # bash -c "python3 -m ..."
+            nested = launch_of(_split(word), at)
+            if nested is not None:
+                return nested
         is_module = words[number - 1] == "-m"
         if not is_module and not word.endswith(".py"):
             continue
@@ -95,15 +101,27 @@ def launch_of(words: Sequence[str], at: str = "") -> Launch | None:
     return None
 
 
-def chosen(found: Sequence[Launch], number: int | None, script: str) -> Launch:
+def _split(word: str) -> list[str]:
+    try:
+        return shlex.split(word)
+    except ValueError:
+        return []
+
+
+def chosen(found: Sequence[Launch], number: int | None, script: str, calls: Sequence[Call] = ()) -> Launch:
     """Return the one launch, or the one of that number, counted from 1.
+
+    Args:
+        calls: everything that the script would have started, for the message.
 
     Raises:
         ManifestError: there is none, or several and no number, or nothing of it can be converted.
     """
     listed = "".join(f"\n  {place}: {launch.at}: {launch.name}" for place, launch in enumerate(found, 1))
     if not found:
-        raise ManifestError(f"{script}: nothing in it starts verl, such as python3 -m verl.trainer.main_ppo")
+        started = "".join(f"\n  {call.at}: {' '.join(call.words)[:160]}" for call in calls)
+        what = "nothing in it starts verl, such as python3 -m verl.trainer.main_ppo"
+        raise ManifestError(f"{script}: {what}{'; it starts' * bool(started)}{started}")
     if number is None and len(found) > 1:
         raise ManifestError(f"{script}: it starts verl {len(found)} times: choose one with --launch N{listed}")
     if number is not None and not 1 <= number <= len(found):
