@@ -1,7 +1,7 @@
 """Every launch script among verl's examples: what becomes of it was reviewed, and its numbers are those of Hydra.
 
 It needs verl's sources, whose examples are in no package: VERL_CHECKOUT names their folder. Whole tables are for the
-versions in `verl_examples/`; the numbers are compared for any version.
+versions in `verl_tables/`; the numbers are compared for any version.
 """
 
 from __future__ import annotations

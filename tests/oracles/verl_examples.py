@@ -1,7 +1,7 @@
 """Every launch script of a checkout of verl, converted: a row of a table, beside verl's own configuration of it.
 
 `VERL_CHECKOUT=FOLDER python -m tests.oracles.verl_examples` writes the table anew. None of verl's scripts is in this
-tree; the table is in `verl_examples/`, one file for a version.
+tree; the table is in `verl_tables/`, one file for a version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppojob_trainer.commands.manifest import ManifestError
 from tests.environments import OwnEnvironment, run
 from tests.oracles.environments import ANSWER_LIMIT_SECONDS, HERE
 
-TABLES = HERE / "verl_examples"
+TABLES = HERE / "verl_tables"
 COLUMNS = (
     "script", "outcome", "train_batch", "mini_batch", "prompt", "response", "learning_rate", "estimator", "gpus",
     "pools", "reasons",
