@@ -21,7 +21,7 @@ from ppojob_trainer.commands.convert.scripts.bash_run import Recording, Script, 
 from ppojob_trainer.commands.convert.scripts.launches import Launch, chosen, launches
 from ppojob_trainer.commands.manifest import ManifestError
 from tests.environments import OwnEnvironment, run
-from tests.oracles.environments import ANSWER_LIMIT_SECONDS, HERE
+from tests.oracles.environments import HERE
 
 TABLES = HERE / "verl_tables"
 COLUMNS = (
@@ -30,6 +30,7 @@ COLUMNS = (
 )  # fmt: skip
 # The machine may be busy, and a script takes a process for each program.
 LIMIT_SECONDS = 300.0
+COMPOSE_LIMIT_SECONDS = 3000
 
 
 # What a script does not run without: its arguments, and its variables.
@@ -167,7 +168,7 @@ def composed(examples: list[Example], folder: Path) -> list[dict[str, Any]]:
     given, answered = folder / "launches.json", folder / "answers.json"
     given.write_text(json.dumps([example.composition() for example in examples]), encoding="utf-8")
     python = OwnEnvironment("oracles", "verl", HERE / "verl-requirements.txt").python()
-    run([python, HERE / "verl_compose_oracle.py", given, answered], ANSWER_LIMIT_SECONDS)
+    run([python, HERE / "verl_compose_oracle.py", given, answered], COMPOSE_LIMIT_SECONDS)
     # As in the conversion, where the folder in which the script ran is `.`.
     text = answered.read_text(encoding="utf-8").replace(f"{examples[0].root}/", "./")
     answers: list[dict[str, Any]] = json.loads(text)
