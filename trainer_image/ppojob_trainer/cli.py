@@ -94,28 +94,47 @@ def convert(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE | -- WORDS",
-            help="Script or YAML file of verl; - reads a script from standard input; or the command line itself.",
+            metavar="FILE [ARGUMENTS] | -- WORDS",
+            help="Launch script and its arguments, or YAML file of verl; - reads a script from standard input; or the "
+            "command line itself.",
             show_default=False,
         ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
     ] = None,
+    runs: Annotated[
+        bool | None,
+        typer.Option(
+            "--run/--static",
+            help="Have bash evaluate a script, with python3, ray and all other programs recorded instead of started; "
+            "or read it without bash, and refuse branches. --run does so without a sandbox where none works.",
+            show_default="run it where a sandbox works",
+        ),
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="Variable of the script, repeatable.", show_default=False),
+    ] = None,
+    launch: Annotated[
+        int | None, typer.Option("--launch", min=1, help="Which launch of a script that has several.", show_default="1")
+    ] = None,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that bash may take.")] = 30.0,
     strict: Annotated[bool, typer.Option("--strict", help="End with 1 where anything was not carried over.")] = False,
 ) -> None:
     """Turn a verl PPO command line, script or YAML into a PPOJob; what was not carried over is listed on stderr."""
+    from ppojob_trainer.commands.convert import Options, read, variables_of
     from ppojob_trainer.commands.convert import convert as convert_settings
     from ppojob_trainer.commands.convert.listing import listing
-    from ppojob_trainer.commands.convert.read import read
 
     with _refusals():
-        conversion = convert_settings(read(words))
+        settings = read(words, Options(runs, variables_of(variables or []), launch, limit))
+        conversion = convert_settings(settings)
         if output is None:
             typer.echo(conversion.to_yaml(), nl=False)
         else:
             output.write_text(conversion.to_yaml())
-    Console(stderr=True, highlight=False).print(listing(conversion))
+    Console(stderr=True, highlight=False).print(listing(conversion, settings.notes))
     if not conversion.is_valid or (strict and conversion.lost):
         raise typer.Exit(1)
 

@@ -16,13 +16,12 @@ import yaml
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
+from ppojob_trainer.commands.convert.config_files import is_unset
 from ppojob_trainer.commands.convert.read import Settings
-from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE, Carried, Needless, Row
+from ppojob_trainer.commands.convert.rows import Absent, Carried, Checked, Needless, Row
+from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
 from ppojob_trainer.commands.convert.together import Draft, draft_of
 from ppojob_trainer.commands.convert.values import NotCarriedError
-
-# In a whole configuration these are what nobody has set.
-_UNSET: tuple[Any, ...] = ("", [], {}, "???")
 
 
 class Target(StrEnum):
@@ -73,30 +72,26 @@ def convert(settings: Settings) -> Conversion:
     """Return the PPOJob that does what verl was told to do, as far as it can."""
     given = dict(settings.values)
     if settings.is_whole:
-        given = {key: value for key, value in given.items() if not _is_unset(key, value)}
+        given = {key: value for key, value in given.items() if not is_unset(key, value)}
     given, unresolved = _resolved(given)
-    draft = draft_of(given)
+    draft = draft_of(given, splits=settings.splits)
     rows = {name: _row_of(name) for name in draft.given}
     needless = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Needless)]
     for name, value in draft.given.items():
-        _apply(draft, rows[name], name, value)
+        row = rows[name]
+        if not (settings.is_whole and isinstance(row, Absent)):
+            _apply(draft, row, name, value)
     for target, value in DEFAULTS.items():
         draft.values.setdefault(target, value)
     _drop_what_nobody_reads(draft)
     manifest = _manifest(draft)
     entries = [
         *(Entry(Target.TO_FILL, path, None, why) for path, why in draft.to_fill),
-        *(Entry(Target.LOST, name, value, why) for name, value, why in [*unresolved, *draft.lost]),
-        *(Entry(Target.LOST, word, None, "this is no setting: name=value") for word in settings.unread),
+        *(Entry(Target.LOST, name, value, why) for name, value, why in [*settings.lost, *unresolved, *draft.lost]),
         *_refused(manifest),
         *([] if settings.is_whole else needless),
     ]
     return Conversion(manifest, entries)
-
-
-def _is_unset(name: str, value: Any) -> bool:
-    is_interpolation = isinstance(value, str) and value.startswith("${")
-    return name.endswith("_target_") or is_interpolation or value is None or value in _UNSET
 
 
 def _resolved(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
@@ -121,7 +116,9 @@ def _row_of(name: str) -> Row | None:
 def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
     if row is None:
         draft.lost.append((name, value, "this setting of verl is not known here"))
-    elif value is not None and not isinstance(row, Needless):
+    elif isinstance(row, Absent) and value is not None:
+        draft.lost.append((name, value, row.why))
+    elif isinstance(row, Carried | Checked) and value is not None:
         try:
             changed = row.change(value)
         except NotCarriedError as error:
@@ -136,6 +133,7 @@ def _drop_what_nobody_reads(draft: Draft) -> None:
     unread: list[str] = []
     if draft.values.get("algorithm.advantageEstimator", "gae") != "gae":
         unread += ["critic.", "model.critic."]
+        draft.lost = [entry for entry in draft.lost if not entry[0].startswith("critic.")]
     unread.append("reward.function." if draft.values.get("reward.type") == "Model" else "model.reward.")
     for target in [target for target in draft.values if target.startswith(tuple(unread))]:
         del draft.values[target]

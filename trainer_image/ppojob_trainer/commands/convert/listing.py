@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -9,18 +11,19 @@ from rich.text import Text
 from ppojob_trainer.commands.convert.conversion import Conversion, Entry, Target
 
 _TITLES = {
-    Target.REFUSED: "refused: the PPOJob does not pass its checks until these are mended",
-    Target.TO_FILL: "to fill in or look after",
+    Target.REFUSED: "refused: the PPOJob does not pass its checks until these are fixed",
+    Target.TO_FILL: "to fill in or check",
     Target.LOST: "not carried over",
     Target.NEEDLESS: "not needed",
 }
 
 
-def listing(conversion: Conversion) -> RenderableType:
-    """Return the tables, one for each kind of entry that there is."""
+def listing(conversion: Conversion, notes: Sequence[str] = ()) -> RenderableType:
+    """Return how the script was read, and the tables, one for each kind of entry that there is."""
     groups = {kind: [entry for entry in conversion.entries if entry.kind is kind] for kind in _TITLES}
     tables = [_table(kind, entries) for kind, entries in groups.items() if entries]
-    return Group(*tables) if tables else Text("everything was carried over")
+    found: list[RenderableType] = [*tables] or [Text("everything was carried over")]
+    return Group(*map(Text, notes), *found)
 
 
 def _table(kind: Target, entries: list[Entry]) -> Table:

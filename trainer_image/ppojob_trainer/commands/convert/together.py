@@ -32,6 +32,8 @@ class Draft:
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
     """Setting, value, and why it is not carried over."""
     name: str = "from-verl"
+    splits: bool = False
+    """Half of the GPUs are the actor's, half the critic's."""
 
     def take(self, *names: str, default: Any = None) -> Any:
         """Take settings of the same meaning out; return the first one that says something."""
@@ -45,7 +47,7 @@ class Draft:
         if "://" in moved:
             moved = f"{MOUNT}/{moved.rsplit('/', 1)[-1]}"
         elif not moved.startswith("/"):
-            moved = f"{MOUNT}/{moved}"
+            moved = f"{MOUNT}/{moved.removeprefix('./')}"
         if moved != text or not moved.startswith(f"{MOUNT}/"):
             self.to_fill.append((target, f"verl read {text}: the pods must find it at {moved}, or give another path"))
         return moved
@@ -71,6 +73,9 @@ def models(draft: Draft) -> None:
         draft.values[target] = _model_path(draft, target, path)
     critic = draft.take("critic.model.path")
     draft.take("critic.model.tokenizer_path")
+    if critic is None and draft.given.get("algorithm.adv_estimator", "gae") == "gae":
+        why = "no critic.model.path is given: the critic starts from the actor's model, in verl from a default path"
+        draft.to_fill.append(("model.critic.path", why))
     if critic is not None and critic != path:
         draft.values["model.critic.path"] = _model_path(draft, "model.critic.path", critic)
 
@@ -78,14 +83,15 @@ def models(draft: Draft) -> None:
 def adapters(draft: Draft) -> None:
     """LoRA: rank 0 is none."""
     for verl, role in ((_MODEL, "actor"), ("critic.model", "critic")):
-        rank = draft.take(f"{verl}.lora_rank", f"{verl}.lora.rank", default=0)
-        alpha = draft.take(f"{verl}.lora_alpha", f"{verl}.lora.alpha")
-        layers = draft.take(f"{verl}.target_modules", f"{verl}.lora.target_modules", default="all-linear")
+        rank, alpha = draft.take(f"{verl}.lora_rank"), draft.take(f"{verl}.lora_alpha", default=16)
+        layers = draft.take(f"{verl}.target_modules", default="all-linear")
+        megatron_rank, megatron_alpha = draft.take(f"{verl}.lora.rank"), draft.take(f"{verl}.lora.alpha", default=32)
+        if not rank and megatron_rank:
+            rank, alpha = megatron_rank, megatron_alpha
         if not rank:
             continue
         draft.values[f"model.{role}.lora.rank"] = whole(rank)
-        # verl's default is 16, ours is not.
-        draft.values[f"model.{role}.lora.alpha"] = number(16 if alpha is None else alpha)
+        draft.values[f"model.{role}.lora.alpha"] = number(alpha)
         if role == "actor" and draft.given.get("actor_rollout_ref.ref.model.path") is None:
             # The reference is the actor with its adapters off, and has nothing of its own to offload.
             draft.take("actor_rollout_ref.ref.fsdp_config.param_offload")
@@ -103,6 +109,8 @@ def sources(draft: Draft) -> None:
                 files = [f"{MOUNT}/train.parquet"]
                 draft.to_fill.append((f"{target}.files.paths", "no data.train_files is given: the files to train on"))
             else:
+                why = "no data.val_files is given: verl reads a default path, here nothing is validated without files"
+                draft.to_fill.append((target, why))
                 continue
         paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
         is_lines = all(path.endswith((".jsonl", ".json")) for path in paths)
@@ -155,11 +163,38 @@ def validation_sampling(draft: Draft) -> None:
     draft.values["rollout.validation.temperature"] = number(temperature) if samples else 0.0
 
 
-def mini_batches(draft: Draft) -> None:
-    """The critic's minibatch is the actor's where it is not given."""
-    actor = draft.given.get("actor_rollout_ref.actor.ppo_mini_batch_size")
-    if actor is not None and draft.given.get("critic.ppo_mini_batch_size") is None:
-        draft.given["critic.ppo_mini_batch_size"] = actor
+def sequence_parallel(draft: Draft) -> None:
+    """verl has two names for it, and takes the older one where that is above 1."""
+    sections = (("actor", "actor_rollout_ref.actor", "fsdp_config"), ("critic", "critic", "fsdp"))
+    for role, verl, engine in sections:
+        given = [draft.take(f"{at}.ulysses_sequence_parallel_size") for at in (verl, f"{verl}.{engine}")]
+        sizes = [whole(size) for size in given if size is not None]
+        if sizes:
+            draft.values[f"{role}.sequenceParallelSize"] = next((size for size in sizes if size > 1), 1)
+
+
+def clipping(draft: Draft) -> None:
+    """Say that verl reads other settings, whose default is 0.2, where it has them."""
+    both = draft.given.get("actor_rollout_ref.actor.clip_ratio")
+    if both is not None and "actor_rollout_ref.actor.clip_ratio_low" not in draft.given:
+        why = f"clip_ratio={both} is both bounds here; verl 0.9 reads clip_ratio_low and clip_ratio_high, which are 0.2"
+        draft.to_fill.append(("actor.clipRatioLow", why))
+
+
+def followers(draft: Draft) -> None:
+    """Some of verl's settings are the actor's where they are not given."""
+    for follower, leader in _FOLLOWERS.items():
+        value = draft.given.get(leader)
+        if value is not None and draft.given.get(follower) is None:
+            draft.given[follower] = value
+
+
+_FOLLOWERS: Mapping[str, str] = {
+    "critic.ppo_mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "critic.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode",
+    "critic.model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "actor_rollout_ref.ref.megatron.param_offload": "actor_rollout_ref.actor.megatron.param_offload",
+}
 
 
 def rewards(draft: Draft) -> None:
@@ -195,11 +230,34 @@ def rewards(draft: Draft) -> None:
 
 
 def pools(draft: Draft) -> None:
-    """One pool for all roles, as in verl; a split is the user's to choose."""
-    nodes, gpus = draft.take("trainer.nnodes", default=1), draft.take("trainer.n_gpus_per_node", default=8)
-    draft.values["pools"] = [{"name": "gpus", "nodes": whole(nodes), "gpusPerNode": whole(gpus)}]
-    draft.values["placement.actor"] = "gpus"
+    """The pools that verl makes: one for all roles, two of half the GPUs, or further ones for rollout and reward."""
+    nodes = whole(draft.take("trainer.nnodes", default=1))
+    gpus = whole(draft.take("trainer.n_gpus_per_node", default=8))
     draft.take("critic.enable")
+    sizes = {"gpus": (nodes, gpus)}
+    if draft.splits:
+        half = (nodes, gpus // 2) if nodes < 2 else (nodes // 2, gpus)
+        if half[1] == 0:
+            raise NotCarriedError("a split takes two GPUs or more")
+        sizes = {"actor": half, "critic": half}
+        draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
+        draft.values |= {"placement.rollout": "actor", "placement.ref": "actor"}
+        if nodes > 1 and nodes % 2:
+            draft.lost.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one without work"))
+    for role, (sections, is_asked) in _POOLS_OF_ROLES.items():
+        size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
+        if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
+            sizes[role] = (whole(size[0]), whole(size[1]))
+            draft.values[f"placement.{role}"] = role
+    draft.values["pools"] = [{"name": name, "nodes": n, "gpusPerNode": g} for name, (n, g) in sizes.items()]
+    draft.values["placement.actor"] = next(iter(sizes))
+
+
+# Sections that have a pool's size, and the setting there without which it says nothing.
+_POOLS_OF_ROLES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "rollout": (("rollout",), None),
+    "reward": (("reward_model", "reward.reward_model"), "enable_resource_pool"),
+}
 
 
 def length(draft: Draft) -> None:
@@ -225,7 +283,9 @@ def resuming(draft: Draft) -> None:
 
 def trackers(draft: Draft) -> None:
     """Console, TensorBoard and a file are always written."""
-    given = draft.take("trainer.logger", default=[])
+    given = draft.take("trainer.logger")
+    if given is None:
+        return
     names = [str(entry).lower() for entry in (given if isinstance(given, list) else [given])]
     known = {"wandb": "WandB", "mlflow": "MLflow"}
     draft.values["telemetry.trackers"] = [known[entry] for entry in dict.fromkeys(names) if entry in known]
@@ -254,14 +314,15 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 
 
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
-    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, mini_batches, rewards, pools,
+    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, clipping,
+    followers, rewards, pools,
     length, resuming, trackers, cluster,
 )  # fmt: skip
 
 
-def draft_of(given: Mapping[str, Any]) -> Draft:
+def draft_of(given: Mapping[str, Any], *, splits: bool = False) -> Draft:
     """Return a draft with all that needs several settings; the rest of them is left in `given`."""
-    draft = Draft(dict(given))
+    draft = Draft(dict(given), splits=splits)
     for part in TOGETHER:
         before = dict(draft.given)
         try:

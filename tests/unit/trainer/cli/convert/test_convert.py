@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,20 @@ from ppojob_api.v1alpha1.schema import structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.cli import app
-from ppojob_trainer.commands.convert import Conversion, Settings, Target, convert, read_arguments, read_file, together
-from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE, Carried
+from ppojob_trainer.commands.convert import (
+    Conversion,
+    Options,
+    Settings,
+    Target,
+    convert,
+    read,
+    read_arguments,
+    together,
+)
+from ppojob_trainer.commands.convert.read import read_yaml
+from ppojob_trainer.commands.convert.rows import Carried
+from ppojob_trainer.commands.convert.scripts.bash_run import Sandbox
+from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
 from ppojob_trainer.commands.manifest import ManifestError
 
 SCRIPT = """#!/usr/bin/env bash
@@ -66,8 +79,16 @@ def lost(conversion: Conversion) -> dict[str, str]:
     return {entry.name: entry.why for entry in conversion.lost}
 
 
-def test_a_usual_script_is_carried_over_whole() -> None:
-    conversion = convert(read_file(Path("run.sh"), SCRIPT))
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["bash", "static"])
+def test_a_usual_script_is_carried_over_whole(runs: bool, script: str) -> None:
+    conversion = convert(read([script], Options(runs, limit=120)))
     namespace, name, spec = parse_manifest(conversion.manifest)
 
     assert (namespace, name, conversion.lost) == ("default", "qwen2-5-ppo", [])
@@ -86,8 +107,8 @@ def test_a_usual_script_is_carried_over_whole() -> None:
     assert spec.model.critic.path is None, "the same model as the actor's"
 
 
-def test_what_the_user_must_see_to_stands_at_the_files_head() -> None:
-    text = convert(read_file(Path("run.sh"), SCRIPT)).to_yaml()
+def test_what_the_user_must_fill_in_stands_at_the_files_head(script: str) -> None:
+    text = convert(read([script], Options(runs=False))).to_yaml()
 
     assert "#   spec.image: " in text
     assert "#   spec.data.train.files.paths: verl read $HOME/data/math/train.parquet: the pods must find it" in text
@@ -143,6 +164,16 @@ def is_field(path: str) -> bool:
         ("trainer.save_freq=20", "checkpoint.everySteps", 20),
         ("reward_model.enable=True", "reward.type", "Model"),
         ("trainer.experiment_name=123", None, None),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "critic.lossAggregation", "seq-mean-token-sum"),
+        ("actor_rollout_ref.model.trust_remote_code=True", "model.critic.trustRemoteCode", True),
+        ("+data.apply_chat_template_kwargs.effort=low", "data.chatTemplateKwargs", {"effort": "low"}),
+        ("actor_rollout_ref.model.lora.rank=8", "model.actor.lora", {"rank": 8, "alpha": 32}),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "model.ref.offload.parameters", True),
+        # verl's defaults, where they are not ours.
+        ("trainer.nnodes=1", "rollout.tensorParallelSize", 2),
+        ("trainer.nnodes=1", "rollout.maxNumSeqs", 256),
+        ("trainer.nnodes=1", "telemetry.trackers", ["WandB"]),
+        ("trainer.logger=console", "telemetry.trackers", []),
     ],
 )
 def test_single_settings(word: str, path: str | None, value: Any) -> None:
@@ -217,6 +248,14 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
         ("data.max_prompt_length=$LENGTH", "a variable that is not set"),
         ("no.such.setting=1", "not known here"),
         ("actor_rollout_ref.rollout.brand_new=1", "not known here"),
+        ("actor_rollout_ref.model.brand_new=1", "not known here"),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trained by FSDP2"),
+        ("actor_rollout_ref.rollout.server.timeout=60", "no servers, tools or agent loops"),
+        ("data.image_key=images", "prompts are text"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=512", "reward.function.kwargs"),
+        ("algorithm.filter_groups.enable=True", "no prompts are drawn anew"),
+        ("model_engine=megatron", "trained by FSDP2"),
+        ("data.max_prompt_length=", "no whole number"),
     ],
 )
 def test_what_cannot_be_carried_over_is_told_with_the_reason(word: str, why: str) -> None:
@@ -251,7 +290,7 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
     trainer: {total_training_steps: 7, val_before_train: false, project_name: p}
     custom_reward_function: {path: /data/r.py, reward_kwargs: {scale: 2}}
     """
-    conversion = convert(read_file(Path("verl.yaml"), text))
+    conversion = convert(read_yaml(Path("verl.yaml"), text))
 
     assert conversion.lost == []
     assert value_at(conversion, "critic.miniBatchSize") == 32
@@ -262,18 +301,12 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.sh", "echo hello", "there is no command with verl.trainer.main_ppo in it"),
-        ("a.sh", "python -m verl.trainer.main_ppo a=1\npython -m verl.trainer.main_ppo a=2", "2 times"),
-        ("a.yaml", "kind: PPOJob", "no configuration of verl"),
-        ("a.yaml", "a: [", "no YAML"),
-        ("a.sh", "python -m verl.trainer.main_ppo", "no setting such as"),
-    ],
+    ("text", "message"),
+    [("kind: PPOJob", "no configuration of verl"), ("a: [", "no YAML")],
 )
-def test_what_is_none_of_verls_is_refused(name: str, text: str, message: str) -> None:
+def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(message)):
-        read_file(Path(name), text)
+        read_yaml(Path("a.yaml"), text)
 
 
 def test_settings_of_nothing_ask_for_model_data_and_length() -> None:
@@ -312,6 +345,35 @@ class TestCommand:
         strict = self.run("--strict", "--", *loss)
         assert strict.exit_code == 1
         assert "remax" in strict.stderr
+
+    def test_a_branch_is_decided_by_bash_or_refused(self, tmp_path: Path) -> None:
+        script = tmp_path / "run.sh"
+        launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=$B " + " ".join(SAID)
+        script.write_text(f"if [ $DEVICE = npu ]; then B=16; else B=1024; fi\n{launch}")
+
+        ran = self.run(str(script), "--run", "--limit", "120", "--env", "DEVICE=gpu")
+        static = self.run(str(script), "--static")
+
+        assert yaml.safe_load(ran.stdout)["spec"]["data"]["trainBatchSize"] == 1024
+        assert "programs were recorded" in " ".join(ran.stderr.split())
+        assert static.exit_code == 1
+        assert f"{script}:1: an if (line 1: B=16; line 1: B=1024)" in " ".join(static.stderr.split())
+
+    def test_without_a_sandbox_a_script_is_not_run_unless_asked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules[Options.__module__], "best_sandbox", lambda: Sandbox.NONE)
+        (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo " + " ".join(SAID))
+
+        default = self.run(str(tmp_path / "run.sh"))
+        asked = self.run(str(tmp_path / "run.sh"), "--run", "--limit", "120")
+
+        assert "neither bwrap nor unshare works" in " ".join(default.stderr.split())
+        assert "WITHOUT a sandbox" in " ".join(asked.stderr.split())
+        assert default.stdout == asked.stdout
+
+    def test_a_variable_without_a_value_is_refused(self) -> None:
+        assert "--env NODES: give a name and a value" in self.run("run.sh", "--env", "NODES").stderr
 
     def test_a_file_that_is_not_there_is_a_sentence(self) -> None:
         result = self.run("nowhere.sh")
