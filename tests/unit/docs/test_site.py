@@ -46,7 +46,7 @@ def loads(page: str) -> list[str]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     python = OwnEnvironment("site", "docs", PROJECT / "requirements" / "docs.txt").python()
-    command = [python, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    command: list[str | Path] = [python, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     # No proxy leads anywhere: a build that asks another host fails.
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
