@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/namespaces/{{namespace}}/{constants.PLURAL}"
 _MAX_RACES = 5
 _MAX_WORDS = 2000
-_SCHEMA_VIOLATION = "field not declared in schema"
+_COME_AGAIN = (429, 503, 504)
 
 RawObject = Mapping[str, Any]
 """An object of the API server as decoded JSON."""
@@ -35,6 +35,13 @@ class ApiError(Exception):
 
 class ApiUnavailable(ApiError):
     """It did not answer or asked for patience: the same call may succeed later."""
+
+
+class ApiFailed(ApiUnavailable):
+    """It answered with a failure of its own or of a webhook, which its words name. The same call may succeed later.
+
+    Server-side apply also answers so to an object with fields of wrong types or with duplicate keys.
+    """
 
 
 class ApiRefused(ApiError):
@@ -172,7 +179,7 @@ class ApiServer:
 
         Raises:
             ApiUnavailable: there was no answer, or one that asks to come again.
-            ApiRefused: the object has fields that the API server does not know.
+            ApiFailed: the answer is a failure with words of its own.
         """
         if method != "GET":
             self._guard()
@@ -196,10 +203,10 @@ class ApiServer:
         except aiohttp.ClientError as error:
             raise ApiUnavailable(f"{where}: {type(error).__name__} {error}") from error
         answer = Answer(response.status, _decode(data))
-        if answer.status == 500 and _SCHEMA_VIOLATION in answer.words:
-            raise ApiRefused(answer.words)
-        if answer.status == 429 or answer.status >= 500:
+        if answer.status in _COME_AGAIN:
             raise ApiUnavailable(f"{where}: {answer.words}")
+        if answer.status >= 500:
+            raise ApiFailed(f"{where}: {answer.words}")
         return answer
 
 

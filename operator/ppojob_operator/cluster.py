@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiRefused, ApiServer, ApiUnavailable
+from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiFailed, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.manifests import naming, queues
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
@@ -114,6 +114,24 @@ class Cluster:
         if answer.status == 409:
             raise ApiUnavailable(f"{kind} {metadata['name']} changed while it was being written")
         answer.expect(200, 201)
+
+    async def dry_run(self, manifest: Manifest) -> str:
+        """Have the API server and its webhooks check an object that is not stored; return why it is refused, or "".
+
+        Raises:
+            ApiUnavailable: it did not answer.
+        """
+        metadata = manifest["metadata"]
+        path = f"{_COLLECTIONS[manifest['kind']]}/{{name}}"
+        query = {**_APPLY, "dryRun": "All"}
+        try:
+            answer = await self._api.call(
+                "PATCH", path, metadata["namespace"], metadata["name"], body=manifest, query=query
+            )
+            answer.expect(200, 201)
+        except (ApiRefused, ApiFailed) as error:
+            return str(error)
+        return ""
 
     async def read_lease(self, namespace: str, name: str) -> Manifest | None:
         """Return the Lease of an operator, or None if there is none."""

@@ -17,7 +17,8 @@ import aiohttp
 from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
 _MAX_WORDS = 500
-_MAX_ERROR_BYTES = 1_000_000
+_MAX_BYTES = 16 * 1024 * 1024
+"""More than Ray's list of jobs, or the end of a log, ever takes."""
 _LOG_LINES = 1000
 """More than a status shows: the line that names the failure may be overtaken by what other processes still print."""
 
@@ -133,18 +134,30 @@ class Dashboard:
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                self._session.request(method, address.url + path, headers=headers, json=body, params=query) as answer,
+                # The pod belongs to a tenant: its answer must lead nowhere else, and has an end.
+                self._session.request(
+                    method, address.url + path, headers=headers, json=body, params=query, allow_redirects=False
+                ) as answer,
             ):
-                data = await answer.content.read(_MAX_ERROR_BYTES) if answer.status >= 400 else await answer.read()
+                data = await _read(answer.content, where)
         except TimeoutError as error:
             raise DashboardError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DashboardError(f"{where}: {type(error).__name__} {error}") from error
-        if answer.status >= 400:
+        if answer.status >= 300:
             words = data.decode(errors="replace").strip().splitlines()
             kind = _NotThereError if answer.status == HTTPStatus.NOT_FOUND else DashboardError
             raise kind(f"{where}: {answer.status} {(words[-1] if words else '')[:_MAX_WORDS]}")
         return data
+
+
+async def _read(content: aiohttp.StreamReader, where: str) -> bytes:
+    data = bytearray()
+    async for chunk in content.iter_any():
+        data += chunk
+        if len(data) > _MAX_BYTES:
+            raise DashboardError(f"{where}: the answer has more than {_MAX_BYTES} bytes")
+    return bytes(data)
 
 
 def _read_job(raw: Mapping[str, Any]) -> RayJob:

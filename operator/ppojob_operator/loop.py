@@ -25,7 +25,7 @@ from typing import Any
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
-from ppojob_operator.api_server import ApiError, ApiRefused
+from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
 from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
@@ -41,6 +41,7 @@ from ppojob_operator.reconcile import (
     read_job,
     read_pod,
     read_workload,
+    show_fault,
     was_accepted,
 )
 from ppojob_operator.report_times import ReportTimes
@@ -171,10 +172,21 @@ class Loop:
             self._try_again(key, str(error))
         except TimeoutError:
             self._try_again(key, f"the look took more than {self._settings.pass_timeout:g} s")
-        except Exception:  # A fault of ours in one job's look must not end the looks at all others.
+        except Exception as error:  # A fault of ours in one job's look must not end the looks at all others.
             logger.exception("%s: fault in the operator", key)
+            await self._show_fault(key, error)
             self._try_again(key, "see the fault above")
         self._hooks.observe_look(monotonic() - began, outcome)
+
+    async def _show_fault(self, key: JobKey, error: Exception) -> None:
+        """Write into the job's status that this operator has a defect which keeps it from looking after the job."""
+        try:
+            raw = await self._cluster.read_job(key)
+            job = None if raw is None else await self._claims.claim(read_job(raw))
+            if job is not None:
+                await self._write(job, show_fault(job, error, self._clock()))
+        except Exception:  # The same defect may be in the way here.
+            logger.exception("%s: the fault could not be shown in the status", key)
 
     def _try_again(self, key: JobKey, words: str) -> None:
         self._kept.pop(key, None)
@@ -194,6 +206,8 @@ class Loop:
             self._forget(key)
             self._claims.forget(key)
             self._told.discard(key)
+            # Deleted: that no watch reports it any more is no fault of the watch.
+            self._untold.discard(key)
             return "gone"
         found = read_job(raw)
         logs.set_attempt(found.status.attempt)
@@ -203,6 +217,9 @@ class Loop:
             return "left"
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
+        if plan.dry_run is not None:
+            observed = replace(observed, dry_run=await self._cluster.dry_run(plan.dry_run))
+            plan = decide(job, observed, self._clock())
         if plan.wanted_log:
             observed = replace(observed, log_tail=await self._read_log(job, observed, plan.wanted_log))
             plan = decide(job, observed, self._clock())
@@ -300,7 +317,7 @@ class Loop:
     async def _carry_out(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
             await self._bring_forward(job, observed, plan)
-        except (ApiRefused, DashboardError) as error:
+        except (ApiRefused, ApiFailed, DashboardError) as error:
             # Said in the status too: the user can do something about it, or at least see it.
             told = decide(job, replace(observed, last_error=str(error)), self._clock())
             await self._write(job, replace(told, apply=(), submission=None))

@@ -234,7 +234,9 @@ class Observed:
     reported_at: datetime | None = None
     """When the report in the status was seen to change last, by the clock of the looks. None: there is none."""
     last_error: str = ""
-    """What went wrong in the last look at this job; empty: nothing."""
+    """What went wrong in the last reconcile of this job; empty: nothing."""
+    dry_run: str | None = None
+    """Why the API server refuses the RayCluster of the new layout; empty: it accepts it. None: not asked."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,8 @@ class Plan:
     delete_job: bool = False
     """The PPOJob itself has outlived its time."""
     events: tuple[EventRecord, ...] = ()
+    dry_run: Manifest | None = None
+    """RayCluster that the API server is asked about before anything else is done. None: none."""
     wanted_log: str = ""
     """Submission whose log is needed to decide; nothing else is done before. Empty: none."""
     look_again_after: float | None = None

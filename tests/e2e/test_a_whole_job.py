@@ -1,10 +1,15 @@
-"""One real PPOJob: from `kubectl apply` to the exported model, with two pools that ask for GPUs, on a real node."""
+"""One real PPOJob: from `kubectl apply` to the exported model, with two pools that ask for GPUs, on a real node.
+
+On the way it is suspended, and resumes from its checkpoint with one more rank in the actor's pool and with another
+setting of the rollout engine.
+"""
 
 import json
 import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +19,93 @@ from safetensors import safe_open
 
 from ppojob_trainer.engines.network import free_port
 from tests.e2e.conftest import Site
-from tests.e2e.small_jobs import FEW_SAMPLES, small_pools
+from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, small_pools
+from tools.cluster.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(2400)
 
-NAME = "whole"
-STEPS = 2
+NAME = "a-whole-job"
+MANY_STEPS = 100
+"""More than it does before it is suspended, however fast the machine is."""
+STEPS_AFTER = 2
+"""Steps that it does after it has resumed."""
+MAX_NUM_SEQS = 64
+"""A setting of the rollout engine that is not the default, after it has resumed."""
 COMPLETE_LIMIT_SECONDS = 1200.0
+STOP_LIMIT_SECONDS = 300.0
+SAME_MODEL = 0.012
+"""Mean difference of the probabilities that trainer and rollout give a sampled token. The learning rate is that of
+tests/integration/trainer/test_vllm_agreement.py, which measures it with the new weights and without them."""
 SECRET_VALUE = "a value that only the Secret has"
 CHANGES: dict[str, Any] = {
     **FEW_SAMPLES,
     "env": [{"name": "FROM_A_SECRET", "valueFrom": {"secretKeyRef": {"name": "given", "key": "value"}}}],
-    "trainer": {"totalSteps": STEPS, "validateEverySteps": STEPS},
-    "checkpoint": {"everySteps": STEPS},
+    # One update moves the policy far enough that a rollout without the new weights is seen.
+    "actor": {**FEW_SAMPLES["actor"], "learningRate": 1e-4},
+    "trainer": {"totalSteps": MANY_STEPS, "validateEverySteps": MANY_STEPS},
+    "checkpoint": {"everySteps": 0},
 }
+GPUS = {"gpuResourceName": "nvidia.com/gpu", "nodeSelector": {"gpu-type": "simulated"}}
+
+
+@dataclass(frozen=True)
+class Story:
+    """The status while it was suspended, and the finished job, as the API server has them."""
+
+    suspended: Any
+    job: Any
+
+    @property
+    def last_step(self) -> int:
+        """The last of all steps."""
+        return int(self.suspended["checkpoint"]["step"]) + STEPS_AFTER
 
 
 @pytest.fixture(scope="module")
-def done(site: Site) -> Iterator[Any]:
-    """The finished job, as the API server has it."""
+def story(site: Site) -> Iterator[Story]:
     site.kubectl("create", "secret", "generic", "given", f"--from-literal=value={SECRET_VALUE}")
-    gpus = {"gpuResourceName": "nvidia.com/gpu", "nodeSelector": {"gpu-type": "simulated"}}
-    site.apply(NAME, {**CHANGES, "pools": small_pools(2, **gpus)})
+    site.apply(NAME, {**CHANGES, "pools": small_pools(1, **GPUS)})
     site.await_condition(NAME, "PoolsReady", "True", limit=300)
-    _assert_pods_are_as_asked(site)
+    _assert_pods_are_as_asked(site, actor_gpus="1")
+    await_step(site, NAME, 1)
+    patch(site, runPolicy={"suspend": True})
+    site.await_condition(NAME, "Suspended", "True", limit=STOP_LIMIT_SECONDS)
+    await_no_pods(site)
+    suspended = site.job(NAME)["status"]
+    steps = suspended["checkpoint"]["step"] + STEPS_AFTER
+    changes = {
+        "pools": small_pools(2, **GPUS),
+        "trainer": {"totalSteps": steps},
+        "rollout": {"maxNumSeqs": MAX_NUM_SEQS},
+    }
+    patch(site, runPolicy={"suspend": False}, **changes)
+    # Of the new pods: those before are gone.
+    site.await_condition(NAME, "PoolsReady", "True", limit=300)
+    _assert_pods_are_as_asked(site, actor_gpus="2")
     site.await_condition(NAME, "Complete", "True", limit=COMPLETE_LIMIT_SECONDS)
-    yield site.job(NAME)
+    yield Story(suspended, site.job(NAME))
     site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
 
 
-def _assert_pods_are_as_asked(site: Site) -> None:
+@pytest.fixture(scope="module")
+def done(story: Story) -> Any:
+    """The finished job, as the API server has it."""
+    return story.job
+
+
+def patch(site: Site, **sections: Any) -> None:
+    site.kubectl("patch", "ppojob", NAME, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
+
+
+def await_no_pods(site: Site) -> None:
+    def missing() -> str:
+        pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
+        return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
+
+    wait_until(f"the pods of {NAME} to be gone", missing, limit=180, interval=1)
+
+
+def _assert_pods_are_as_asked(site: Site, *, actor_gpus: str) -> None:
     pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
     gpus = {}
     for pod in pods:
@@ -53,7 +115,7 @@ def _assert_pods_are_as_asked(site: Site) -> None:
         pool = pod["metadata"]["labels"].get("ppojob.dev/pool", "head")
         gpus[pool] = container["resources"]["limits"].get("nvidia.com/gpu", "0")
         assert pod["spec"]["automountServiceAccountToken"] is False
-    assert gpus == {"head": "0", "actor": "2", "critic": "1"}
+    assert gpus == {"head": "0", "actor": actor_gpus, "critic": "1"}
     seen = site.kubectl("exec", _head(pods), "--container=ray-head", "--", "printenv", "FROM_A_SECRET")
     assert seen.strip() == SECRET_VALUE
 
@@ -63,7 +125,30 @@ def _head(pods: list[Any]) -> str:
     return str(head["metadata"]["name"])
 
 
-def test_every_step_was_done_and_the_status_says_so(done: Any) -> None:
+def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(story: Story) -> None:
+    suspended = story.suspended
+
+    assert suspended["phase"] == "Suspended"
+    assert suspended["attempt"] == 1, "the next"
+    assert "rayCluster" not in suspended
+    assert suspended["stop"]["reason"] == "Suspending"
+    assert 1 <= suspended["checkpoint"]["step"] < MANY_STEPS
+
+
+def test_it_resumed_there_with_the_new_layout(site: Site, story: Story) -> None:
+    status = story.job["status"]
+
+    assert status["attempt"] == 1
+    layout = status["effectiveLayout"]
+    assert [pool["gpusPerNode"] for pool in layout["pools"]] == [2, 1]
+    assert layout["settings"]["rollout"]["maxNumSeqs"] == MAX_NUM_SEQS
+    assert await_resumption(site, NAME, 1) == story.suspended["checkpoint"]["step"]
+    lines = (site.root(NAME) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(story.last_step + 1)], "every step once"
+
+
+def test_every_step_was_done_and_the_status_says_so(story: Story) -> None:
+    done = story.job
     status = done["status"]
 
     conditions = {item["type"]: item["status"] for item in status["conditions"]}
@@ -71,32 +156,31 @@ def test_every_step_was_done_and_the_status_says_so(done: Any) -> None:
     assert conditions.get("Failed", "False") == "False"
     assert status["phase"] == "Succeeded"
     assert status["retries"]["total"] == 0
-    assert status["progress"]["step"] == status["progress"]["totalSteps"] == STEPS
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == story.last_step
     assert status["progress"]["percentage"] == 100
     assert all(item["observedGeneration"] == done["metadata"]["generation"] for item in status["conditions"])
 
 
-def test_the_metrics_are_those_of_a_real_run_under_verls_names(site: Site, done: Any) -> None:
+def test_the_metrics_are_those_of_a_real_run_under_verls_names(site: Site, story: Story) -> None:
     lines = (site.root(NAME) / "metrics.jsonl").read_text().splitlines()
     records = {record["step"]: record for record in map(json.loads, lines)}
 
-    assert set(records) == {0, 1, 2}
-    assert {"val-core/score/mean"} <= set(records[0]) & set(records[2])
+    assert {"val-core/score/mean"} <= set(records[0]) & set(records[story.last_step])
     wanted = {
         "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/vf_loss", "critic/grad_norm", "critic/score/mean",
         "critic/advantages/mean", "response_length/mean", "timing_s/gen", "timing_s/update_actor",
         "timing_s/update_critic", "timing_s/update_weights", "timing_s/step", "pool/actor/busy_fraction",
         "pool/critic/busy_fraction", "overlap/saved_s",
     }  # fmt: skip
-    for step in (1, 2):
+    for step in range(1, story.last_step + 1):
         assert wanted <= set(records[step]), sorted(wanted - set(records[step]))
         assert all(math.isfinite(records[step][name]) for name in wanted)
         assert records[step]["actor/grad_norm"] > 0
         assert records[step]["critic/grad_norm"] > 0
         # The rollout engine has the actor's weights: both give the sampled tokens the same probabilities.
-        assert records[step]["training/rollout_probs_diff_mean"] < 0.02
-    shown = {metric["name"]: float(metric["value"]) for metric in done["status"]["metrics"]}
-    assert shown["critic/vf_loss"] == pytest.approx(records[2]["critic/vf_loss"], rel=1e-2)
+        assert records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL
+    shown = {metric["name"]: float(metric["value"]) for metric in story.job["status"]["metrics"]}
+    assert shown["critic/vf_loss"] == pytest.approx(records[story.last_step]["critic/vf_loss"], rel=1e-2)
 
 
 def test_the_exported_model_is_the_trained_one(site: Site, done: Any) -> None:
@@ -121,23 +205,25 @@ def _tensor(folder: Any, name: str) -> Any:
         return file.get_tensor(name)
 
 
-def test_logs_checkpoint_and_plot_are_in_the_storage(site: Site, done: Any) -> None:
-    root = site.root(NAME)
+def test_logs_checkpoint_and_plot_are_in_the_storage(site: Site, story: Story) -> None:
+    root, done = site.root(NAME), story.job
 
     logs = {path.name for path in (root / "logs").rglob("*.log")}
     assert {"actor-0.log", "actor-1.log", "critic-0.log"} <= logs
     assert any(name.startswith("driver") for name in logs)
-    assert done["status"]["checkpoint"]["step"] == STEPS
-    assert (root / "checkpoints" / f"step-{STEPS}").is_dir()
+    assert done["status"]["checkpoint"]["step"] == story.last_step
+    assert (root / "checkpoints" / f"step-{story.last_step}").is_dir()
     assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(site: Site, done: Any, tmp_path: Path) -> None:
-    assert f"{STEPS}/{STEPS}" in site.ppo("status", NAME)
+def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
+    site: Site, story: Story, tmp_path: Path
+) -> None:
+    assert f"{story.last_step}/{story.last_step}" in site.ppo("status", NAME)
     assert len(site.ppo("logs", NAME, "--tail=3").splitlines()) == 3
     assert site.ppo("logs", NAME, "--role=critic", "--rank=0")
     rows = [line.split() for line in site.ppo("metrics", NAME, "--steps=2", "--metric=critic/score/mean").splitlines()]
-    assert [row[0] for row in rows] == ["step", "1", "2"]
+    assert [row[0] for row in rows] == ["step", str(story.last_step - 1), str(story.last_step)]
     site.ppo("plot", NAME, f"--output={tmp_path}/plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     port = free_port("127.0.0.1")

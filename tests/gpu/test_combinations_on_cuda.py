@@ -7,10 +7,7 @@ last test prints the table: run it with -s.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ import torch
 from ppojob_trainer.engines.network import free_port
 from tests.gpu import combination_ranks
 from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS, Combination
+from tests.gpu.two_ranks import run_two_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +25,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PROJECT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 840
 Seen = dict[str, dict[str, Any]]
 
@@ -38,21 +35,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = tmp_path_factory.mktemp("combinations")
     model = combination_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
     ports = [str(free_port("127.0.0.1")) for _ in DIVISIONS]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", combination_ranks.__name__, str(rank), "cuda", str(model), str(out), *ports],
-            cwd=PROJECT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4"},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(10)
-    assert codes == [0, 0]
+    run_two_ranks(combination_ranks, ["cuda", model, out, *ports], limit=LIMIT_SECONDS)
     found: Seen = json.loads((out / "rank-0.json").read_text())
     return found
 

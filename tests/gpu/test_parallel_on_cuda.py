@@ -6,8 +6,6 @@ Random weights, nothing from a network. Tables of memory and speed go to the out
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +18,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.network import free_port
 from tests.gpu import parallel_ranks
+from tests.gpu.two_ranks import PROJECT, run_two_ranks
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = [
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-PROJECT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 240
 Seen = dict[str, dict[str, Any]]
 
@@ -39,21 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     model = parallel_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
     torch.cuda.empty_cache()
     ports = [str(free_port("127.0.0.1")) for _ in parallel_ranks.LAYOUTS]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", parallel_ranks.__name__, str(rank), str(model), str(out), *ports],
-            cwd=PROJECT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4"},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(10)
-    assert codes == [0, 0]
+    run_two_ranks(parallel_ranks, [model, out, *ports], limit=LIMIT_SECONDS)
     found, others = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for name, layout in others.items():
         found[name]["weights of rank 1"] = layout.get("weights")

@@ -72,7 +72,7 @@ def run(
     """Train on this machine's own Ray, without Kubernetes. The same command again goes on from the last checkpoint."""
     from ppojob_trainer.commands.local_run import job_file, next_attempt
 
-    manifest = _load(file, sets)
+    manifest = _load(file, sets, folder=Path())
     folder = output or Path("output") / manifest.name
     with _refusals():
         job = job_file(manifest, folder, storage)
@@ -183,9 +183,9 @@ def main() -> None:
     app()
 
 
-def _load(file: Path, sets: list[str] | None) -> Manifest:
+def _load(file: Path, sets: list[str] | None, *, folder: Path | None = None) -> Manifest:
     with _refusals():
-        return load(file, sets or [])
+        return load(file, sets or [], folder=folder)
 
 
 @contextmanager

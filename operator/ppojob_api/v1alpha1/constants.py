@@ -115,6 +115,7 @@ class Reason:
     REBALANCED = "Rebalanced"
     OPERATOR_TOO_OLD = "OperatorTooOld"
     OTHER_OPERATOR = "OtherOperator"
+    OPERATOR_FAULT = "OperatorFault"
     TAKEN_OVER = "TakenOver"
     INVALID_ANNOTATION = "InvalidAnnotation"
     LAYOUT_APPLIED = "LayoutApplied"

@@ -111,9 +111,18 @@ class DataSource(ApiModel):
     @property
     def missing_block(self) -> str | None:
         """Name on the wire of the block that the type asks for and that is not there."""
-        given = {"reasoningGym": self.reasoning_gym, "files": self.files, "huggingFace": self.hugging_face}
         block = _SOURCE_BLOCKS[self.type]
-        return block if given[block] is None else None
+        return None if block in self._given_blocks else block
+
+    @property
+    def unread_blocks(self) -> list[str]:
+        """Names on the wire of the blocks that are there and that the type does not read."""
+        return [block for block in self._given_blocks if block != _SOURCE_BLOCKS[self.type]]
+
+    @property
+    def _given_blocks(self) -> list[str]:
+        blocks = {"reasoningGym": self.reasoning_gym, "files": self.files, "huggingFace": self.hugging_face}
+        return [name for name, block in blocks.items() if block is not None]
 
 
 class DataSpec(ApiModel):

@@ -1,17 +1,22 @@
-"""The layout: which GPUs there are, who gets them, and over how many of them a model is divided.
+"""The layout: which GPUs there are, who gets them, over how many of them a model is divided, and how memory is used.
 
 It is the part of the spec that may change while a job runs, at the price of a restart from a checkpoint: checkpoints
-are of whole tensors, so any layout reads them. `status.effectiveLayout` says which one is in force; the operator
-compares it with the spec's. `rules.py` lets these fields change.
+are of whole tensors, so any layout reads them, and no field of it changes what the algorithm computes.
+`status.effectiveLayout` has the one in force; the operator compares it with the spec's. `rules.py` lets these fields
+change.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.pools import Placement, Pools
+from ppojob_api.v1alpha1.quantities import RawObject
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleSpec, Trained
 
@@ -55,14 +60,36 @@ class Layout(ApiModel):
     """Sizes of the critic."""
     rollout: RolloutSizes
     """Sizes of the rollout engines."""
+    settings: RawObject | None = None
+    """The other fields of the spec that may change with a restart, where they differ from their defaults. Absent: an
+    earlier version wrote this, and they are those of the spec."""
 
+
+SETTINGS = (
+    "image", "imagePullSecrets", "env", "envFrom", "head",
+    *(f"model.{role}.{field}" for role in ("actor", "critic")
+      for field in ("gradientCheckpointing", "compile", "offload", "activationOffload", "reshardAfterForward")),
+    *(f"model.ref.{field}" for field in ("compile", "offload", "reshardAfterForward")),
+    "model.reward.maxTokensPerGPU", "actor.maxTokensPerGPU", "critic.maxTokensPerGPU",
+    *(f"rollout.{field}" for field in
+      ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
+       "enforceEager", "logProbs", "sleep", "cpuCacheGib", "engineArgs")),
+    "checkpoint.async", "trainer.phaseTimeoutSeconds",
+)  # fmt: skip
+"""Fields that decide about memory, speed and the environment, and about no number but for rounding."""
 
 RELAID = (
     "pools", "placement", "schedule",
     "actor.tensorParallelSize", "actor.sequenceParallelSize", "critic.tensorParallelSize",
     "critic.sequenceParallelSize", "rollout.tensorParallelSize",
+    *SETTINGS,
 )  # fmt: skip
 """The fields of the spec that are the layout."""
+
+
+def digest_of(layout: Layout) -> str:
+    """Return a short name of a layout: equal ones have the same."""
+    return hashlib.sha256(json.dumps(layout.to_wire(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def layout_of(spec: PPOJobSpec) -> Layout:
@@ -75,21 +102,58 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         actor=TrainedSizes.of(spec.actor),
         critic=TrainedSizes.of(spec.critic),
         rollout=RolloutSizes(tensor_parallel_size=spec.rollout.tensor_parallel_size),
+        settings=_settings_of(spec),
     )
+
+
+def _settings_of(spec: PPOJobSpec) -> dict[str, Any]:
+    # Without defaults: a version with another default, or with a new field, must not restart every job.
+    wire = spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    found: dict[str, Any] = {}
+    for path in SETTINGS:
+        *sections, name = path.split(".")
+        source, target = wire, found
+        for section in sections:
+            source = source.get(section, {})
+        if name in source:
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[name] = source[name]
+    return found
 
 
 def with_layout(raw: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Return a spec as it stands on the wire, with another layout in it."""
     wire = layout.to_wire()
-    sections = {name: {**raw.get(name, {}), **wire[name]} for name in ("actor", "critic", "rollout")}
-    return {**raw, **{name: wire[name] for name in ("pools", "placement", "schedule")}, **sections}
+    relaid = deepcopy(dict(raw))
+    if layout.settings is not None:
+        for path in SETTINGS:
+            _remove(relaid, path.split("."))
+        _merge(relaid, layout.settings)
+    _merge(relaid, {name: wire[name] for name in ("actor", "critic", "rollout")})
+    return {**relaid, **{name: wire[name] for name in ("pools", "placement", "schedule")}}
+
+
+def _remove(raw: dict[str, Any], path: Sequence[str]) -> None:
+    for section in path[:-1]:
+        raw = raw.get(section, {})
+    raw.pop(path[-1], None)
+
+
+def _merge(raw: dict[str, Any], wire: Mapping[str, Any]) -> None:
+    """Put the fields of the sections that are in `wire` into those of `raw`."""
+    for name, value in wire.items():
+        if isinstance(value, Mapping) and isinstance(raw.setdefault(name, {}), dict):
+            _merge(raw[name], value)
+        else:
+            raw[name] = deepcopy(value)
 
 
 def differences(old: Layout, new: Layout) -> list[str]:
-    """Return in words what is another in `new`, one entry for each field: `pool critic: nodes 1 -> 2`."""
+    """Return in words what differs in `new`, one entry for each field: `pool critic: nodes 1 -> 2`."""
     before = {pool.name: pool for pool in old.pools}
     after = {pool.name: pool for pool in new.pools}
-    words = [f"pool {name} is taken away" for name in before if name not in after]
+    words = [f"pool {name} is removed" for name in before if name not in after]
     for name, pool in after.items():
         if name not in before:
             words.append(f"pool {name} is added with {pool.nodes} x {pool.gpus_per_node} GPUs")
@@ -97,15 +161,31 @@ def differences(old: Layout, new: Layout) -> list[str]:
             words += [f"pool {name}: {change}" for change in _changes(before[name], pool)]
     for part in ("placement", "schedule", "actor", "critic", "rollout"):
         words += [f"{part}.{change}" for change in _changes(getattr(old, part), getattr(new, part))]
+    if old.settings is not None and new.settings is not None:
+        for path in SETTINGS:
+            words += _change(path, _value(old.settings, path), _value(new.settings, path), absent="default")
     return words
 
 
+def _value(settings: Mapping[str, Any], path: str) -> Any:
+    found: Any = settings
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
 def _changes(old: ApiModel, new: ApiModel) -> Iterator[str]:
-    """Yield `field old -> new`; what is no single word is only named."""
     before, after = old.to_wire(), new.to_wire()
-    names = [field.alias or "" for field in type(new).model_fields.values()]
-    for name in names:
-        if before.get(name) == after.get(name):
-            continue
-        is_plain = not any(isinstance(wire.get(name), dict | list) for wire in (before, after))
-        yield f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}" if is_plain else f"{name} is another"
+    for field in type(new).model_fields.values():
+        name = field.alias or ""
+        yield from _change(name, before.get(name), after.get(name), absent="none")
+
+
+def _change(name: str, old: Any, new: Any, *, absent: str) -> Iterator[str]:
+    """Yield `field old -> new` if they differ. Lists and objects are only named: they may hold passwords."""
+    if old == new:
+        return
+    if any(isinstance(value, dict | list) for value in (old, new)):
+        yield f"{name} changes"
+    else:
+        yield f"{name} {absent if old is None else old} -> {absent if new is None else new}"

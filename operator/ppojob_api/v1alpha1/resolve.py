@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.training import ResumePolicy, ScheduleMode, ScheduleSpec
 
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
@@ -48,7 +48,7 @@ class JobFile(ApiModel):
     generation: int = 1
     """Generation of the spec."""
     root: str
-    """The job's own folder: logs, metrics, checkpoints, exported model."""
+    """The job's folder: logs, metrics, checkpoints, exported model."""
     spec: PPOJobSpec
     """The resolved spec."""
     reporting: Reporting | None = None
@@ -57,7 +57,20 @@ class JobFile(ApiModel):
     @property
     def checkpoints(self) -> str:
         """Where its checkpoints are: a folder, or an address in a bucket."""
-        return self.spec.checkpoint.path or f"{self.root}/checkpoints"
+        path = self.spec.checkpoint.path
+        if path is None:
+            return f"{self.root}/checkpoints"
+        return f"{path}/{_own_folder(self.uid)}" if self._has_own_folder else path
+
+    @property
+    def resume(self) -> ResumePolicy:
+        """Whether an attempt resumes from what is in the run's folder. In a folder of its own it always does."""
+        return ResumePolicy.AUTO if self._has_own_folder else self.spec.checkpoint.resume
+
+    @property
+    def _has_own_folder(self) -> bool:
+        # `ppojob run` reports nowhere, and its folder is the one that it was given.
+        return self.reporting is not None and self.spec.checkpoint.resume is ResumePolicy.NEVER
 
     def encode(self) -> str:
         """Return the text of job.json; equal jobs give equal texts.
@@ -78,9 +91,14 @@ class JobFile(ApiModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def job_root(mount_path: str, namespace: str, name: str) -> str:
-    """Return the job's own folder in the storage."""
-    return str(PurePosixPath(mount_path) / constants.JOBS_FOLDER / namespace / name)
+def job_root(mount_path: str, namespace: str, name: str, uid: str, resume: ResumePolicy) -> str:
+    """Return the job's folder in the storage: that of its name, and below it one of its own with resume Never."""
+    root = PurePosixPath(mount_path) / constants.JOBS_FOLDER / namespace / name
+    return str(root / _own_folder(uid) if resume is ResumePolicy.NEVER else root)
+
+
+def _own_folder(uid: str) -> str:
+    return f"runs/{uid}"
 
 
 def driver_log(root: str, attempt: int) -> str:

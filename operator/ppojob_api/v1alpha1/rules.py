@@ -4,22 +4,27 @@
 """
 
 from collections.abc import Callable, Iterator
+from types import NoneType
+from typing import get_args
 
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
+from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
 from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.lending_rules import LENDING_CHECKS, LENDING_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
+from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
+from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
 from ppojob_api.v1alpha1.pools import Pool, Role
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, RolloutSpec, ScheduleMode
+from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 _ROLES = [role.value for role in Role]
@@ -27,17 +32,16 @@ _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
 LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
-"""What may change while a job runs; the trainer learns of it in the reply to its next report of progress."""
+"""What may change while a job runs; the reply to the trainer's next report has the new values."""
 
 MUTABLE = (*LIVE, "autoBalance", *RELAID)
 """What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
-    "image", "imagePullSecrets", "serviceAccountName", "env", "envFrom",
-    "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
-    "workers", "device", "head", "storage", "telemetry",
-    "checkpoint.path", "checkpoint.async", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
-    "trainer.seed", "trainer.validateBeforeTraining", "trainer.phaseTimeoutSeconds",
+    "serviceAccountName", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
+    "workers", "device", "storage", "telemetry",
+    "checkpoint.path", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
+    "trainer.seed", "trainer.validateBeforeTraining",
     "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
 )  # fmt: skip
 """What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
@@ -97,26 +101,36 @@ SPEC_RULES = [
     *PARALLEL_RULES,
     *LENDING_RULES,
     *QUEUE_RULES,
+    *PATH_RULES,
 ]
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {PPOJobSpec: SPEC_RULES, Pool: DEVICE_RULES, PoolNetwork: NETWORK_RULES}
 """The CEL of this package's rules, by the model in whose schema it stands."""
 
-_SECTIONS: dict[str, type[ApiModel]] = {"actor": ActorSpec, "critic": CriticSpec, "rollout": RolloutSpec}
-"""The sections of which a part may change."""
+
+def _is_as_before(path: str) -> str:
+    """Return in CEL that a part of the spec has not changed, but for what may change of it.
+
+    It does without CEL's optional values (`self.?spec`), because the API server takes their cost for unbounded.
+    """
+    ours, theirs = f"self.spec.{path}", f"oldSelf.spec.{path}"
+    same = f"{ours} == {theirs}"
+    if any(mutable.startswith(f"{path}.") for mutable in MUTABLE):
+        fields = (f"{path}.{field.alias}" for field in section_at(path).model_fields.values())
+        same = " && ".join(f"({_is_as_before(field)})" for field in fields if field not in MUTABLE)
+    return f"has({ours}) == has({theirs}) && (!has({ours}) || ({same}))"
 
 
-def _is_as_before(part: str) -> str:
-    """Return in CEL that a part of the spec has not changed, but for what may change of it."""
-    paths = [part]
-    if part in _SECTIONS:
-        aliases = (field.alias for field in _SECTIONS[part].model_fields.values())
-        paths = [f"{part}.{alias}" for alias in aliases if f"{part}.{alias}" not in MUTABLE]
-    return " && ".join(
-        f"has(self.spec.{path}) == has(oldSelf.spec.{path}) && "
-        f"(!has(self.spec.{path}) || self.spec.{path} == oldSelf.spec.{path})"
-        for path in paths
-    )
+def section_at(path: str) -> type[ApiModel]:
+    """Return the model of a section of the spec by its path on the wire."""
+    section: type[ApiModel] = PPOJobSpec
+    for name in path.split("."):
+        [annotation] = [field.annotation for field in section.model_fields.values() if field.alias == name]
+        # `X | None` has two arguments.
+        [section] = [
+            kind for kind in (get_args(annotation) or (annotation,)) if isinstance(kind, type) and kind is not NoneType
+        ]
+    return section
 
 
 METADATA_RULES = [
@@ -196,8 +210,12 @@ def _only_overlapped_does_without(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _sources_have_their_blocks(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if source is not None and (block := source.missing_block):
+        if source is None:
+            continue
+        if block := source.missing_block:
             yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
+        for block in source.unread_blocks:
+            yield f"data.{name}.{block}", None, f"type {source.type} does not read it: take it out, or change the type"
 
 
 def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -275,4 +293,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,
+    *ENGINE_CHECKS,
+    *PATH_CHECKS,
+    *POD_CHECKS,
 )

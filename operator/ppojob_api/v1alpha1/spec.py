@@ -31,8 +31,8 @@ from ppojob_api.v1alpha1.workers import Workers
 class PPOJobSpec(ApiModel):
     """What to train, on what, for what reward, and which GPUs each role gets."""
 
-    image: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Trainer image of all Ray pods."""
+    image: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][-a-zA-Z0-9._:/@]*$", max_length=1024)]
+    """Trainer image of all Ray pods: a name with a tag or a digest."""
     env: EnvVars = Field(default_factory=list)
     """Environment of all Ray pods."""
     env_from: RawObjects = Field(default_factory=list)

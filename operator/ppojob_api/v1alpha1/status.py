@@ -176,6 +176,8 @@ class LastFailure(ApiModel):
     """Exit code of the trainer, or of the pod's container. Absent: unknown."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
+    layout_digest: Name | None = None
+    """Short hash of the layout in force: two attempts that ran out of memory with the same one are enough."""
     time: Time
     """When it failed."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.quantities import Path, ShortText
+from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
 
 
 class LossAggregation(StrEnum):
@@ -34,6 +34,10 @@ class Trained(ApiModel):
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = Field(default=0.01, ge=0, le=1)
     """Weight decay of AdamW."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999]
+    )
+    """Decay rates of AdamW's first and second moments."""
     mini_batch_size: int = Field(default=256, ge=1, le=1_048_576)
     """Prompts per optimizer step; must divide data.trainBatchSize."""
     grad_clip: float = Field(default=1.0, ge=0, le=1_000_000)
@@ -135,6 +139,9 @@ class RolloutSpec(ApiModel):
     gpuMemoryUtilization leaves enough for the others."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
     """Memory for the key-value cache of each replica with device cpu, in GiB."""
+    engine_args: RawObject = Field(default_factory=dict)
+    """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
+    here, or that the trainer sets itself, are rejected."""
     validation: ValidationSampling = ValidationSampling()
     """Sampling for validation."""
 
@@ -182,7 +189,7 @@ class ExportPolicy(StrEnum):
 
 
 class ResumePolicy(StrEnum):
-    """Whether a run goes on from the checkpoint in its folder."""
+    """Whether a run shares the folder of its name with earlier objects of that name."""
 
     AUTO = "Auto"
     NEVER = "Never"
@@ -205,12 +212,16 @@ class CheckpointSpec(ApiModel):
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
     asynchronous: bool = Field(default=False, alias="async")
-    """Continue training while a checkpoint is written; the models are copied to host memory first. At most one is
-    written at a time. The end of the run waits for it, and if it fails, the job fails."""
+    """Continue training while a checkpoint is written. What is on GPUs is copied to host memory first. At most one
+    checkpoint is written at a time. The end of the run waits for it, and a failed one fails the job. If host memory is
+    too small, training waits for each checkpoint, and the log says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
-    """Auto: resume from the last checkpoint of the same object."""
+    """Where the run is written. Auto: in the folder of its name; the job fails if another object of that name left
+    checkpoints there. Never: in its own folder below it, `runs/UID`. In both cases, an attempt resumes from the last
+    checkpoint of the same object."""
     resume_from: Path | None = None
-    """Folder, or address in a bucket, of another run's checkpoint to start from."""
+    """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto, it may be one that
+    an earlier object of the same name left: its folder then belongs to this run."""
     export: ExportPolicy = ExportPolicy.FINAL
     """When the policy is exported as a HuggingFace folder."""
 

@@ -16,7 +16,7 @@ def job_file(job: Job, spec: PPOJobSpec, surroundings: Surroundings) -> str:
         name=job.key.name,
         uid=job.uid,
         generation=job.generation,
-        root=job_root(spec.storage.mount_path, job.key.namespace, job.key.name),
+        root=job_root(spec.storage.mount_path, job.key.namespace, job.key.name, job.uid, spec.checkpoint.resume),
         spec=spec,
         reporting=Reporting(url=surroundings.report_url),
     ).encode()

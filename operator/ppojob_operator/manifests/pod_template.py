@@ -37,6 +37,7 @@ affinity, of which `spread` has one of its own. All others are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
+    "hostPID": "Ray's processes share no process ids with the node: leave it out",
     "restartPolicy": "Ray's pods are replaced, not restarted: leave it out",
     "serviceAccountName": "use spec.serviceAccountName, which is that of all pods",
     "serviceAccount": "use spec.serviceAccountName, which is that of all pods",
@@ -58,6 +59,8 @@ RESERVED_ENV = frozenset({
 })  # fmt: skip
 """Variables that KubeRay or the operator sets."""
 
+_KUBERAY_INIT = "wait-gcs-ready"
+"""The init container with which KubeRay makes workers wait for the head."""
 _RESERVED_PREFIXES = ("ray.io/", f"{constants.GROUP}/", constants.LABEL_MANAGED_BY)
 _REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose another"
 
@@ -84,7 +87,11 @@ def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[Field
     for name in sorted(set(metadata) - {"labels", "annotations"}):
         yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be given")
     for kind in ("labels", "annotations"):
-        for name, value in (metadata.get(kind) or {}).items():
+        given = metadata.get(kind) or {}
+        if not isinstance(given, Mapping):
+            yield FieldError(f"{path}.{kind}", given, "must be an object of names and strings")
+            continue
+        for name, value in given.items():
             if str(name).startswith(_RESERVED_PREFIXES):
                 yield FieldError(f"{path}.{kind}.{name}", value, _REMEDY_RESERVED)
 
@@ -101,7 +108,13 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
         for index, item in enumerate(_items(user, name)):
             if item.get("name") in taken:
                 yield FieldError(f"{path}.{name}[{index}].name", item["name"], _REMEDY_RESERVED)
-    ray = base["containers"][0]
+    yield from _container_problems(base["containers"][0], user, path)
+
+
+def _container_problems(ray: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    for index, container in enumerate(_items(user, "initContainers")):
+        if container.get("name") in (ray["name"], _KUBERAY_INIT):
+            yield FieldError(f"{path}.initContainers[{index}].name", container["name"], _REMEDY_RESERVED)
     for index, container in enumerate(_items(user, "containers")):
         here = f"{path}.containers[{index}]"
         yield from (problem for name, key in MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))

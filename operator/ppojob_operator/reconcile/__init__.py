@@ -7,6 +7,7 @@ from ppojob_operator.reconcile.acceptance import spec_problem, was_accepted
 from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
+from ppojob_operator.reconcile.faults import show_fault
 from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod, read_workload
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "read_job",
     "read_pod",
     "read_workload",
+    "show_fault",
     "spec_problem",
     "was_accepted",
 ]

@@ -72,7 +72,7 @@ RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stan
 
 def _accepted(doubtful: Iterable[FieldError]) -> Finding:
     words = "; ".join(map(str, doubtful))
-    message = "the spec is valid and everything that it names is there"
+    message = "the spec is valid and its claim is there; the trainer checks the paths when it starts"
     return Finding("True", Reason.VALID, f"{message}; doubtful: {words}" if words else message)
 
 

@@ -116,8 +116,8 @@ def _lost_head(situation: Situation) -> Failure | None:
 
 
 def _with_log(situation: Situation, words: str) -> str:
-    key = situation.job.key
-    root = job_root(situation.spec.storage.mount_path, key.namespace, key.name)
+    key, spec = situation.job.key, situation.spec
+    root = job_root(spec.storage.mount_path, key.namespace, key.name, situation.job.uid, spec.checkpoint.resume)
     return f"{words}; what the driver has written is in the storage, in {driver_log(root, situation.attempt)}"
 
 

@@ -54,6 +54,7 @@ _BAD_NEWS = {
     Reason.DASHBOARD_UNREACHABLE,
     Reason.REPORTS_MISSING,
     Reason.STARTUP_DELAYED,
+    Reason.OPERATOR_FAULT,
 }
 
 

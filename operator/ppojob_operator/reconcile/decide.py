@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.layout import layout_of
+from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
@@ -68,7 +68,14 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     if accepted.status != "True" or spec is None:
         return _not_accepted(job, accepted, now)
     wanted = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
-    return _accepted(Situation(job, spec, observed, now, wanted, refusal), accepted)
+    situation = Situation(job, spec, observed, now, wanted, refusal)
+    if wanted is not None and layout.is_stop_due(situation):
+        # Before the trainer is stopped for it: a RayCluster that is refused would leave the job without any.
+        if observed.dry_run is None:
+            return Plan(dry_run=layout.next_cluster(situation, wanted))
+        if observed.dry_run:
+            situation = replace(situation, wanted=None, refusal=observed.dry_run)
+    return _accepted(situation, accepted)
 
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
@@ -283,6 +290,7 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
         message=failure.message[:4096],
         exit_code=failure.exit_code,
         log_tail=log_tail.shorten(situation.observed.log_tail),
+        layout_digest=digest_of(layout_of(situation.spec)),
         time=conditions.format_time(situation.now),
     )
 

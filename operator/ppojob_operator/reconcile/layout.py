@@ -7,8 +7,9 @@
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import differences, layout_of
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.ray_cluster import ray_cluster
-from ppojob_operator.plan import Job
+from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 
@@ -33,6 +34,20 @@ def needs_other_pods(situation: Situation) -> bool:
     job, name = situation.job, situation.cluster_name
     old, new = (ray_cluster(spec, job.key, job.uid, name) for spec in (situation.spec, situation.wanted))
     return old != new
+
+
+def is_stop_due(situation: Situation) -> bool:
+    """Return whether a trainer that runs is to be stopped for a layout with other pods, and was not asked yet."""
+    runs = situation.submitted_at is not None and situation.open_stop is None
+    return runs and bool(change(situation)) and needs_other_pods(situation)
+
+
+def next_cluster(situation: Situation, wanted: PPOJobSpec) -> Manifest:
+    """Return the RayCluster that the next attempt would get."""
+    job = situation.job
+    secret = situation.observed.surroundings.dashboard_key
+    name = naming.cluster_name(job.key.name, job.uid, situation.attempt + 1, secret)
+    return ray_cluster(wanted, job.key, job.uid, name)
 
 
 def finding(situation: Situation) -> Finding | None:

@@ -1,15 +1,20 @@
-"""Policy: what follows from a failed attempt: another one, or the end of the job."""
+"""Policy: what follows from a failed attempt: another one, or the end of the job.
+
+An attempt that runs out of memory is retried once, because something else may have used the memory. A second one in a
+row with the same layout ends the job: a third would hold the GPUs for nothing.
+"""
 
 from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.reconcile.situation import Failure, Situation
 
 _DELETIONS = 5
-"""How often the RayCluster may be deleted by hand and the limits stay as they are. Beyond that it is no hand but some
-machine, which is to end like any other failure of the cluster."""
+"""How often the RayCluster may be deleted by hand and the limits stay as they are. More deletions than this are treated
+as a failure of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,12 @@ def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> 
     retries, policy = situation.status.retries or Retries(), situation.spec.run_policy
     if failure.kind is FailureKind.PERMANENT:
         return Verdict(True, failure.reason, failure.message, retries)
+    if failure.reason == Reason.OUT_OF_MEMORY and _ran_out_of_memory_before(situation):
+        message = (
+            f"attempts {situation.attempt - 1} and {situation.attempt} ran out of memory with the same settings "
+            f"({failure.headline}). {_how_to_continue(situation)}"
+        )
+        return Verdict(True, Reason.OUT_OF_MEMORY, message, retries)
     num_deleted = retries.deleted or 0
     if failure.reason == Reason.CLUSTER_DELETED and num_deleted < _DELETIONS:
         counted = retries.model_copy(update={"deleted": num_deleted + 1, "total": retries.total + 1})
@@ -60,3 +71,24 @@ def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> 
     message = f"attempt {situation.attempt} failed ({failure.headline})"
     keeps_cluster = is_cluster_whole and not failure.is_cluster_suspect
     return Verdict(False, Reason.RESTARTING, message, counted, keeps_cluster)
+
+
+def _ran_out_of_memory_before(situation: Situation) -> bool:
+    """Return whether the attempt before the current one ran out of memory, with the layout that is in force now."""
+    last = situation.status.last_failure
+    return (
+        last is not None
+        and last.reason == Reason.OUT_OF_MEMORY
+        and last.attempt == situation.attempt - 1
+        and last.layout_digest == digest_of(layout_of(situation.spec))
+    )
+
+
+def _how_to_continue(situation: Situation) -> str:
+    checkpoint = situation.status.checkpoint
+    if checkpoint is None:
+        return "Delete the job, correct the settings, and create it again"
+    return (
+        "Delete the job, correct the settings, and create it again; checkpoint.resumeFrom: "
+        f"{checkpoint.path} continues after step {checkpoint.step}"
+    )

@@ -66,8 +66,10 @@ def _towards_sending(situation: Situation, pools: PoolsFinding) -> Step:
 def _obstacle(situation: Situation) -> str:
     """Return why Ray cannot be given the trainer, though the pods are ready; empty: it can."""
     problem = situation.observed.ray.problem if situation.observed.ray else "it was not asked yet"
-    if problem or situation.observed.last_error:
-        return f"Ray's dashboard does not take the trainer: {problem or situation.observed.last_error}"
+    if problem:
+        return f"Ray's dashboard does not take the trainer: {problem}"
+    if situation.observed.last_error:
+        return f"the trainer cannot be started: {situation.observed.last_error}"
     running = _running_before(situation)
     is_patient = min(situation.now - situation.due, situation.age_of(Condition.POOLS_READY, "True")) < _LONGEST_END
     return f"Ray has not ended {', '.join(running)} yet" if running and is_patient else ""

@@ -35,11 +35,23 @@ OTHER_WORDS = {
     "pool with Kueue's name for the head": "with runPolicy.queueName no pool may be called head",
     "most nodes below the nodes": "maxNodes of a pool must not be below its nodes",
     "claim twice": 'spec.pools[0].resourceClaims[1]: Duplicate value: {"name":"gpus"}',
+    "relative path of prompts": "each of data.train.files.paths must begin with /",
+    "file of another format": "data.train.files.paths has a file that type Parquet cannot read",
+    "relative path of a worker": "path of each worker must begin with / and end with .py",
     "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
     "tensor parallel size that does not divide the pool": "actor.tensorParallelSize times sequenceParallelSize must",
     "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
     "another version": 'no matches for kind "PPOJob" in version "ppojob.dev/v2"',
 }
+
+TRAINED: dict[str, Any] = {
+    "gradientCheckpointing": False,
+    "compile": True,
+    "offload": {"optimizer": True},
+    "activationOffload": True,
+    "reshardAfterForward": True,
+}
+"""New values of the settings of a trained model."""
 
 CHANGES: dict[str, Any] = {
     "image": "trainer:2",
@@ -48,17 +60,32 @@ CHANGES: dict[str, Any] = {
     "env": [{"name": "A", "value": "2"}],
     "envFrom": [{"secretRef": {"name": "more"}}],
     "model": {"actor": {"path": "/data/another"}},
+    **{f"model.{role}.{field}": value for role in ("actor", "critic") for field, value in TRAINED.items()},
+    **{f"model.ref.{field}": TRAINED[field] for field in ("compile", "reshardAfterForward")},
+    "model.ref.offload": {"parameters": True},
+    "model.reward.maxTokensPerGPU": 512,
     "data": {"train": {"reasoningGym": {"config": {"min_terms": 5}}}},
     "reward": {"function": {"extract": "last_number"}},
     "algorithm": {"gamma": 0.5},
     "actor": {"learningRate": 1.0e-3},
+    "actor.maxTokensPerGPU": 4096,
     "actor.tensorParallelSize": 2,
     "actor.sequenceParallelSize": 2,
     "critic": {"learningRate": 1.0e-3},
+    "critic.maxTokensPerGPU": 4096,
     "critic.tensorParallelSize": 2,
     "critic.sequenceParallelSize": 2,
     "rollout": {"temperature": 0.5},
     "rollout.tensorParallelSize": 2,
+    "rollout.gpuMemoryUtilization": 0.3,
+    "rollout.maxNumSeqs": 64,
+    "rollout.maxNumBatchedTokens": 2048,
+    "rollout.enableChunkedPrefill": False,
+    "rollout.enablePrefixCaching": False,
+    "rollout.enforceEager": True,
+    "rollout.logProbs": False,
+    "rollout.sleep": False,
+    "rollout.cpuCacheGib": 2,
     "workers": [
         {
             "name": "extra",
@@ -102,6 +129,8 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
     manifest["metadata"]["name"] = name
     manifest["spec"]["pools"][1]["gpusPerNode"] = 2
     queue = {"queueName": "gpus", "queuePriorityClass": "low", "gangScheduler": "KAI", "gangSchedulerQueue": "team"}
+    manifest["spec"]["model"]["reward"] = {"path": "/data/rm"}
+    manifest["spec"]["reward"]["type"] = "Both"
     manifest["spec"] |= {"head": {"podTemplate": {"spec": {"priorityClassName": "one"}}}, "runPolicy": queue, **spec}
     return manifest
 

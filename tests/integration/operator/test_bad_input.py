@@ -54,6 +54,44 @@ def test_a_pod_template_that_is_none_is_said_in_the_api_servers_words(jobs: Any)
     assert "nonsense" in message
 
 
+MANAGED = [{"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": "5"}]
+
+
+@pytest.mark.usefixtures("claim")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head": {"podTemplate": {"spec": {"nodeSelector": {"gpu": True}}}}}, "nodeSelector.gpu"),
+        ({"head": {"podTemplate": {"spec": {"tolerations": MANAGED}}}}, "tolerationSeconds"),
+        ({"imagePullSecrets": [{"name": "twice"}, {"name": "twice"}]}, "imagePullSecrets"),
+        ({"storage": {"persistentVolumeClaim": "data", "mountPath": "/dev/shm"}}, "/dev/shm"),
+    ],
+    ids=["a boolean as a label", "a string as seconds", "a secret twice", "a mount twice"],
+)
+def test_types_and_keys_that_only_the_api_server_checks_are_shown(
+    jobs: Any, changes: dict[str, Any], words: str
+) -> None:
+    name = jobs.create(**changes)
+
+    conditions = jobs.wait(name, lambda status: refusal(status))["conditions"]
+
+    assert words in " ".join(each["message"] for each in conditions if each["status"] == "False")
+
+
+def refusal(status: Any) -> bool:
+    reasons = {each["reason"] for each in status.get("conditions", []) if each["status"] == "False"}
+    return bool(reasons & {Reason.CLUSTER_REFUSED, Reason.INVALID_SPEC})
+
+
+@pytest.mark.usefixtures("claim")
+def test_labels_that_are_no_labels_are_refused_with_the_field(jobs: Any) -> None:
+    name = jobs.create(head={"podTemplate": {"metadata": {"labels": ["a"]}}})
+
+    message = jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.INVALID_SPEC)
+
+    assert message.startswith("spec.head.podTemplate.metadata.labels: ['a']: must be an object")
+
+
 @pytest.mark.usefixtures("claim")
 def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, jobs: Any) -> None:
     quota = {

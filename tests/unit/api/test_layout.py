@@ -1,12 +1,14 @@
-"""The layout is the part of a spec that may change while a job runs, and its changes are told in words."""
+"""The layout is the part of a spec that may change while a job runs, and its changes are described field by field."""
 
 import copy
 from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.layout import Layout, differences, layout_of, with_layout
+from ppojob_api.v1alpha1.layout import SETTINGS, Layout, differences, layout_of, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.rules import section_at
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import GOOD
 
@@ -34,7 +36,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
             {"pools": pools(critic={"nodes": 2, "gpusPerNode": 4})},
             ["pool critic: nodes 1 -> 2", "pool critic: gpusPerNode 1 -> 4"],
         ),
-        ({"pools": pools(critic={"nodeSelector": {"a": "b"}})}, ["pool critic: nodeSelector is another"]),
+        ({"pools": pools(critic={"nodeSelector": {"a": "b"}})}, ["pool critic: nodeSelector changes"]),
         (
             {"pools": [*pools(), {"name": "judge", "nodes": 2, "gpusPerNode": 4}], "placement": {"actor": "actor"}},
             [
@@ -47,7 +49,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         (
             {"pools": RAW["pools"][:1], "placement": {"actor": "actor"}},
             [
-                "pool critic is taken away",
+                "pool critic is removed",
                 "placement.critic critic -> actor",
                 "placement.reward critic -> actor",
                 "schedule.mode Overlapped -> Serial",
@@ -55,17 +57,24 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         ),
         ({"actor": {"miniBatchSize": 8, "tensorParallelSize": 2}}, ["actor.tensorParallelSize 1 -> 2"]),
         ({"rollout": {"tensorParallelSize": 2}}, ["rollout.tensorParallelSize 1 -> 2"]),
-        ({"schedule": {"without": ["Values"]}}, ["schedule.without is another"]),
+        ({"schedule": {"without": ["Values"]}}, ["schedule.without changes"]),
         ({"placement": {"actor": "actor", "critic": "critic", "reward": "critic"}}, []),
         ({"placement": {"actor": "actor", "critic": "critic", "lentToRollout": []}}, []),
         (
             {"placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]}},
-            ["placement.lentToRollout is another"],
+            ["placement.lentToRollout changes"],
         ),
         ({"trainer": {"totalSteps": 7}}, []),
+        ({"image": "registry.example/trainer:2"}, [f"image {RAW['image']} -> registry.example/trainer:2"]),
+        ({"actor": {"miniBatchSize": 8, "maxTokensPerGPU": 4096}}, ["actor.maxTokensPerGPU default -> 4096"]),
+        (
+            {"model": {**RAW["model"], "critic": {"compile": True, "offload": {"optimizer": True}}}},
+            ["model.critic.compile default -> True", "model.critic.offload changes"],
+        ),
+        ({"env": [{"name": "PASSWORD", "value": "not to be shown"}]}, ["env changes"]),
     ],
 )
-def test_what_is_another_is_said_field_by_field(changes: dict[str, Any], words: list[str]) -> None:
+def test_each_changed_field_is_named(changes: dict[str, Any], words: list[str]) -> None:
     assert differences(layout(), layout(**changes)) == words
 
 
@@ -83,6 +92,38 @@ def test_a_spec_with_another_layout_differs_in_nothing_else() -> None:
     assert layout_of(relaid) == layout()
     assert relaid.actor.learning_rate == 0.5
     assert relaid.trainer.total_steps == 7
+
+
+def test_settings_return_to_their_defaults_and_to_what_they_were() -> None:
+    plain = resolve(parse_spec(RAW))
+    tuned_raw = {
+        **RAW,
+        "rollout": {"temperature": 0.5, "sleep": False},
+        "model": {**RAW["model"], "critic": {"compile": True}},
+    }
+    tuned = resolve(parse_spec(tuned_raw))
+
+    back = resolve(parse_spec(with_layout(tuned_raw, layout_of(plain))))
+    assert (back.rollout.sleep, back.rollout.temperature, back.model.critic.compile) == (True, 0.5, False)
+    there = resolve(parse_spec(with_layout(RAW, layout_of(tuned))))
+    assert (there.rollout.sleep, there.rollout.temperature, there.model.critic.compile) == (False, 1.0, True)
+
+
+def test_a_layout_of_an_earlier_version_keeps_the_settings_of_the_spec() -> None:
+    raw = {**RAW, "rollout": {"sleep": False}}
+    earlier = layout().model_copy(update={"settings": None})
+
+    relaid = resolve(parse_spec(with_layout(raw, earlier)))
+
+    assert relaid.rollout.sleep is False
+    assert differences(earlier, layout_of(relaid)) == []
+
+
+def test_every_setting_is_a_field_of_the_spec() -> None:
+    for path in SETTINGS:
+        section, _, name = path.rpartition(".")
+        fields = section_at(section).model_fields.values() if section else PPOJobSpec.model_fields.values()
+        assert name in {field.alias for field in fields}, path
 
 
 def test_a_layout_survives_the_way_through_the_status() -> None:

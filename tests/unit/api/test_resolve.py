@@ -8,7 +8,7 @@ from ppojob_api.v1alpha1.pools import Role
 from ppojob_api.v1alpha1.resolve import job_root, resolve, roles
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GONE, with_changes
 
@@ -140,4 +140,7 @@ def test_a_resolved_spec_is_a_valid_spec() -> None:
 
 
 def test_a_job_has_a_folder_of_its_own() -> None:
-    assert job_root("/data", "rl-team", "arithmetic") == "/data/ppojob/rl-team/arithmetic"
+    by_name = "/data/ppojob/rl-team/arithmetic"
+
+    assert job_root("/data", "rl-team", "arithmetic", "7c4a", ResumePolicy.AUTO) == by_name
+    assert job_root("/data", "rl-team", "arithmetic", "7c4a", ResumePolicy.NEVER) == f"{by_name}/runs/7c4a"

@@ -128,7 +128,8 @@ def refusals(found: Any, name: str, rest: list[str]) -> Iterator[str]:
     if file is not None and Path(file).exists():
         sets = context.params.get("sets") or []
         # A shell's variable has no value here.
-        load(Path(file), [each for each in sets if "$" not in each])
+        folder = Path() if context.command.name == "run" else None
+        load(Path(file), [each for each in sets if "$" not in each], folder=folder)
 
 
 def of_module(words: list[str], is_whole: bool) -> Iterator[str]:

@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.data import SourceType
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.reward import RewardType
+from ppojob_api.v1alpha1.rules import MUTABLE
 from ppojob_api.v1alpha1.runtime import GangScheduler
 from ppojob_api.v1alpha1.telemetry import Tracker
 from ppojob_api.v1alpha1.training import LossAggregation, ScheduleMode
@@ -90,6 +91,13 @@ def test_a_failure_has_its_kind(reason: str, expected: set[str]) -> None:
     [row] = [row for row in rows(section(CONDITIONS, "Failures")) if row[0] == f"`{reason}`"]
 
     assert {kind for kind in FailureKind if kind.value.lower() in row[1]} == expected
+
+
+def test_every_field_that_may_change_while_a_job_runs_is_named() -> None:
+    named = set(CODE.findall((DOCS / "changing-a-running-job.md").read_text()))
+    last = {path: path.rpartition(".")[2] for path in MUTABLE}
+
+    assert {path for path, name in last.items() if not {path, name} & named} == set()
 
 
 def test_the_metrics_of_the_status_are_listed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from ppojob_operator.api_server import JOBS, ApiError, ApiRefused, ApiServer, ApiUnavailable
+from ppojob_operator.api_server import JOBS, ApiError, ApiFailed, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_progress import ProgressCluster
 from tests.unit.operator.played_api_server import connected
 
@@ -123,7 +123,7 @@ async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, player: Playe
         ((503, '{"message": "etcd is away"}'), ApiUnavailable, r"GET .*/ppojobs/x: 503 etcd is away"),
         ((429, '{"message": "slowly"}'), ApiUnavailable, r"429 slowly"),
         ((403, '{"message": "x is forbidden"}'), ApiRefused, r"^403 x is forbidden"),
-        ((500, '{"message": ".status.a: field not declared in schema"}'), ApiRefused, r"500 .*not declared in schema"),
+        ((500, '{"message": ".status.a: field not declared in schema"}'), ApiFailed, r"500 .*not declared in schema"),
         ((200, "a proxy's page"), ApiRefused, r"200 \"a proxy's page\"$"),
     ],
     ids=["away", "slowly", "forbidden", "unknown field", "no JSON"],

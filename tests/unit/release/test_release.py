@@ -171,7 +171,7 @@ def test_a_command_that_needs_more_names_the_extra(users_machine: Machine) -> No
 def test_a_wheel_without_extras_names_them(tmp_path: Path, wheel: Path) -> None:
     bare = Machine(tmp_path / "bare", wheel, "")
 
-    for program, extra in (("ppojob", "trainer"), ("kubectl-ppo", "kubectl")):
+    for program, extra in (("ppojob", "trainer"), ("kubectl-ppo", "kubectl"), ("ppojob-operator", "operator")):
         done = bare.run(program, "--help")
         assert done.returncode == 1
         assert done.stderr.startswith("error: the Python package ")

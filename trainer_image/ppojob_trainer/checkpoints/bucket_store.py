@@ -71,7 +71,7 @@ class BucketStore:
         self._tracker = _Tracker(uid, attempt, uuid.uuid4().hex)
         self._version: UpdateVersion | None = None
 
-    def claim(self) -> None:
+    def claim(self, *, adopts: bool = False) -> None:
         """See `CheckpointStore`; it also finds out whether the object store can be used."""
         self._bucket.check(f"{self._tracker.attempt}-{self._tracker.claim}")
         for _ in range(_CLAIMS):
@@ -80,7 +80,7 @@ class BucketStore:
             if found is not None and found.uid == self._tracker.uid:
                 self._refuse_newer(found)
                 self._tracker = replace(self._tracker, newest=found.newest, resumed_from=found.resumed_from)
-            elif self._shelf.names():
+            elif self._shelf.names() and not adopts:
                 raise self._foreign(found)
             try:
                 self._version = self._bucket.write(_TRACKER, _encode(self._tracker), replaces=version)

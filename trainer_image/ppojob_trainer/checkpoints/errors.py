@@ -23,9 +23,9 @@ class ForeignFilesError(RuntimeError):
 
     def __init__(self, location: str, *, uid: str, owner: str) -> None:
         super().__init__(
-            f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}): give this run another "
-            f"name (or another --output; with checkpoint.path another path), remove them, or go on from those "
-            f"checkpoints on purpose: another name or path, and checkpoint.resumeFrom with the path of one of them"
+            f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}). Create the job again "
+            f"with checkpoint.resume: Never to begin in a folder of its own (`ppojob run`: give another --output), or "
+            f"with checkpoint.resumeFrom: PATH OF A CHECKPOINT to continue that run"
         )
 
 

@@ -53,13 +53,13 @@ class FolderStore:
         self._attempt = attempt
         self._resumed_from: str | None = None
 
-    def claim(self) -> None:
+    def claim(self, *, adopts: bool = False) -> None:
         """See `CheckpointStore`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         owner = self._owner()
         if owner and owner["uid"] == self._uid:
             self._refuse_newer(owner)
-        elif self._steps():
+        elif self._steps() and not adopts:
             raise self._foreign(owner["uid"] if owner else "unknown")
         durable.write_json(self._folder / "owner.json", {"uid": self._uid, "attempt": self._attempt})
 

@@ -23,12 +23,15 @@ __all__ = ["CheckpointStore", "last_attempt", "open_store"]
 class CheckpointStore(Protocol):
     """Writes, finds and tidies the checkpoints of one attempt. Of a bucket, every call may raise `BucketError`."""
 
-    def claim(self) -> None:
-        """Say that this attempt writes here from now on; call it before anything is loaded.
+    def claim(self, *, adopts: bool = False) -> None:
+        """Make this attempt the only one that writes here; call it before anything is loaded.
+
+        Args:
+            adopts: another run's checkpoints may be here. They stay, and that run can save no more.
 
         Raises:
             FencedOutError: a newer attempt of the same job is there.
-            ForeignFilesError: another job's checkpoints are there.
+            ForeignFilesError: another run's checkpoints are there, and are not to be adopted.
         """
         ...
 

@@ -5,6 +5,7 @@ then in local folders that stand for the volume. A path that is nowhere is refus
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -24,6 +25,33 @@ _FIELDS = (
     ("checkpoint", "resumeFrom"),
 )
 """Every field of the spec that is a path in the container; `workers[].path` is one too."""
+_NAMES_TOO = (("huggingFace", "path"), ("checkpoint", "resumeFrom"))
+"""Ends of the fields that may hold a name or an address instead of a path."""
+
+
+def with_absolute_paths(raw: Any, folder: Path) -> Any:
+    """Return a PPOJob as it stands in its file, with relative paths made absolute as paths below `folder`.
+
+    What may name a data set of the hub, or a bucket, stays unless it is a path that exists.
+    """
+    raw = deepcopy(raw)
+    spec = raw.get("spec") if isinstance(raw, dict) else None
+    workers = spec.get("workers") if isinstance(spec, dict) else None
+    num_workers = len(workers) if isinstance(workers, list) else 0
+    for field in (*_FIELDS, *(("workers", index, "path") for index in range(num_workers))):
+        holder, name = _holder(spec, field), str(field[-1])
+        if not isinstance(holder, dict):
+            continue
+        given = holder.get(name)
+        if isinstance(given, list):
+            holder[name] = [_absolute(path, folder) for path in given]
+        elif isinstance(given, str) and ((folder / given).exists() or field[-2:] not in _NAMES_TOO):
+            holder[name] = _absolute(given, folder)
+    return raw
+
+
+def _absolute(path: Any, folder: Path) -> Any:
+    return str((folder / path).absolute()) if isinstance(path, str) else path
 
 
 def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
@@ -75,13 +103,13 @@ class _Place:
         )
 
 
-def _holder(raw: dict[str, Any], field: tuple[str | int, ...]) -> dict[str, Any] | None:
-    node: Any = raw
+def _holder(raw: Any, field: tuple[str | int, ...]) -> dict[str, Any] | None:
+    node = raw
     for part in field[:-1]:
-        node = node[part] if isinstance(part, int) else node.get(part)
-        if node is None:
+        if not isinstance(node, dict | list):
             return None
-    return cast("dict[str, Any]", node)
+        node = node[part] if isinstance(part, int) else cast("dict[str, Any]", node).get(part)
+    return cast("dict[str, Any] | None", node)
 
 
 def _as_list(value: str | list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.commands.kubernetes_yaml import parse_all
+from ppojob_trainer.commands.local_paths import with_absolute_paths
 from ppojob_trainer.commands.overrides import apply_override
 
 
@@ -32,8 +33,11 @@ class Manifest:
     spec: PPOJobSpec
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Manifest:
+def load(path: Path, overrides: Sequence[str] = (), *, folder: Path | None = None) -> Manifest:
     """Return the PPOJob in the file (`-`: standard input) with the `--set` options applied.
+
+    Args:
+        folder: relative paths of the spec are those below it. None: they are refused.
 
     Raises:
         ManifestError: the file cannot be read, is no YAML, or does not hold exactly one PPOJob.
@@ -48,6 +52,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Manifest:
     raw = json.loads(json.dumps(jobs[0], default=str))
     for override in overrides:
         apply_override(raw, override)
+    if folder is not None:
+        raw = with_absolute_paths(raw, folder)
     return Manifest(*parse_manifest(raw))
 
 

@@ -76,6 +76,12 @@ class RolloutError(EngineError):
     """The rollout engine refused a request or failed at it."""
 
 
+class EngineArgumentError(RolloutError):
+    """vLLM does not take an argument of `rollout.engineArgs`; the message names it."""
+
+    reason = Reason.INVALID_SPEC
+
+
 class RolloutMemoryError(RolloutError):
     """The rollout engine found too little memory on its GPU; the message is vLLM's own."""
 

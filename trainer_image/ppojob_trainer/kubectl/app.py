@@ -5,6 +5,7 @@ where a job has no pod of its own, a pod is made that reads its storage (see run
 """
 
 import json
+import os
 import re
 import tempfile
 import time
@@ -33,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_WIDE = 300
+"""Columns of a line where no person reads."""
 _RAY_PORT = RAY_HEAD_PORTS["dashboard"]
 _TENSORBOARD_PORT = 6006
 _KIND = f"{PLURAL}.ppojob.dev"
@@ -63,7 +66,7 @@ def status(
     """Show how jobs stand: one in full, or all; with --watch as a live table."""
     with _refusals():
         cluster = _cluster(context, namespace)
-        console = Console(highlight=False)
+        console = _console()
         if watch:
             _watch(cluster, name, all_namespaces, interval, console)
         else:
@@ -112,7 +115,7 @@ def metrics(
     from ppojob_trainer.telemetry import read_metrics
 
     with _refusals():
-        cluster, console = _cluster(context, namespace), Console(highlight=False)
+        cluster, console = _cluster(context, namespace), _console()
         if not steps and output is None:
             console.print(status_table.metrics_table(_job(cluster, name)))
             return
@@ -278,6 +281,12 @@ def _set_suspend(cluster: Cluster, name: str, wanted: bool, wait: int) -> None:
     condition = f"--for=condition=Suspended={str(wanted).lower()}"
     if wait and (code := cluster.attach("wait", within, f"{_KIND}/{name}", condition, f"--timeout={wait}s")):
         raise typer.Exit(code)
+
+
+def _console() -> Console:
+    """Return a console that cuts nothing where no person reads: a table in a file or a pipe is as wide as it needs."""
+    console = Console(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_WIDE)
 
 
 def _cluster(context: str | None, namespace: str | None) -> Cluster:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.resolve import job_root
+from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.kubectl.client import Cluster, KubectlError, NotThereError, Raw
 from ppojob_trainer.telemetry.run_files import RunFiles
 
@@ -99,8 +100,13 @@ def open_folder(cluster: Cluster, job: Raw) -> Iterator[RunFolder]:
 
 def files_of(job: Raw) -> RunFiles:
     """Return where a job's files lie, as its pods see them."""
-    metadata, mount = job["metadata"], job["spec"]["storage"].get("mountPath", "/data")
-    return RunFiles(Path(PurePosixPath(job_root(mount, metadata["namespace"], metadata["name"]))))
+    metadata, spec = job["metadata"], job["spec"]
+    mount, resume = (
+        spec["storage"].get("mountPath", "/data"),
+        ResumePolicy(spec.get("checkpoint", {}).get("resume", "Auto")),
+    )
+    root = job_root(mount, metadata["namespace"], metadata["name"], metadata["uid"], resume)
+    return RunFiles(Path(PurePosixPath(root)))
 
 
 @contextmanager

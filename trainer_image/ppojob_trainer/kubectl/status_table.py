@@ -11,19 +11,25 @@ from rich.text import Text
 from ppojob_trainer.kubectl.client import Raw
 
 _COLORS = {"Succeeded": "green", "Running": "cyan", "Failed": "red"}
+_FOLDED = ("NAMESPACE", "NAME", "BUSY")
 _FINISHED = ("Complete", "Failed")
 _MANY = timedelta(days=2)
 
 
 def jobs_table(jobs: Sequence[Raw], now: datetime, *, with_namespace: bool = False) -> Table:
-    """Return one line for each job, in kubectl's columns and some more."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    """Return a row for each job: kubectl's columns and some more. On a narrow terminal names and BUSY are folded."""
     headings = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "REWARD", "READY", "BUSY", "RETRIES", "AGE"]
-    for heading in [*(["NAMESPACE"] if with_namespace else []), *headings]:
-        table.add_column(heading, no_wrap=True)
-    for job in jobs:
-        name = [job["metadata"]["namespace"]] if with_namespace else []
-        table.add_row(*map(escape, name), *_cells(job, now))
+    rows = [list(_cells(job, now)) for job in jobs]
+    if with_namespace:
+        headings.insert(0, "NAMESPACE")
+        rows = [[job["metadata"]["namespace"], *row] for job, row in zip(jobs, rows, strict=True)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, *cells in zip(headings, *rows, strict=True):
+        is_folded = heading in _FOLDED
+        width = max(map(len, [heading, *cells]))
+        table.add_column(heading, no_wrap=not is_folded, overflow="fold", min_width=None if is_folded else width)
+    for row in rows:
+        table.add_row(*(Text(cell, style=_COLORS.get(cell, "")) for cell in row))
     return table
 
 
@@ -92,7 +98,7 @@ def _phase(job: Raw) -> str:
     return str(job.get("status", {}).get("phase", "Pending"))
 
 
-def _cells(job: Raw, now: datetime) -> Iterable[RenderableType]:
+def _cells(job: Raw, now: datetime) -> Iterable[str]:
     status, progress, phase = job.get("status", {}), job.get("status", {}).get("progress", {}), _phase(job)
     left = progress.get("etaSeconds")
     busy = ", ".join(
@@ -100,8 +106,8 @@ def _cells(job: Raw, now: datetime) -> Iterable[RenderableType]:
         for pool in status.get("pools", [])
         if "busyFraction" in pool
     )
-    yield escape(job["metadata"]["name"])
-    yield Text(phase, style=_COLORS.get(phase, ""))
+    yield str(job["metadata"]["name"])
+    yield phase
     yield f"{progress.get('step', 0)}/{progress['totalSteps']}" if "totalSteps" in progress else "-"
     yield f"{progress['percentage']} %" if "percentage" in progress else "-"
     yield duration(timedelta(seconds=left)) if left is not None and not is_finished(job) else "-"

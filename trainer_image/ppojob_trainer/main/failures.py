@@ -85,6 +85,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
 
 # The engines name the reason themselves; whom it counts against is decided here.
 _ENGINE_KINDS = {
+    Reason.INVALID_SPEC: FailureKind.PERMANENT,
     Reason.MODEL_NOT_FOUND: FailureKind.PERMANENT,
     Reason.MODEL_MISMATCH: FailureKind.PERMANENT,
     Reason.CHECKPOINT_UNREADABLE: FailureKind.PERMANENT,

@@ -70,9 +70,10 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
     try:
         check_installed(job.spec.telemetry.trackers)
         store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
-        store.claim()
+        resume_from = job.spec.checkpoint.resume_from
+        store.claim(adopts=resume_from is not None)
         # Looked for before anything starts: a broken one costs no GPU time.
-        found = store.resume_point(job.spec.checkpoint.resume, job.spec.checkpoint.resume_from)
+        found = store.resume_point(job.resume, resume_from)
         with connected(job.spec):
             return asyncio.run(_Attempt(job, attempt, files, store, stop, found).run())
     except Exception as error:

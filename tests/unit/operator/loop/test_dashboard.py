@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ppojob_operator import dashboard as dashboard_module
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
@@ -208,3 +209,40 @@ async def test_where_the_log_cannot_be_read_rays_message_must_do() -> None:
 
     assert "500 no such node" in text
     assert text.endswith("last lines")
+
+
+async def test_a_redirect_is_not_followed_and_its_target_not_shown() -> None:
+    asked: list[str] = []
+
+    async def redirecting(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path == "/secret":
+            return web.json_response([{**LISTED, "message": "what only the operator may read"}])
+        raise web.HTTPFound("/secret")
+
+    async with dashboard(redirecting) as (client, address):
+        found = await client.look(address)
+
+    assert asked == ["/api/jobs/"]
+    assert found.jobs == ()
+    assert ": 302 " in found.problem
+
+
+async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_module, "_MAX_BYTES", 100_000)
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while sent < 1_000_000_000:
+            await answer.write(b"x" * 10_000)
+            sent += 10_000
+        return answer
+
+    async with dashboard(endless) as (client, address):
+        found = await client.look(address)
+
+    assert "the answer has more than 100000 bytes" in found.problem
+    assert sent < 100_000_000

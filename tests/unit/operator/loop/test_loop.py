@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_operator.api_server import ApiRefused, ApiUnavailable
+from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable
 from ppojob_operator.claims import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Plan, Ray, Submission, Surroundings
@@ -215,16 +215,48 @@ async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCapt
     assert "the look took more than 0.1 s" in caplog.text
 
 
-async def test_what_the_api_server_refuses_is_said_in_the_status() -> None:
+@pytest.mark.parametrize("kind", [ApiRefused, ApiFailed])
+async def test_what_the_api_server_refuses_is_said_in_the_status(kind: type[ApiError]) -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     words = ".spec.workerGroupSpecs[0].template.spec.foo: field not declared in schema"
-    cluster.errors["apply", GOOD] = ApiRefused(words)
+    cluster.errors["apply", GOOD] = kind(words)
 
-    with pytest.raises(ApiRefused):
+    with pytest.raises(kind):
         await loop.look(GOOD)
 
     assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.CLUSTER_REFUSED, words)
     assert Reason.CLUSTER_REFUSED in cluster.events
+
+
+async def test_a_defect_of_the_operator_is_a_condition_of_the_job() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["apply", GOOD] = AttributeError("'list' object has no attribute 'items'")
+    loop.note(GOOD)
+
+    await run_for(loop, 2.0)
+
+    reason, message = cluster.verdict(GOOD, Condition.PROGRESSING)
+    assert reason == Reason.OPERATOR_FAULT
+    assert "AttributeError: 'list' object has no attribute 'items'" in message
+    assert cluster.events.count(Reason.OPERATOR_FAULT) == 1, "said once, though it was tried twice"
+    assert cluster.calls.count(("apply", GOOD)) == 2
+
+    del cluster.errors["apply", GOOD]
+    await loop.look(GOOD)
+    assert cluster.verdict(GOOD, Condition.PROGRESSING)[0] != Reason.OPERATOR_FAULT
+
+
+async def test_a_job_that_was_deleted_is_none_that_the_watch_missed() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.3)
+    # Two sweeps find it, and the watch reports it.
+    loop.note(GOOD)
+    await run_for(loop, 1.0)
+    del cluster.jobs[GOOD]
+
+    loop.note(GOOD)
+    await loop.look(GOOD)
+
+    assert loop.watch_problem() is None
 
 
 async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> None:

@@ -107,6 +107,13 @@ def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods
         ({"schedule": {"mode": "Serial"}}, True),
         ({"placement": {"actor": "actor", "critic": "critic", "reward": "actor"}}, True),
         ({"placement": {"actor": "actor", "critic": "critic", "rollout": "critic"}}, True),
+        ({"image": "trainer:2"}, False),
+        ({"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}, False),
+        ({"head": {"resources": {"memory": "16Gi"}}}, False),
+        ({"critic": {"miniBatchSize": 8, "maxTokensPerGPU": 4096}}, True),
+        ({"rollout": {"gpuMemoryUtilization": 0.3}}, True),
+        ({"model": {"actor": {"path": "/data/model", "offload": {"optimizer": True}}}}, True),
+        ({"checkpoint": {"async": True}}, True),
     ],
     ids=[
         "more nodes",
@@ -118,6 +125,13 @@ def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods
         "schedule",
         "reward elsewhere",
         "rollout elsewhere",
+        "image",
+        "environment",
+        "memory of the head",
+        "tokens",
+        "memory of the engine",
+        "offload",
+        "checkpoints in the background",
     ],
 )
 def test_the_pods_are_replaced_only_where_others_are_needed(changes: dict[str, Any], keeps_pods: bool) -> None:
@@ -127,6 +141,17 @@ def test_the_pods_are_replaced_only_where_others_are_needed(changes: dict[str, A
     assert world.status["attempt"] == 1
     assert (world.status.get("submissionId") == f"ppojob-{UID}-1") == keeps_pods
     assert world.verdict(Condition.LAYOUT_APPLIED) == ("True", Reason.LAYOUT_APPLIED)
+
+
+def test_a_mistyped_image_is_corrected_before_the_job_has_begun() -> None:
+    world = World(image="trainer:mistyped").settle()
+    first = world.cluster_name
+
+    world.edit(image="trainer:1").settle()
+
+    assert world.cluster_name != first
+    assert world.made[-1]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"] == "trainer:1"
+    assert world.status["retries"] == NO_RETRIES
 
 
 def test_the_attempt_on_the_same_pods_reads_the_new_sizes() -> None:
@@ -242,6 +267,24 @@ def test_a_layout_that_cannot_be_run_leaves_the_job_alone_and_says_so() -> None:
 
     world.ray_says(RayState.SUCCEEDED).settle()
     assert world.status["phase"] == Phase.SUCCEEDED
+
+
+def test_a_layout_that_the_api_server_refuses_leaves_the_job_alone() -> None:
+    world = World().run()
+    world.refusal = "500 failed to create typed patch object: .nodeSelector.gpu: expected string, got true"
+
+    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"nodeSelector": {"gpu": True}}}}]).settle()
+
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.INVALID_SPEC)
+    assert "expected string, got true" in world.condition(Condition.LAYOUT_APPLIED).message
+    for _ in range(3):
+        world.wait(10).trainer_reports().settle()
+    assert world.status["phase"] == Phase.RUNNING
+    assert "stop" not in world.status
+
+    world.refusal = ""
+    world.edit(**TWO_CRITICS).settle()
+    assert world.status["stop"]["reason"] == Reason.REALLOCATING
 
 
 def test_a_layout_that_the_rules_refuse_leaves_the_job_alone_too() -> None:

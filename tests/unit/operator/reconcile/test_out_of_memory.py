@@ -54,17 +54,33 @@ def test_a_lost_worker_whose_pod_wanted_memory_is_the_users_to_mend(kind: Failur
     assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
 
 
-def test_a_job_that_always_wants_memory_ends_at_the_users_limit() -> None:
-    world = World(runPolicy={"backoffLimit": 2}).run()
+def run_out_of_memory(world: World) -> World:
+    world.pods_become(ready=False, pool="critic", trouble=OOM)
+    world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
+    return world.wait(60).settle()
 
-    for _ in range(3):
-        world.pods_become(ready=False, pool="critic", trouble=OOM)
-        world.trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE).settle()
-        world.wait(60).settle()
-        if world.status["phase"] != Phase.FAILED:
-            world.pods_become(ready=True).see(ray=Ray()).settle()
 
-    assert world.verdict(Condition.FAILED) == ("True", Reason.BACKOFF_LIMIT_EXCEEDED)
+def test_a_second_attempt_in_a_row_that_runs_out_of_memory_with_the_same_settings_ends_the_job() -> None:
+    world = run_out_of_memory(World(runPolicy={"backoffLimit": 9}).run())
+    assert world.status["attempt"] == 1
+    world.pods_become(ready=True).see(ray=Ray()).settle()
+
+    run_out_of_memory(world)
+
+    assert world.verdict(Condition.FAILED) == ("True", Reason.OUT_OF_MEMORY)
+    message = world.condition(Condition.FAILED).message
+    assert message.startswith("attempts 0 and 1 ran out of memory with the same settings")
+
+
+def test_other_settings_get_attempts_of_their_own() -> None:
+    world = run_out_of_memory(World(runPolicy={"backoffLimit": 9}).run())
+    world.edit(critic={"miniBatchSize": 8, "maxTokensPerGPU": 4096}).settle()
+    world.pods_become(ready=True).see(ray=Ray()).settle()
+
+    run_out_of_memory(world)
+
+    assert world.status["phase"] != Phase.FAILED
+    assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("is_reported", [True, False])

@@ -68,6 +68,8 @@ class World:
         self.skew = timedelta(0)
         """By how much the clock of the replica that takes the reports is ahead of the leader's."""
         self.log: str = ""
+        self.refusal = ""
+        """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
         self.is_going = False
         self.is_deleted = False
         self.hangs = False
@@ -165,6 +167,10 @@ class World:
         if observed.ray is not None and dashboard_target(job, observed) is None:
             observed = replace(observed, ray=None)
         plan = decide(job, observed, self.now)
+        if plan.dry_run is not None:
+            observed = replace(observed, dry_run=self.refusal)
+            plan = decide(job, observed, self.now)
+        assert plan.dry_run is None, "what was tried is to be tried again"
         if plan.wanted_log:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
         assert not plan.wanted_log, "a log that was read is wanted again"

@@ -91,10 +91,10 @@ class BucketPlace:
         return [found["path"] for page in obstore.list(self.store, prefix=prefix) for found in page]
 
 
-def claimed(location: str, *, attempt: int = 0, uid: str = "u") -> CheckpointStore:
+def claimed(location: str, *, attempt: int = 0, uid: str = "u", adopts: bool = False) -> CheckpointStore:
     """Return a store that has claimed its place."""
     store = open_store(location, uid=uid, attempt=attempt)
-    store.claim()
+    store.claim(adopts=adopts)
     return store
 
 

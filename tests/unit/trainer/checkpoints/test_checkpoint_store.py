@@ -6,6 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError, last_attempt
+from ppojob_trainer.checkpoints.shelf import read_at
 from tests.unit.trainer.checkpoints.places import Place, claimed, save
 
 AUTO, NEVER = ResumePolicy.AUTO, ResumePolicy.NEVER
@@ -146,7 +147,7 @@ def test_the_last_attempt_is_known(place: Place) -> None:
 def test_another_runs_checkpoints_are_refused_with_what_to_do(place: Place) -> None:
     save(place, claimed(place.root, uid="first"), 4)
 
-    with pytest.raises(ForeignFilesError, match=r"uid first.*another name.*checkpoint\.resumeFrom"):
+    with pytest.raises(ForeignFilesError, match=r"uid first.*checkpoint\.resume: Never.*checkpoint\.resumeFrom"):
         claimed(place.root, uid="second")
 
 
@@ -157,6 +158,31 @@ def test_a_place_in_which_another_run_saved_nothing_is_taken_over(place: Place) 
 
     assert store.resume_point(AUTO, None) is None
     assert save(place, store, 4).uid == "second"
+
+
+def test_another_runs_checkpoints_are_adopted_on_purpose_and_stay(place: Place) -> None:
+    theirs = [save(place, claimed(place.root, uid="first"), step) for step in (4, 8)]
+
+    store = claimed(place.root, uid="second", adopts=True)
+    found = store.resume_point(AUTO, theirs[0].location)
+
+    assert found is not None
+    assert (found.step, found.location) == (4, theirs[0].location)
+    save(place, store, 6, keep=1)
+    again = claimed(place.root, uid="second", attempt=1, adopts=True)
+    resumed = again.resume_point(AUTO, theirs[0].location)
+    assert resumed is not None
+    assert (resumed.step, resumed.uid) == (6, "second"), "what it saved itself counts from then on"
+    assert [read_at(each.location).uid for each in theirs] == ["first", "first"]
+
+
+def test_a_run_whose_checkpoints_were_adopted_can_save_no_more(place: Place) -> None:
+    first = claimed(place.root, uid="first")
+    newest = save(place, first, 4)
+    claimed(place.root, uid="second", adopts=True).resume_point(AUTO, newest.location)
+
+    with pytest.raises(ForeignFilesError, match="uid second"):
+        save(place, first, 8)
 
 
 def test_checkpoints_without_an_owner_are_refused(place: Place) -> None:

@@ -116,7 +116,10 @@ def test_a_pod_whose_ray_is_just_starting_is_held_until_it_can_be_ended(job_file
 
     def come_up() -> None:
         time.sleep(1.0)
-        status.write_text("Name:\tray\nSigCgt:\t0000000100004002\n")
+        # At once, as the kernel shows it: a file that is being written is empty for a moment.
+        new = status.with_name("new")
+        new.write_text("Name:\tray\nSigCgt:\t0000000100004002\n")
+        new.replace(status)
 
     start = threading.Thread(target=come_up)
     start.start()

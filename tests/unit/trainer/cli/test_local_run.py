@@ -118,10 +118,13 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
     assert (checkpoint.path, checkpoint.resume_from) == (named["path"], named["resumeFrom"])
 
 
-def test_a_name_on_a_hub_is_left_to_the_loader() -> None:
-    spec = _manifest({("spec", "model", "actor", "path"): "some-org/some-model"}).spec
+def test_a_name_on_a_hub_is_left_to_the_loader(storage: Path) -> None:
+    source = {"type": "HuggingFace", "huggingFace": {"path": "some-org/some-data"}}
 
-    assert localize(spec, []).model.actor.path == "some-org/some-model"
+    found = localize(_manifest({("spec", "data", "train"): source}).spec, [storage]).data.train.hugging_face
+
+    assert found is not None
+    assert found.path == "some-org/some-data"
 
 
 def test_the_job_is_resolved_and_has_its_folder(tmp_path: Path, storage: Path) -> None:

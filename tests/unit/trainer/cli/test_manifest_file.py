@@ -24,6 +24,27 @@ def good(tmp_path: Path) -> Path:
     return _file(tmp_path, yaml.safe_dump(GOOD))
 
 
+def test_relative_paths_are_those_of_the_folder_only_where_one_is_given(tmp_path: Path, good: Path) -> None:
+    sets = ["model.actor.path=models/small"]
+
+    assert load(good, sets, folder=tmp_path).spec.model.actor.path == str(tmp_path / "models" / "small")
+    with pytest.raises(SpecError, match=r"spec\.model\.actor\.path: 'models/small': must begin with /"):
+        load(good, sets)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_may_be_a_name_of_the_hub_is_a_path_only_where_it_exists(tmp_path: Path, is_there: bool) -> None:
+    manifest = copy.deepcopy(GOOD)
+    manifest["spec"]["data"]["train"] = {"type": "HuggingFace", "huggingFace": {"path": "openai/gsm8k"}}
+    if is_there:
+        (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+
+    source = load(_file(tmp_path, yaml.safe_dump(manifest)), folder=tmp_path).spec.data.train.hugging_face
+
+    assert source is not None
+    assert source.path == (str(tmp_path / "openai" / "gsm8k") if is_there else "openai/gsm8k")
+
+
 # YAML.
 
 

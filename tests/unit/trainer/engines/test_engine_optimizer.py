@@ -1,9 +1,10 @@
 """The course of the learning rate."""
 
 import pytest
+from torch import nn
 
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
-from ppojob_trainer.engines.fsdp.optimizer import learning_rate_factor
+from ppojob_trainer.engines.fsdp.optimizer import Optimizer, learning_rate_factor
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,9 @@ def test_warm_up_then_schedule(kind: LearningRateSchedule, warmup: int, expected
 def test_after_the_last_step_it_stays_at_the_end() -> None:
     factor = learning_rate_factor(ActorSpec(learning_rate_schedule=LearningRateSchedule.COSINE), total_steps=4)
     assert factor(9) == 0
+
+
+def test_adamw_has_the_decay_rates_of_the_spec() -> None:
+    optimizer = Optimizer(nn.Linear(2, 1), ActorSpec(betas=[0.5, 0.75]), total_steps=4)
+
+    assert [group["betas"] for group in optimizer.adamw.param_groups] == [(0.5, 0.75)]

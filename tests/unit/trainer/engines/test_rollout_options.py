@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.vllm.options import RolloutOptions, engine_arguments, environment
 
@@ -35,6 +36,25 @@ def test_arguments(options: RolloutOptions, expected: dict[str, Any]) -> None:
     arguments = engine_arguments(options)
     assert expected.items() <= arguments.items()
     assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_users_own_arguments_are_passed_on() -> None:
+    passes = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}, "block_size": 32}
+    divided = dataclasses.replace(CUDA, tensor_parallel_size=2, engine_args=passes)
+
+    arguments = engine_arguments(divided)
+
+    assert arguments["block_size"] == 32
+    assert arguments["compilation_config"] == {
+        "pass_config": {"fuse_allreduce_rms": False},
+        "cudagraph_capture_sizes": [1, 2],
+    }
+
+
+def test_what_the_trainer_sets_is_not_the_users_to_give() -> None:
+    ours = engine_arguments(CPU).keys() | engine_arguments(CUDA).keys()
+
+    assert sorted(ours - RESERVED_ENGINE_ARGS.keys()) == []
 
 
 def test_the_cpu_engine_has_no_argument_of_gpus() -> None:

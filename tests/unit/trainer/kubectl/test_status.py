@@ -42,6 +42,31 @@ def test_all_jobs_stand_in_a_line_each(cluster: MemoryCluster, ppo: Plugin) -> N
     assert second == ["new", "Pending", "-", "-", "-", "-", "-", "-", "0", "30m"]
 
 
+LONG = "a-name-of-a-job-that-takes-much-room"
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_it_needs(cluster: MemoryCluster, ppo: Plugin) -> None:
+    busy = [{"name": name, "busyFraction": "0.91"} for name in ("actor", "critic", "rollout")]
+    cluster.objects["ppojobs.ppojob.dev"] = [job(LONG, progress=PROGRESS, ready="3/3", pools=busy)]
+
+    _, row = words(ppo("status"))
+
+    assert row[:3] == [LONG, "Running", "5/8"]
+
+
+def test_a_narrow_terminal_folds_names_and_cuts_no_number(
+    cluster: MemoryCluster, ppo: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cluster.objects["ppojobs.ppojob.dev"] = [job(LONG, progress=PROGRESS, ready="3/3")]
+
+    heading, row, *more = words(ppo("status"))
+
+    assert heading == ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "REWARD", "READY", "BUSY", "RETRIES", "AGE"]
+    assert row[1:3] == ["Running", "5/8"]
+    assert "".join([row[0], *(line[0] for line in more)]) == LONG
+
+
 def test_with_all_namespaces_each_line_begins_with_its_own(cluster: MemoryCluster, ppo: Plugin) -> None:
     cluster.objects["ppojobs.ppojob.dev"] = [job()]
 

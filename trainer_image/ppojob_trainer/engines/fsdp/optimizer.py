@@ -29,8 +29,13 @@ class Optimizer:
         self.parameters: list[nn.Parameter] = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
+        first, second = training.betas
         self.adamw = torch.optim.AdamW(
-            self.parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
+            self.parameters,
+            lr=training.learning_rate,
+            betas=(first, second),
+            weight_decay=training.weight_decay,
+            fused=True,
         )
         self._factor = learning_rate_factor(training, total_steps)
         self.num_updates = 0

@@ -12,17 +12,19 @@ import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+import vllm
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.errors import GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.errors import EngineArgumentError, GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.vllm.options import (
     GPU_WORKER,
@@ -81,12 +83,13 @@ class RolloutEngine:
             is_patient: on CUDA, load libraries and wait for `let_measure` before the GPU is looked at.
 
         Raises:
+            EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
             RolloutError: vLLM could not start; the cause is chained.
         """
         # Where Inductor loads what it compiled before, it leaves the folder of Triton's own kernels as it is, and where
         # it compiles it moves it: vLLM would look for its kernels, ten seconds of compilation, where they are not.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-        arguments = AsyncEngineArgs(**engine_arguments(self.options))
+        arguments = checked_arguments(self.options)
         if is_patient and self.options.device is Device.CUDA:
             os.environ[MAY_MEASURE] = str(self._is_free)
             arguments.worker_cls = GPU_WORKER
@@ -238,6 +241,28 @@ class RolloutEngine:
         if self._llm is None:
             raise RolloutError("the engine does not run: call start() first, and nothing after shutdown()")
         return self._llm
+
+
+def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
+    """Return vLLM's arguments.
+
+    Raises:
+        EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
+    """
+    known = [field.name for field in fields(AsyncEngineArgs)]
+    for name in options.engine_args:
+        if name not in known:
+            near = ", ".join(get_close_matches(name, known)) or "none of a similar name"
+            raise EngineArgumentError(
+                f"spec.rollout.engineArgs.{name}: vLLM {vllm.__version__} has no such argument (near: {near}); correct "
+                "the name or leave it out"
+            )
+    try:
+        return AsyncEngineArgs(**engine_arguments(options))
+    except (TypeError, ValueError) as error:
+        raise EngineArgumentError(
+            f"spec.rollout.engineArgs: vLLM refuses {dict(options.engine_args)}: {error}; correct the values"
+        ) from error
 
 
 def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:

@@ -7,7 +7,8 @@ checked before.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,6 +87,8 @@ class RolloutOptions:
     tensor_parallel_size: int = 1
     seed: int = 0
     timeout_seconds: float = 1800.0
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own arguments of vLLM's AsyncEngineArgs; none that `engine_arguments` sets."""
 
     @classmethod
     def from_spec(cls, spec: PPOJobSpec, pool: str) -> RolloutOptions:
@@ -107,6 +110,7 @@ class RolloutOptions:
             tensor_parallel_size=rollout.tensor_parallel_size,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
+            engine_args=rollout.engine_args,
         )
 
 
@@ -171,7 +175,9 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
             # Inside a placement group of more than one worker vLLM would take its Ray executor.
             "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }
+    arguments |= options.engine_args
     if options.tensor_parallel_size > 1:
         # The fused kernel is FlashInfer's, which is built at the first use and wants NVLink's multicast.
-        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        passes = {"pass_config": {"fuse_allreduce_rms": False}}
+        arguments["compilation_config"] = {**passes, **arguments.get("compilation_config", {})}
     return arguments

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.errors import RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.errors import EngineArgumentError, RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.engines.vllm.failure_log import end_of, explain, memory_shortage
 from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
@@ -215,6 +215,8 @@ class RolloutWorker:
                 future.cancel()
                 limit = f"{self.seat.timeout_s:g} s"
                 raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
+            raise
+        except EngineArgumentError:
             raise
         except RolloutError as error:
             log = end_of(self.seat.log_file)

@@ -1,0 +1,54 @@
+"""Rules of `spec.rollout.engineArgs`: which of vLLM's arguments are not the user's to give.
+
+`rules.py` puts the check beside the others. It is in Python alone: CEL does not see the keys of an object without a
+schema. Which arguments vLLM has is known to the trainer, which refuses the others before it loads a model.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from ppojob_api.v1alpha1.base import Problem
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+_WEIGHTS = "the trainer sends the weights, and this changes how they are stored: leave it out"
+_PROCESSES = "the trainer starts the engine's processes: leave it out"
+_ALGORITHM = "this changes which responses are sampled: leave it out"
+
+RESERVED_ENGINE_ARGS: Mapping[str, str] = {
+    "model": "use model.actor.path",
+    "tokenizer": "the tokenizer is that of model.actor.path: leave it out",
+    "trust_remote_code": "use model.actor.trustRemoteCode",
+    "max_model_len": "use data.maxPromptLength and data.maxResponseLength",
+    "max_num_seqs": "use rollout.maxNumSeqs",
+    "max_num_batched_tokens": "use rollout.maxNumBatchedTokens",
+    "enable_chunked_prefill": "use rollout.enableChunkedPrefill",
+    "enable_prefix_caching": "use rollout.enablePrefixCaching",
+    "enforce_eager": "use rollout.enforceEager",
+    "gpu_memory_utilization": "use rollout.gpuMemoryUtilization",
+    "enable_sleep_mode": "use rollout.sleep",
+    "tensor_parallel_size": "use rollout.tensorParallelSize",
+    "seed": "use trainer.seed",
+    "dtype": _WEIGHTS,
+    "quantization": _WEIGHTS,
+    "load_format": _WEIGHTS,
+    "enable_lora": "use model.actor.lora: the engine gets the merged weights",
+    "pipeline_parallel_size": _PROCESSES,
+    "data_parallel_size": "the pool has as many engines as its GPUs allow: leave it out",
+    "enable_expert_parallel": _WEIGHTS,
+    "distributed_executor_backend": _PROCESSES,
+    "worker_cls": _PROCESSES,
+    "worker_extension_cls": _PROCESSES,
+    "logprobs_mode": "the trainer compares its log-probs with these: leave it out",
+    "generation_config": _ALGORITHM,
+    "speculative_config": _ALGORITHM,
+    "disable_log_stats": "the trainer reports the engine's metrics: leave it out",
+}
+"""Name of an argument of vLLM's AsyncEngineArgs -> what to do instead."""
+
+
+def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
+    for name, value in spec.rollout.engine_args.items():
+        if name in RESERVED_ENGINE_ARGS:
+            yield f"rollout.engineArgs.{name}", value, RESERVED_ENGINE_ARGS[name]
+
+
+ENGINE_CHECKS = (_engine_args_are_the_users,)

@@ -1,0 +1,45 @@
+"""A RayCluster is tried on the API server without being stored, and its words are returned."""
+
+import pytest
+from aiohttp import web
+
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_operator.api_server import ApiUnavailable
+from ppojob_operator.cluster import Cluster
+from ppojob_operator.manifests.ray_cluster import ray_cluster
+from ppojob_operator.plan import JobKey
+from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.reconcile.worlds import spec
+
+WANTED = ray_cluster(resolve(parse_spec(spec())), JobKey("rl-team", "arithmetic"), "uid-1", "arithmetic-next")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(201, ""), (200, ""), (422, "422 expected string, got true"), (500, "expected string, got true")],
+)
+async def test_nothing_is_stored_and_a_refusal_is_returned(status: int, words: str) -> None:
+    asked: list[web.Request] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request)
+        return web.json_response({"message": "expected string, got true"}, status=status)
+
+    async with connected(answer) as api:
+        found = await Cluster(api, reporter="operator").dry_run(WANTED)
+
+    assert words in found
+    assert bool(found) == bool(words)
+    [request] = asked
+    assert (request.method, request.query["dryRun"]) == ("PATCH", "All")
+    assert request.path.endswith("/namespaces/rl-team/rayclusters/arithmetic-next")
+
+
+async def test_an_api_server_that_cannot_answer_now_is_asked_again() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"message": "slowly"}, status=429)
+
+    async with connected(answer) as api:
+        with pytest.raises(ApiUnavailable):
+            await Cluster(api, reporter="operator").dry_run(WANTED)

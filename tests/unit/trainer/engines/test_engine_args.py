@@ -1,0 +1,48 @@
+"""`rollout.engineArgs` beside the vLLM that is installed: unknown names and wrong values are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.errors import EngineArgumentError
+from ppojob_trainer.engines.vllm.options import RolloutOptions
+
+# Loading vLLM takes many seconds.
+pytestmark = pytest.mark.slow
+
+
+def options(**engine_args: Any) -> RolloutOptions:
+    return RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, engine_args=engine_args)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "words"),
+    [
+        ({"block_sise": 32}, r"spec\.rollout\.engineArgs\.block_sise: vLLM .* has no such argument \(near: block_size"),
+        ({"qqqqq": 1}, "near: none of a similar name"),
+    ],
+)
+def test_an_argument_that_vllm_does_not_have_is_refused(engine_args: dict[str, Any], words: str) -> None:
+    from ppojob_trainer.engines.vllm.engine import checked_arguments
+
+    with pytest.raises(EngineArgumentError, match=words):
+        checked_arguments(options(**engine_args))
+
+
+def test_a_known_argument_is_passed_on() -> None:
+    from ppojob_trainer.engines.vllm.engine import checked_arguments
+
+    assert checked_arguments(options(block_size=32)).block_size == 32
+
+
+def test_every_reserved_argument_is_one_of_vllms() -> None:
+    from vllm import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+    assert sorted(RESERVED_ENGINE_ARGS.keys() - known) == []
