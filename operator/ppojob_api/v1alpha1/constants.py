@@ -126,6 +126,7 @@ class Reason:
     RELEASED = "ClusterReleased"
     # Named failures of the trainer.
     TRAINER_FAILED = "TrainerFailed"
+    TRAINER_TOO_OLD = "TrainerTooOld"
     JOB_FILE_MISSING = "JobFileMissing"
     MODEL_NOT_FOUND = "ModelNotFound"
     MODEL_MISMATCH = "ModelMismatch"

@@ -85,6 +85,8 @@ class ProgressReport(ApiModel):
     """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
     layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None
     """The layouts of which the recommendation speaks."""
+    trainer_version: Annotated[str, Field(max_length=64)] | None = None
+    """Version of the trainer."""
 
 
 class Command(StrEnum):

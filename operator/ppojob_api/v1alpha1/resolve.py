@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
@@ -21,6 +21,14 @@ from ppojob_api.v1alpha1.training import ResumePolicy, ScheduleMode, ScheduleSpe
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
+
+
+_UNKNOWN = "extra_forbidden"
+"""Pydantic's type of error for a field that the model does not have."""
+
+
+class UnknownFieldsError(ValueError):
+    """job.json was written by a newer operator, and says something that this version would ignore."""
 
 
 class Reporting(ApiModel):
@@ -53,6 +61,8 @@ class JobFile(ApiModel):
     """The resolved spec."""
     reporting: Reporting | None = None
     """Where progress is reported. Absent: nowhere (`ppojob run`)."""
+    version: str | None = None
+    """Version of the operator that wrote it."""
 
     @property
     def checkpoints(self) -> str:
@@ -75,15 +85,42 @@ class JobFile(ApiModel):
     def encode(self) -> str:
         """Return the text of job.json; equal jobs give equal texts.
 
-        What only the operator reads is left out: a trainer of an earlier version refuses fields that it does not know.
+        Defaults and what only the operator reads are left out: a trainer of an earlier version refuses fields that it
+        does not know, and so it meets only those that somebody set.
         """
         wire = self.to_wire()
+        wire["spec"] = self.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
         for name in _OF_THE_OPERATOR:
             wire["spec"].pop(name, None)
         for pool in wire["spec"]["pools"]:
             for name in _OF_THE_OPERATOR_IN_POOLS:
                 pool.pop(name, None)
         return json.dumps(wire, indent=1, sort_keys=True)
+
+    @classmethod
+    def decode(cls, text: str, *, reader: str) -> "JobFile":
+        """Return the job of job.json. Fields outside the spec that this version does not know are ignored.
+
+        Args:
+            text: of the file.
+            reader: version of the program that reads it, for the error.
+
+        Raises:
+            UnknownFieldsError: the spec has fields that this version does not know: they would have no effect.
+            ValidationError: it is no job.
+        """
+        raw = json.loads(text)
+        job = cls.model_validate(raw, extra="ignore")
+        try:
+            PPOJobSpec.model_validate(raw["spec"])
+        except ValidationError as error:
+            unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == _UNKNOWN]
+            names = ", ".join("spec." + ".".join(map(str, place)) for place in unknown)
+            raise UnknownFieldsError(
+                f"this trainer has version {reader} and does not know {names}, which the operator (version "
+                f"{job.version or 'unknown'}) sent: use a trainer image of the operator's version, or remove the fields"
+            ) from error
+        return job
 
     @staticmethod
     def digest(text: str) -> str:

@@ -119,6 +119,8 @@ class Progress(ApiModel):
     """Attempt of the last report."""
     report: int | None = None
     """Number of the last report within the attempt; older reports are ignored."""
+    trainer_version: Name | None = None
+    """Version of the trainer that reported."""
 
 
 class Metric(ApiModel):

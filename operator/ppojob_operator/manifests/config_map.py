@@ -19,6 +19,7 @@ def job_file(job: Job, spec: PPOJobSpec, surroundings: Surroundings) -> str:
         root=job_root(spec.storage.mount_path, job.key.namespace, job.key.name, job.uid, spec.checkpoint.resume),
         spec=spec,
         reporting=Reporting(url=surroundings.report_url),
+        version=None if job.status.operator is None else job.status.operator.version,
     ).encode()
 
 

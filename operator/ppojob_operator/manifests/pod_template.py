@@ -98,7 +98,8 @@ def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[Field
 
 def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
     for name, remedy in _OWN_FIELD.items():
-        if name in user:
+        # false asks for what the pods are anyway.
+        if name in user and user[name] is not False:
             yield FieldError(f"{path}.{name}", user[name], remedy)
     yield from _grace_problems(base["terminationGracePeriodSeconds"], user, path)
     for name, key in MERGE_KEYS.items():

@@ -58,8 +58,9 @@ def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
     a checkpoint, so no other is asked for beside it.
     """
     spec = job.get("spec", {})
-    trainer = TrainerSpec.model_validate(spec.get("trainer", {}))
-    checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}))
+    # A newer definition may have fields that this operator does not know.
+    trainer = TrainerSpec.model_validate(spec.get("trainer", {}), extra="ignore")
+    checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}), extra="ignore")
     is_going = job["metadata"].get("deletionTimestamp") is not None
     stop = job.get("status", {}).get("stop", {})
     is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
@@ -121,6 +122,7 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
         last_update_time=format_time(now),
         attempt=report.attempt,
         report=report.number,
+        trainer_version=report.trainer_version,
     )
 
 

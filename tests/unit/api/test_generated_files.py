@@ -33,7 +33,9 @@ def test_the_crd_has_no_aliases() -> None:
 def test_the_reference_has_a_row_for_fields_at_every_depth() -> None:
     text = field_reference()
 
-    assert "| `spec.image` | string | required | Trainer image of all Ray pods: a name with a tag or a digest. |" in text
+    assert (
+        "| `spec.image` | string | required | Trainer image of all Ray pods: a name with a tag or a digest. |" in text
+    )
     assert "| `spec.pools[].gpusPerNode` | integer ≥ 1 ≤ 64 | required |" in text
     assert "| `spec.rollout.temperature` | number > 0 ≤ 100 | `1.0` |" in text
     assert "| `spec.device` | `cuda`, `cpu` | `cuda` |" in text

@@ -1,8 +1,10 @@
 """job.json: the same job gives the same text and hash, and the text gives the job."""
 
+import json
+
 import pytest
 
-from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
+from ppojob_api.v1alpha1.resolve import JobFile, Reporting, UnknownFieldsError, resolve
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD, with_changes
@@ -51,3 +53,31 @@ def test_a_local_job_reports_to_nobody() -> None:
     spec = resolve(parse_manifest(GOOD)[2])
 
     assert "reporting" not in JobFile(namespace="a", name="b", uid="u", root="r", spec=spec).encode()
+
+
+def test_defaults_are_left_out_so_that_older_trainers_do_not_meet_them() -> None:
+    spec = json.loads(_job(seed=2).encode())["spec"]
+
+    assert spec["trainer"] == {"seed": 2}
+    assert "betas" not in spec["actor"]
+    assert "rollout" not in spec
+
+
+def test_a_trainer_that_does_not_know_a_field_names_it_and_both_versions() -> None:
+    raw = json.loads(_job().encode()) | {"version": "0.9.0"}
+    raw["spec"].setdefault("actor", {})["newField"] = 1
+
+    with pytest.raises(UnknownFieldsError) as refused:
+        JobFile.decode(json.dumps(raw), reader="0.2.0")
+
+    assert str(refused.value) == (
+        "this trainer has version 0.2.0 and does not know spec.actor.newField, which the operator (version 0.9.0) sent"
+        ": use a trainer image of the operator's version, or remove the fields"
+    )
+
+
+def test_what_a_newer_operator_says_outside_the_spec_is_ignored() -> None:
+    raw = json.loads(_job().encode()) | {"colour": "blue"}
+    raw["reporting"]["colour"] = "blue"
+
+    assert JobFile.decode(json.dumps(raw), reader="0.2.0") == _job()

@@ -110,7 +110,7 @@ def _takes_sigterm(processes: Path) -> bool:
 def _signs(job_file: Path) -> _Signs | None:
     """Return the files; None where it is not known where they belong."""
     try:
-        job = JobFile.model_validate_json(job_file.read_text(encoding="utf-8"))
+        job = JobFile.model_validate_json(job_file.read_text(encoding="utf-8"), extra="ignore")
         files, cluster = RunFiles(Path(job.root)), os.environ[EnvName.RAY_CLUSTER]
     except (OSError, ValueError, KeyError) as error:
         _say(error)

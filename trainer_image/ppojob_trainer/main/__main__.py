@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
@@ -81,6 +82,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
 
     Raises:
         JobFileMissingError: it had not in time.
+        UnknownFieldsError: the operator is newer, and the job uses what this trainer does not know.
     """
     deadline = time.monotonic() + timeout_s
     seen = "there is no such file"
@@ -88,7 +90,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
         if path.is_file():
             text = path.read_text(encoding="utf-8")
             if JobFile.digest(text) == digest:
-                return JobFile.model_validate_json(text)
+                return JobFile.decode(text, reader=version("ppojob"))
             seen = f"the file there has the hash {JobFile.digest(text)}"
         # Not stop.wait(): the handler of a signal sets it in this very thread, and would wait for the lock held there.
         time.sleep(1.0)

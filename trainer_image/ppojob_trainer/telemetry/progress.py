@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
@@ -106,6 +107,7 @@ class RunProgress:
             model_path=self._model_path,
             recommendation=self._recommendation,
             layout_advice=self._layout_advice,
+            trainer_version=version("ppojob"),
         )
 
     def _record(self, step: int, metrics: Mapping[str, float], now: float) -> None:

@@ -80,6 +80,19 @@ async def test_a_good_report_is_kept_for_the_status_and_answered(
     assert status["progress"]["lastUpdateTime"] == "2026-01-31T12:05:00Z"
 
 
+async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
+    send: Send, cluster: Any, writer: ProgressWriter
+) -> None:
+    checkpoint = {"step": 1, "path": "/x", "time": "2026-01-31T12:00:00Z", "shards": 8}
+
+    await send(newField=1, checkpoint=checkpoint, trainerVersion="0.9.0")
+
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert status["checkpoint"]["step"] == 1
+    assert status["progress"]["trainerVersion"] == "0.9.0"
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -88,7 +101,6 @@ async def test_a_good_report_is_kept_for_the_status_and_answered(
         (b"[]", "body: "),
         (b"\xff\xfe", "body: "),
         (b"{}", "uid: Field required; attempt: Field required; activity: Field required; totalSteps: Field required"),
-        ({"bogus": 1}, "bogus: "),
         ({"step": -1}, "step: "),
         ({"activity": "Dreaming"}, "activity: "),
         ({"reward": float("nan")}, "reward: "),
