@@ -15,6 +15,9 @@ CLUSTER := $(CLUSTER_VENV)/bin/python -m tools.cluster
 # With vLLM for CUDA, which has no place beside vLLM for the CPU.
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
+# What builds the documentation's site.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 BENCH_VENV := $(if $(findstring cpu,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
 # Where tools/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
@@ -46,7 +49,8 @@ install-gpu: $(GPU_STAMP) ## Make .venv-gpu, for `ppojob run` on this machine's 
 $(STAMP): requirements/dev.txt
 $(GPU_STAMP): requirements/trainer.txt
 $(CLUSTER_STAMP): requirements/cluster.txt
-$(STAMP) $(GPU_STAMP) $(CLUSTER_STAMP): pyproject.toml | $(filter .build/%,$(UV))
+$(DOCS_STAMP): requirements/docs.txt
+$(STAMP) $(GPU_STAMP) $(CLUSTER_STAMP) $(DOCS_STAMP): pyproject.toml | $(filter .build/%,$(UV))
 	test -x $(@D)/bin/python || $(UV) venv --quiet --python 3.11 $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps --requirement $(filter requirements/%,$^)
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --editable .
@@ -62,6 +66,7 @@ requirements: | $(filter .build/%,$(UV)) ## Pin the requirements again, with has
 	$(COMPILE_CPU) requirements/dev.txt --extra operator --output-file requirements/operator.txt
 	$(COMPILE_CPU) requirements/dev.txt --extra trainer-cpu --output-file requirements/trainer-cpu.txt
 	$(COMPILE_CPU) requirements/dev.txt --group cluster --output-file requirements/cluster.txt
+	$(COMPILE_CPU) requirements/dev.txt --group docs --output-file requirements/docs.txt
 
 # --- quick checks ---
 
@@ -78,7 +83,7 @@ format: install ## Format the code and fix what ruff can fix.
 .PHONY: types
 types: install ## Check the types (mypy, strict), those of the tests' fakes too.
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.suite
+	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.site --package tools.suite
 	$(VENV)/bin/mypy --explicit-package-bases tests/unit
 
 .PHONY: contracts
@@ -86,14 +91,16 @@ contracts: install ## Check who imports whom (import-linter).
 	$(VENV)/bin/lint-imports
 
 .PHONY: generate
-generate: install ## Write the CRD, the chart's copy of it, the field reference and the chart's table of values.
+generate: install ## Write the CRD, the chart's copy of it, the references and diagrams of the documents, and the chart's table of values.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate
 	$(PYTHON) charts/readme.py
+	$(PYTHON) -m tools.site
 
 .PHONY: generate-check
 generate-check: install ## Fail if a generated file is not what `make generate` would write.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate --check
 	$(PYTHON) charts/readme.py --check
+	$(PYTHON) -m tools.site --check
 
 .PHONY: tools
 tools: $(CLUSTER_STAMP) ## Build helm, which some checks call.
@@ -147,6 +154,16 @@ architecture: install ## Check the tree's own rules (sizes, layers, words).
 
 .PHONY: check
 check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit: one to three minutes on two cores.
+
+# --- documentation ---
+
+.PHONY: site
+site: $(DOCS_STAMP) ## Build the documentation's site into .build/site; a broken link or a page outside the navigation fails.
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+.PHONY: site-serve
+site-serve: $(DOCS_STAMP) ## Show the site at http://127.0.0.1:8000 and rebuild it when a page changes.
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve --strict --dev-addr 127.0.0.1:8000
 
 # --- images, with docker, podman or buildah ---
 

@@ -42,7 +42,7 @@ class PackagedModel(StrEnum):
 
 @app.command()
 def validate(file: File, sets: Sets = None) -> None:
-    """Check a PPOJob, and print what it resolves to, and what is doubtful in it, or all that is wrong with it."""
+    """Check a PPOJob. Print the resolved settings and warnings, or all errors."""
     manifest = _load(file, sets)
     console = Console(highlight=False)
     console.print(f"{manifest.name}: valid\n")
@@ -60,16 +60,14 @@ def run(
     ] = None,
     storage: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that stands for spec.storage.", show_default="`storage` in or beside the run's folder"
-        ),
+        typer.Option(help="Folder to use as spec.storage.", show_default="`storage` in or beside the run's folder"),
     ] = None,
     attempt: Annotated[
         int | None, typer.Option(min=0, help="Number of the attempt.", show_default="the last one + 1")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and exit.")] = False,
 ) -> None:
-    """Train on this machine's own Ray, without Kubernetes. The same command again goes on from the last checkpoint."""
+    """Train on this machine's own Ray, without Kubernetes. The same command again resumes from the last checkpoint."""
     from ppojob_trainer.commands.local_run import job_file, next_attempt
 
     manifest = _load(file, sets, folder=Path())

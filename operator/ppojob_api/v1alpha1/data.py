@@ -34,9 +34,9 @@ class ReasoningGymSource(ApiModel):
     task: ShortText = Field(min_length=1)
     """Name of the task, such as chain_sum or products."""
     size: int = Field(default=4096, ge=1, le=10_000_000)
-    """How many problems to make."""
+    """Number of problems to generate."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
-    """Seed of the generator: the same seed makes the same problems."""
+    """Seed of the generator; the same seed gives the same problems."""
     config: RawObject = Field(default_factory=dict)
     """Parameters of the task's own configuration, such as min_terms."""
 
@@ -48,11 +48,11 @@ class Columns(ApiModel):
     prompt_column: ShortText = Field(default="prompt", min_length=1)
     """Column with the prompt: a string or a list of chat messages."""
     ground_truth_column: ShortText | None = Field(default=None, min_length=1)
-    """Column with what the reward function gets as ground truth, such as answer in GSM8K. Absent: ground_truth in the
-    column reward_model, where there is one."""
+    """Column with the ground truth for the reward function, such as answer in GSM8K. Absent: ground_truth in the column
+    reward_model, if there is one."""
     data_source: ShortText | None = Field(default=None, min_length=1)
-    """Name of the data, which the reward function gets and validation reports by. Absent: the column data_source,
-    else the name of the file or data set."""
+    """Name of the data, for the reward function and for validation metrics. Absent: the column data_source, else the
+    name of the file or data set."""
 
 
 class FilesSource(Columns):
@@ -98,7 +98,7 @@ class DataSource(ApiModel):
     )
 
     type: SourceType
-    """Which kind of source this is."""
+    """Type of the source."""
     reasoning_gym: ReasoningGymSource | None = None
     """For type ReasoningGym."""
     files: FilesSource | None = None
@@ -106,7 +106,7 @@ class DataSource(ApiModel):
     hugging_face: HuggingFaceSource | None = None
     """For type HuggingFace."""
     system_prompt: Text = ""
-    """System message put before each prompt; empty: none of ours."""
+    """System message before each prompt; empty: none is added."""
 
     @property
     def missing_block(self) -> str | None:
@@ -133,7 +133,7 @@ class DataSpec(ApiModel):
     validation: DataSource | None = None
     """Prompts to validate on; absent: no validation."""
     train_batch_size: int = Field(default=1024, ge=1, le=1_048_576)
-    """Prompts a step (sequences = prompts x rollout.samplesPerPrompt)."""
+    """Prompts per step (sequences = prompts x rollout.samplesPerPrompt)."""
     max_prompt_length: int = Field(default=512, ge=1, le=1_048_576)
     """Longest prompt, in tokens."""
     max_response_length: int = Field(default=512, ge=1, le=1_048_576)
@@ -143,6 +143,6 @@ class DataSpec(ApiModel):
     chat_template: ChatTemplate | None = None
     """Chat template (Jinja) for the prompts. Absent: the one of the actor's tokenizer."""
     chat_template_kwargs: RawObject = Field(default_factory=dict)
-    """Further variables of the chat template, such as enable_thinking: false for Qwen3."""
+    """Variables of the chat template, such as enable_thinking: false for Qwen3."""
     shuffle: bool = True
     """Shuffle the training prompts each epoch, by trainer.seed."""

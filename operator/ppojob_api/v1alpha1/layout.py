@@ -49,7 +49,7 @@ class Layout(ApiModel):
     """Pools, who is in them, and the sizes that depend on them."""
 
     pools: Pools
-    """GPUs, by kind of node."""
+    """Pools of GPUs; each has one kind of node."""
     placement: Placement
     """The pool of each role."""
     schedule: ScheduleSpec

@@ -18,7 +18,7 @@ class LoRA(ApiModel):
     alpha: float = Field(default=32.0, gt=0, le=65_536)
     """Numerator of the factor before B A."""
     target_modules: Annotated[list[ShortText], Field(max_length=64)] = Field(default_factory=list)
-    """Last parts of the names of the linear layers that get adapters, such as q_proj. Empty: all linear layers of the
+    """Linear layers that get adapters, by the last part of their name, such as q_proj. Empty: all linear layers of the
     decoder layers."""
 
 
@@ -35,7 +35,7 @@ class Offload(FrozenOffload):
     comes back for each call that needs it, so the peak of the role's own phases stays. The numbers stay the same."""
 
     optimizer: bool = False
-    """AdamW's moments; only updates and checkpoints bring them back."""
+    """AdamW's moments; they return for updates only."""
 
 
 class TrainedModel(ApiModel):
@@ -49,21 +49,21 @@ class TrainedModel(ApiModel):
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
-    """Compile each layer with torch.compile. Without effect where tensorParallelSize is above 1: torch 2.13 cannot
-    compile divided layers."""
+    """Compile each layer with torch.compile. No effect with tensorParallelSize above 1: torch 2.13 cannot compile
+    divided layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()
-    """What leaves the GPU between the role's phases."""
+    """What moves to host memory between the role's phases."""
     activation_offload: bool = False
-    """Keep the layers' inputs, which gradient checkpointing recomputes from, in the host's pinned memory until the
-    backward pass. Needs gradientCheckpointing."""
+    """Keep the layers' inputs in pinned host memory until the backward pass. Requires gradientCheckpointing, which
+    recomputes from them."""
     reshard_after_forward: bool | None = None
-    """true: each layer's weights are gathered from the role's GPUs for its forward pass and again for its backward
-    pass, and freed in between. false: once for a whole optimizer step, at whose end gradients are summed over the GPUs.
-    It is faster, and takes memory on each GPU for the whole model in bfloat16 and for the gradients of what is trained
-    in float32. Absent: false where the GPUs of the pool have that memory, without tensorParallelSize. The numbers stay
-    the same up to rounding."""
+    """true: gather each layer's weights from the role's GPUs for the forward pass and again for the backward pass, and
+    free them in between. false: gather them once per optimizer step, and sum gradients over the GPUs at its end. false
+    is faster, and needs memory on each GPU for the whole model in bfloat16 and for the trained parameters' gradients in
+    float32. Absent: false if the pool's GPUs have that memory and tensorParallelSize is 1. Results are the same up to
+    rounding."""
 
 
 class ActorModel(TrainedModel):
@@ -77,18 +77,17 @@ class FrozenModel(ApiModel):
     """A model that only computes."""
 
     path: Path | None = None
-    """Folder of a HuggingFace checkpoint, as the container sees it. Absent for ref: the actor's initial weights; with
-    model.actor.lora that is the actor itself with its adapters off, in the actor's pool."""
+    """Folder of a HuggingFace checkpoint, as the container sees it. Absent: the actor's initial weights; with
+    model.actor.lora, the actor itself without its adapters, in the actor's pool."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     compile: bool | None = None
-    """Compile each layer with torch.compile. Absent: as model.actor.compile says."""
+    """Compile each layer with torch.compile. Absent: the value of model.actor.compile."""
     offload: FrozenOffload = FrozenOffload()
-    """What leaves the GPU between the role's phases."""
+    """What moves to host memory between the role's phases."""
     reshard_after_forward: bool | None = None
-    """true: each layer's weights are gathered for each forward pass. false: once for all passes over a batch, or
-    over the part of one that streams. Absent: false where the GPUs of the pool have the memory, without
-    actor.tensorParallelSize."""
+    """true: gather each layer's weights for each forward pass. false: gather them once for all passes over a batch, or
+    over a streamed part of one. Absent: false if the pool's GPUs have the memory and actor.tensorParallelSize is 1."""
 
 
 class RewardInput(StrEnum):
@@ -111,21 +110,21 @@ class RewardModel(ApiModel):
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     label: int = Field(default=0, ge=0, le=65_535)
-    """Number of the label whose logit is the score; 0 with the usual one label."""
+    """Index of the label whose logit is the score; 0 for models with one label."""
     input: RewardInput = RewardInput.AUTO
-    """What it reads. Chat: prompt and response in the reward model's chat template. Text: their contents, one below
-    the other. Response: the response alone. Auto: Chat if there is a template, else Text."""
+    """Input of the model. Chat: prompt and response in the reward model's chat template. Text: their contents, one
+    below the other. Response: only the response. Auto: Chat if the model has a template, else Text."""
     max_length: int | None = Field(default=None, ge=1, le=16_777_216)
-    """Longest input in tokens; longer ones lose their beginning. Absent: what the model can take."""
+    """Longest input, in tokens; longer ones are truncated on the left. Absent: the model's limit."""
     max_tokens_per_gpu: int = Field(default=32_768, ge=1, le=16_777_216)
-    """Tokens of one forward pass on one GPU, padding included."""
+    """Tokens per forward pass and GPU, including padding."""
 
 
 class ModelSpec(ApiModel):
     """Which model each role loads."""
 
     actor: ActorModel
-    """The policy that is trained and that writes the responses."""
+    """The policy that is trained and that generates the responses."""
     critic: TrainedModel = TrainedModel()
     """The value model. Path absent: the actor's weights with a new value head."""
     ref: FrozenModel = FrozenModel()

@@ -15,9 +15,9 @@ class RDMA(ApiModel):
     """Devices for remote memory access (InfiniBand, RoCE, EFA) that a device plugin hands out."""
 
     resource_name: Annotated[str, Field(pattern=r"^[-.a-z0-9]+/[-._a-zA-Z0-9]+$", max_length=253)]
-    """Resource that the pods ask for, as the cluster's device plugin calls it: `rdma/hca`, `vpc.amazonaws.com/efa`."""
+    """Resource that the pods request, under the device plugin's name: `rdma/hca`, `vpc.amazonaws.com/efa`."""
     count: int = Field(default=1, ge=1, le=64)
-    """Devices for each pod, not for each GPU."""
+    """Devices per pod, not per GPU."""
 
 
 class PoolNetwork(ApiModel):
@@ -26,9 +26,9 @@ class PoolNetwork(ApiModel):
     host_network: bool = False
     """Use the host's network."""
     rdma: RDMA | None = None
-    """RDMA devices of each pod, which then has the capability IPC_LOCK too. Absent: none."""
+    """RDMA devices of each pod; the pod also gets the capability IPC_LOCK. Absent: none."""
     interface: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][-._a-zA-Z0-9]*$", max_length=15)] | None = None
-    """Network interface of NCCL's sockets and of gloo, such as `eth0`. Absent: each chooses by itself."""
+    """Network interface of NCCL's sockets and gloo, such as `eth0`. Absent: NCCL and gloo choose."""
     nccl: StringMap = Field(default_factory=dict)
     """Variables for NCCL, UCX and gloo (`NCCL_...`, `UCX_...`, `GLOO_...`) of the pool's processes."""
 

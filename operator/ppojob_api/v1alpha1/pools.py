@@ -39,11 +39,11 @@ class ResourcesPerGPU(ApiModel):
     """What a Ray worker pod gets for each of its GPUs."""
 
     cpu: Quantity = "8"
-    """CPU cores for each GPU."""
+    """CPU cores per GPU."""
     memory: Quantity = "64Gi"
-    """Memory for each GPU; the shared memory counts towards it."""
+    """Memory per GPU, including the shared memory."""
     shm: Quantity = "16Gi"
-    """Shared memory (/dev/shm) for each GPU: Ray's object store and NCCL live there."""
+    """Shared memory (/dev/shm) per GPU, for Ray's object store and NCCL."""
 
 
 class Scheduling(ApiModel):
@@ -54,7 +54,7 @@ class Scheduling(ApiModel):
     tolerations: RawObjects = Field(default_factory=list)
     """Tolerations of the pods (core/v1 Toleration)."""
     pod_template: RawObject = Field(default_factory=dict)
-    """core/v1 PodTemplateSpec that is merged into the pods, lists by name; what Ray needs wins."""
+    """core/v1 PodTemplateSpec that is merged into the pods, lists by name. Settings that Ray needs win."""
 
 
 class ResourceClaim(ApiModel):
@@ -74,14 +74,14 @@ class Pool(Scheduling):
     nodes: int = Field(default=1, ge=1, le=4096)
     """Ray worker pods."""
     min_nodes: int | None = Field(default=None, ge=1, le=4096)
-    """The fewest pods that autoBalance may give the pool. Absent: nodes."""
+    """Smallest number of pods for autoBalance. Absent: nodes."""
     max_nodes: int | None = Field(default=None, ge=1, le=4096)
-    """The most pods that autoBalance may give the pool. Absent: nodes."""
+    """Largest number of pods for autoBalance. Absent: nodes."""
     gpus_per_node: int = Field(ge=1, le=64)
-    """GPUs of each pod; with device cpu, worker processes of each pod."""
+    """GPUs per pod; with device cpu, worker processes per pod."""
     gpu_resource_name: ShortText | None = None
-    """Resource that the pods ask for, once for each GPU; `nvidia.com/mig-3g.71gb` is a slice of one. Empty: none, such
-    as where resourceClaims bring the GPUs. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    """Resource that the pods request, once per GPU; `nvidia.com/mig-3g.71gb` is a slice of a GPU. Empty: none, for
+    example if resourceClaims have the GPUs. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
     resource_claims: Annotated[
         list[ResourceClaim],
         Field(
@@ -89,13 +89,13 @@ class Pool(Scheduling):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = Field(default_factory=list)
-    """Devices of each pod by dynamic resource allocation. A claim that brings GPUs brings gpusPerNode of them."""
+    """Devices of each pod by dynamic resource allocation. A claim for GPUs must have gpusPerNode of them."""
     resources_per_gpu: ResourcesPerGPU = Field(default=ResourcesPerGPU(), alias="resourcesPerGPU")
-    """CPU and memory for each GPU."""
+    """CPU and memory per GPU."""
     spread: Spread = Spread.PREFERRED
-    """Required: each pod on a host of its own."""
+    """Required: each pod runs on its own host. Preferred: if possible."""
     network: PoolNetwork = PoolNetwork()
-    """How the pods reach others on other hosts."""
+    """Network to other hosts."""
 
     @property
     def gpus(self) -> int:
@@ -139,15 +139,15 @@ class Placement(ApiModel):
     critic: DNSLabel | None = None
     """Pool of the critic. Absent: the actor's, with an estimator that needs a critic."""
     ref: DNSLabel | None = None
-    """Pool of the reference policy. Absent: the critic's, else the actor's; the actor's too where model.actor.lora
-    makes the actor its own reference."""
+    """Pool of the reference policy. Absent: the critic's, else the actor's. If model.actor.lora makes the actor its own
+    reference: the actor's."""
     reward: DNSLabel | None = None
     """Pool of the reward workers. Absent: the critic's, else the actor's."""
     lent_to_rollout: (
         Annotated[list[DNSLabel], Field(max_length=6, json_schema_extra={"x-kubernetes-list-type": "set"})] | None
     ) = None
-    """Further pools whose GPUs write responses, such as the critic's, which would idle meanwhile: each gets rollout
-    engines of its own, which sleep outside generation where the pool trains."""
+    """More pools that generate, such as the critic's, which is idle during generation. Each gets its own rollout
+    engines, which sleep outside generation if the pool trains."""
 
     @property
     def rollout_pools(self) -> tuple[str, ...]:

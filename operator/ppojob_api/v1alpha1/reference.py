@@ -1,4 +1,7 @@
-"""The field reference: one table row for each field of spec and status, from the structural schema."""
+"""The field reference: a section for each part of spec and status with a table row for each field.
+
+Made of the structural schema. `generate` calls it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +10,39 @@ from ppojob_api.v1alpha1.schema import structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 
+_HEAD = """# Fields of a PPOJob
+
+`kubectl explain ppojob.spec --recursive` shows the same texts.
+"""
+_TABLE = "| field | type | default | meaning |\n|---|---|---|---|"
+_AS_IN_SPEC = {f"status.effectiveLayout.{part}": f"spec.{part}" for part in ("pools", "placement", "schedule")}
+"""Parts of the status with the same fields as a part of the spec."""
+
 
 def field_reference() -> str:
     """Return the reference as Markdown."""
-    parts = ["# Fields of a PPOJob\n\nThe same texts as `kubectl explain ppojob.spec --recursive`.\n"]
+    sections = [_HEAD]
     for title, model in (("spec", PPOJobSpec), ("status", PPOJobStatus)):
-        rows = "\n".join(_rows(title, structural(model)))
-        parts.append(f"\n## {title}\n\n| field | type | default | meaning |\n|---|---|---|---|\n{rows}\n")
-    return "".join(parts)
+        schema = structural(model)
+        plain = {name: field for name, field in schema["properties"].items() if not _inner(field)}
+        sections.append(_section(title, "", [*_rows(title, {**schema, "properties": plain})]))
+        for name, field in schema["properties"].items():
+            if name not in plain:
+                default = f"{_type(field)}, required" if name in schema.get("required", []) else _type(field)
+                path = f"{title}.{name}"
+                rows = [*_rows(f"{path}[]" if field.get("type") == "array" else path, _inner(field))]
+                sections.append(_section(path, f"{field.get('description', '')} ({default})", rows))
+    return "\n".join(sections)
+
+
+def _section(title: str, words: str, rows: list[str]) -> str:
+    return "\n".join([f"## {title}\n", *([f"{words}\n"] if words else []), _TABLE, *rows, ""])
+
+
+def _inner(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with the fields below a field: its own, or that of its items; empty where there are none."""
+    inner: dict[str, Any] = field["items"] if field.get("type") == "array" else field
+    return inner if "properties" in inner else {}
 
 
 def _rows(path: str, schema: dict[str, Any]) -> Iterator[str]:
@@ -22,14 +50,17 @@ def _rows(path: str, schema: dict[str, Any]) -> Iterator[str]:
     for name, field in schema.get("properties", {}).items():
         where = f"{path}.{name}"
         default = "required" if name in required else _default(field)
-        yield f"| `{where}` | {_type(field)} | {default} | {field.get('description', '')} |"
-        yield from _rows(where, field)
-        if field.get("type") == "array":
-            yield from _rows(f"{where}[]", field["items"])
+        same = f" Fields: see {_AS_IN_SPEC[where]}." if where in _AS_IN_SPEC else ""
+        yield f"| `{where}` | {_type(field)} | {default} | {field.get('description', '')}{same} |"
+        if not same:
+            yield from _rows(f"{where}[]" if field.get("type") == "array" else where, _inner(field))
 
 
 def _default(field: dict[str, Any]) -> str:
-    return "" if field.get("default") in (None, {}, []) else f"`{field['default']}`"
+    value = field.get("default")
+    if value in (None, {}, []):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
 
 
 def _type(field: dict[str, Any]) -> str:

@@ -22,9 +22,9 @@ class EnvVar(ApiModel):
     name: Annotated[str, Field(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$", max_length=253)]
     """Name of the variable."""
     value: Annotated[str, Field(max_length=32_768)] | None = None
-    """Its value."""
+    """Value of the variable."""
     value_from: RawObject | None = None
-    """Its source (core/v1 EnvVarSource), such as a key of a Secret."""
+    """Source of the value (core/v1 EnvVarSource), such as a key of a Secret."""
 
 
 EnvVars = Annotated[
@@ -40,19 +40,19 @@ class Storage(ApiModel):
     """Where models are read, and logs, metrics, checkpoints and the exported model are written."""
 
     persistent_volume_claim: Annotated[str, Field(min_length=1, max_length=253)]
-    """Claim in the job's namespace; ReadWriteMany where the pods may be on several hosts."""
+    """Claim in the job's namespace; ReadWriteMany if the pods run on several hosts."""
     mount_path: Annotated[str, Field(pattern=r"^/.+", max_length=253)] = "/data"
-    """Where the pods see it."""
+    """Mount path in the pods."""
 
 
 class AutoBalance(ApiModel):
     """Moving GPUs to the pools that want them, as the trainer recommends."""
 
     enabled: bool = False
-    """Apply what `status.layoutAdvice` says within minNodes and maxNodes of the pools: another layout, by a stop in
-    order. The spec is never written; `status.effectivePools` says what was moved. false goes back to the spec."""
+    """Apply `status.layoutAdvice` within minNodes and maxNodes of the pools, with a graceful stop. The spec is never
+    changed; `status.effectivePools` has the new sizes. false returns to the spec."""
     interval_minutes: int = Field(default=60, ge=1, le=525_600)
-    """How long an attempt runs at the least before its pools are changed, in minutes."""
+    """Shortest time that an attempt runs before its pools are changed, in minutes."""
 
 
 QueueName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", min_length=1, max_length=63)]
@@ -72,37 +72,36 @@ class RunPolicy(ApiModel):
     """Queue, suspension, failures and deadlines."""
 
     queue_name: QueueName | None = None
-    """Kueue's LocalQueue in the job's namespace. The job has pods only while the queue lets it in; where the queue
-    takes its GPUs away, it puts a checkpoint down and goes on when it is let in again. Absent: no queue."""
+    """Kueue's LocalQueue in the job's namespace. The job has pods only while it is admitted. If the queue pre-empts it,
+    the job saves a checkpoint and resumes when it is admitted again. Absent: no queue."""
     queue_priority_class: QueueName | None = None
-    """Kueue's WorkloadPriorityClass: who is let in first, and who has to go for whom. Absent: the queue's default."""
+    """Kueue's WorkloadPriorityClass, which decides admission and pre-emption. Absent: the queue's default."""
     gang_scheduler: GangScheduler = GangScheduler.NONE
-    """The scheduler with which KubeRay was started (`--batch-scheduler`): it binds all pods of the job at once, so that
-    two jobs never wait for each other's GPUs. None: Kubernetes' own, pod by pod."""
+    """Gang scheduler with which KubeRay was started (`--batch-scheduler`). It binds all pods of the job at once, so
+    that two jobs never wait for each other's GPUs. None: the scheduler of Kubernetes, pod by pod."""
     gang_scheduler_queue: QueueName | None = None
-    """Queue of the gang scheduler. KAI needs one. Absent: its default."""
+    """Queue of the gang scheduler; required for KAI. Absent: its default."""
     suspend: bool = False
-    """Put a checkpoint down, stop, and give all pods back; false goes on from there. A job that is created suspended
-    gets no pods. Neither counts as a retry. A queue gets its quota back."""
+    """true: save a checkpoint, stop, and release all pods and the quota of a queue. false: resume from the checkpoint.
+    A job that is created suspended gets no pods. Neither counts as a retry."""
     stop_grace_period_seconds: int = Field(default=600, ge=1, le=86_400)
-    """Longest time for the trainer to finish its step, to put a checkpoint down and to end, in seconds, where it is to
-    stop in order: for suspend, for another layout, for the queue, or because its pods are deleted, which wait for it.
-    Then the pods go, and the last checkpoint counts."""
+    """Longest time for a graceful stop, in seconds: to finish the step, save a checkpoint and exit. It applies to
+    suspend, another layout, pre-emption, and deleted pods. Then the pods are deleted, and the run resumes from the last
+    checkpoint."""
     backoff_limit: int = Field(default=3, ge=0, le=10_000)
     """Retries after failures of the user's program."""
     infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
     """Retries after failures of the cluster, such as a lost node."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time from admission, by the queue too, to all pools being ready, in seconds, and from there to the
-    trainer's start. Then a job that has never run fails; one that has run waits on."""
+    """Longest time from admission (also by the queue) until all pools are ready, and from then until the trainer
+    starts, in seconds each. Then a job that has never run fails; a job that has run keeps waiting."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
-    """Longest active time over all attempts, in seconds; it stands still while the job is suspended or in its queue.
+    """Longest active time over all attempts, in seconds, without the time suspended or queued. Then the job fails.
     Absent: none."""
     stall_timeout_seconds: int = Field(default=1800, ge=10, le=31_536_000)
-    """Longest time for which the trainer may report nothing new, not even that a phase of a step is done, in seconds;
-    then the job is Stalled. It must be more than the longest phase of a step, loading or checkpoint takes. Silence does
-    not count."""
+    """Longest time in which reports show no change, not even a finished phase of a step, in seconds. Then the job is
+    Stalled. It must exceed the longest phase of a step, loading, and checkpoint. Missing reports do not count."""
     restart_on_stall: bool = True
-    """A stalled attempt is stopped and counts as failed. false only says so, in the condition Stalled."""
+    """Stop a stalled attempt and count it as failed. false: only set the condition Stalled."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)
-    """Delete the object this long after its end, in seconds. Absent: never. The storage is not touched."""
+    """Delete the object this long after its end, in seconds. The storage is kept. Absent: never."""

@@ -36,12 +36,12 @@ class PPOJobSpec(ApiModel):
     env: EnvVars = Field(default_factory=list)
     """Environment of all Ray pods."""
     env_from: RawObjects = Field(default_factory=list)
-    """Further environment of all Ray pods, from Secrets and ConfigMaps (core/v1 EnvFromSource)."""
+    """Environment of all Ray pods from Secrets and ConfigMaps (core/v1 EnvFromSource)."""
     image_pull_secrets: RawObjects = Field(default_factory=list)
-    """Secrets with which the image is pulled (core/v1 LocalObjectReference)."""
+    """Secrets to pull the image (core/v1 LocalObjectReference)."""
     service_account_name: ObjectName | None = None
-    """ServiceAccount of all Ray pods, which must be there: for a cloud's workload identity. No token of the API server
-    is mounted. Absent: one of the job's own, without rights."""
+    """Existing ServiceAccount of all Ray pods, for example for a cloud's workload identity. No API token is mounted.
+    Absent: the job's own one, without rights."""
     model: ModelSpec
     """Which model each role loads."""
     data: DataSpec
@@ -49,7 +49,7 @@ class PPOJobSpec(ApiModel):
     reward: RewardSpec
     """What a response is worth."""
     workers: Workers = Field(default_factory=list)
-    """Worker groups of the user's own."""
+    """Custom worker groups."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Estimator of advantages and KL terms."""
     actor: ActorSpec = ActorSpec()
@@ -59,9 +59,9 @@ class PPOJobSpec(ApiModel):
     rollout: RolloutSpec = RolloutSpec()
     """Generating responses."""
     device: Device = Device.CUDA
-    """cuda, or cpu: gloo, and vLLM on CPU, all in float32; gpusPerNode then means worker processes of each pod."""
+    """cuda, or cpu: gloo and vLLM on CPU, in float32; gpusPerNode is then the number of worker processes per pod."""
     pools: Pools
-    """GPUs, by kind of node."""
+    """Pools of GPUs; each has one kind of node."""
     head: Head = Head()
     """The Ray head pod."""
     placement: Placement
@@ -77,9 +77,9 @@ class PPOJobSpec(ApiModel):
     telemetry: TelemetrySpec = TelemetrySpec()
     """Metrics to other services, samples, profiles."""
     auto_balance: AutoBalance = AutoBalance()
-    """Moving GPUs to the pools that want them."""
+    """Automatic changes of pool sizes."""
     run_policy: RunPolicy = RunPolicy()
-    """Suspension, failures and deadlines."""
+    """Queue, suspension, retries and deadlines."""
 
     def pool(self, name: str) -> Pool:
         """Return the pool of that name.

@@ -36,7 +36,7 @@ class OperatorStatus(ApiModel):
     namespace: Name
     """Namespace of its release."""
     lease: Name
-    """Lease of its replicas. With the namespace it says who the operator is, over restarts and upgrades."""
+    """Lease of its replicas. Namespace and Lease identify the operator across restarts and upgrades."""
     version: Name
     """Its version."""
 
@@ -55,20 +55,20 @@ class ConditionStatus(ApiModel):
     last_transition_time: Time
     """When status changed last."""
     observed_generation: int = Field(ge=0)
-    """Generation of the spec that this is about."""
+    """Generation of the spec to which the condition applies."""
 
 
 class Retries(ApiModel):
-    """Attempts that failed and were retried."""
+    """Retries by cause."""
 
     user: int = 0
     """After failures of the user's program."""
     infrastructure: int = 0
     """After failures of the cluster."""
     deleted: int | None = None
-    """After somebody deleted the RayCluster of a running attempt, against no limit. Absent: none."""
+    """After somebody deleted the RayCluster of a running attempt; these count towards no limit. Absent: none."""
     total: int = 0
-    """All of them."""
+    """All retries."""
 
 
 class PoolStatus(ApiModel):
@@ -83,13 +83,13 @@ class PoolStatus(ApiModel):
     gpus: int | None = None
     """GPUs of the whole pool."""
     busy_fraction: Number | None = None
-    """Share of the last step in which some role of the pool computed."""
+    """Share of the last step in which a role of the pool computed."""
     message: Message | None = None
-    """Why pods are not ready, in the scheduler's or the kubelet's words."""
+    """Why pods are not ready, as reported by the scheduler or the kubelet."""
 
 
 class Progress(ApiModel):
-    """How far the run is."""
+    """Progress of the run."""
 
     step: int = 0
     """Steps done."""
@@ -106,20 +106,19 @@ class Progress(ApiModel):
     first_validation_reward: Number | None = None
     """Mean score of the first validation."""
     phases: int | None = None
-    """Phases of steps, of loading and of saving that the attempt has done."""
+    """Number of phases that the attempt has finished, including loading and saving."""
     activity: Name | None = None
-    """What the trainer does: Loading, Validating, Training, Saving, Exporting."""
+    """Current activity of the trainer: Loading, Validating, Training, Saving, Exporting."""
     first_step_time: Time | None = None
     """When the first step was done."""
     last_update_time: Time | None = None
     """When the trainer reported last."""
     last_change_time: Time | None = None
-    """When a report last said something else than the one before it: attempt, step, phases, activity,
-    checkpoint or model."""
+    """When a report last differed from the previous one in attempt, step, phases, activity, checkpoint or model."""
     attempt: int | None = None
-    """Attempt that reported last."""
+    """Attempt of the last report."""
     report: int | None = None
-    """Number of that report within the attempt; an older one never replaces it."""
+    """Number of the last report within the attempt; older reports are ignored."""
     trainer_version: Name | None = None
     """Version of the trainer that reported."""
 
@@ -128,7 +127,7 @@ class Metric(ApiModel):
     """One metric of the last step; a string, as in Kubernetes' own APIs."""
 
     name: Name
-    """Name, as verl has it."""
+    """Name of the metric; verl's, if verl has it."""
     value: Number
     """Value."""
 
@@ -137,13 +136,13 @@ class CheckpointStatus(ApiModel):
     """The newest checkpoint."""
 
     step: int
-    """Step after which it was written."""
+    """Step after which it was saved."""
     path: Message
-    """Its folder, as the container sees it, or its address in a bucket."""
+    """Folder, as the container sees it, or address in a bucket."""
     time: Time
-    """When it was complete."""
+    """When it was completely saved."""
     request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)] | None = None
-    """Value of the annotation ppojob.dev/checkpoint-request that this checkpoint, or an earlier one, has answered."""
+    """Last value of the annotation ppojob.dev/checkpoint-request that a checkpoint has answered."""
 
 
 class ModelStatus(ApiModel):
@@ -159,11 +158,11 @@ class RayClusterStatus(ApiModel):
     name: Name
     """Name of the RayCluster."""
     uid: Name | None = None
-    """Its UID. Absent: it is being made."""
+    """UID of the RayCluster. Absent: it is being created."""
     dashboard_url: Message | None = Field(default=None, alias="dashboardURL")
-    """Ray's dashboard, inside the cluster."""
+    """Address of Ray's dashboard inside the cluster."""
     unreachable_since: Time | None = None
-    """When the dashboard ceased to answer while the trainer ran. Absent: it answers, or there is no trainer."""
+    """Since when the dashboard does not answer while the trainer runs. Absent: it answers, or no trainer runs."""
 
 
 class LastFailure(ApiModel):
@@ -176,7 +175,7 @@ class LastFailure(ApiModel):
     message: Message
     """A sentence for people."""
     exit_code: int | None = None
-    """Exit code of the trainer, or of the pod's container that has ended; absent where it is not known."""
+    """Exit code of the trainer, or of the pod's container. Absent: unknown."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
     layout_digest: Name | None = None
@@ -189,13 +188,13 @@ class StopStatus(ApiModel):
     """The last stop in order that the operator asked for; its attempt's reports are answered with the command."""
 
     attempt: int
-    """Number of the attempt that is to stop, or has stopped."""
+    """Number of the attempt that stops or has stopped."""
     reason: Name
-    """Suspending, Reallocating, Preempted, or StartupDelayed: autoBalance found no room for what it wanted."""
+    """Suspending, Reallocating, Preempted, or StartupDelayed (autoBalance found no room for larger pools)."""
     time: Time
-    """When it was asked for."""
+    """When it was requested."""
     completion_time: Time | None = None
-    """When it was over. Absent: the trainer is waited for."""
+    """When it was complete. Absent: the trainer has not stopped yet."""
 
 
 class PoolSize(ApiModel):
@@ -213,9 +212,9 @@ class LayoutAdvice(ApiModel):
     """Other sizes of the pools, and what they would do to the step."""
 
     pools: Annotated[list[PoolSize], _map_by("name", 7)]
-    """All pools of the job, also those that keep their size."""
+    """All pools of the job, including those that keep their size."""
     gpus: int = Field(ge=1)
-    """GPUs of all of them."""
+    """GPUs of all pools."""
     step_time_percent: int
     """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
 
@@ -226,20 +225,20 @@ class EffectivePool(ApiModel):
     name: Name
     """Name of the pool."""
     nodes: int = Field(ge=1)
-    """Pods that it is to have."""
+    """Number of pods of the pool."""
     spec_nodes: int = Field(ge=1)
-    """Pods that the spec gives it; where that is edited, the spec counts."""
+    """Number of pods in the spec when autoBalance changed it; an edit of the spec takes precedence."""
 
 
 class PPOJobStatus(ApiModel):
     """What is known of the job."""
 
     operator: OperatorStatus | None = None
-    """The operator that runs the job; the annotation ppojob.dev/operator hands it to another one."""
+    """The operator that runs the job. The annotation ppojob.dev/operator assigns another one."""
     observed_generation: int | None = None
     """Generation of the spec that the operator saw last."""
     phase: Name | None = None
-    """Derived from the conditions, for the column."""
+    """One word for the table of kubectl; derived from the conditions."""
     conditions: Annotated[list[ConditionStatus], _map_by("type", 16)]
     """The state of the job, as metav1.Conditions."""
     attempt: int | None = None
@@ -247,19 +246,19 @@ class PPOJobStatus(ApiModel):
     submission_id: Name | None = None
     """Ray's submission of the current attempt."""
     start_time: Time | None = None
-    """When the job was admitted, by its queue too, or went on after a suspension."""
+    """When the job was last admitted (also by its queue) or resumed."""
     active_seconds: int | None = Field(default=None, ge=0)
-    """For how long the job was active before it was suspended, or in its queue, last; since then startTime counts."""
+    """Active time before startTime, in seconds."""
     completion_time: Time | None = None
     """When the job ended."""
     retries: Retries | None = None
-    """Attempts that failed and were tried again."""
+    """Retries by cause."""
     ready: Name | None = None
     """GPUs ready / wanted."""
     pools: Annotated[list[PoolStatus], _map_by("name", 7)]
-    """The pools, each with its readiness."""
+    """State of each pool."""
     progress: Progress | None = None
-    """How far the run is."""
+    """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]
     """Metrics of the last step."""
     checkpoint: CheckpointStatus | None = None
@@ -271,12 +270,12 @@ class PPOJobStatus(ApiModel):
     last_failure: LastFailure | None = None
     """Why the last attempt failed."""
     stop: StopStatus | None = None
-    """The last stop in order that the operator asked for."""
+    """The last graceful stop that the operator requested."""
     effective_layout: Layout | None = None
-    """The layout in force; that of the spec follows when the trainer has stopped in order."""
+    """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]
-    """The pools that autoBalance has moved."""
+    """Pools whose size autoBalance has changed."""
     recommendation: Message | None = None
-    """What the measured phases say about the layout; absent where it is as good as any other."""
+    """Advice on the layout, from measured phases. Absent: no better layout is known."""
     layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] = Field(default_factory=list)
-    """The layouts of which the recommendation speaks: fewer GPUs, more GPUs, the same GPUs in other pools."""
+    """Layouts of the recommendation: fewer GPUs, more GPUs, or the same GPUs in other pools."""

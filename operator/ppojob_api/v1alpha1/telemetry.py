@@ -28,27 +28,27 @@ class ProfileSpec(ApiModel):
     """Profiles of some steps, in `profile/` of the job's folder; the other steps run as if there were none."""
 
     steps: Annotated[list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(min_length=1, max_length=16)]
-    """Steps to profile. The first one is slow by itself: it compiles and allocates."""
+    """Steps to profile. The first one is slow, because it compiles and allocates."""
     roles: Annotated[list[ProfiledRole], Field(min_length=1, max_length=3)] = Field(
         default_factory=lambda: [ProfiledRole.ACTOR, ProfiledRole.CRITIC]
     )
-    """Roles to profile, all ranks of them; each method called in the step gives one file for each rank."""
+    """Roles to profile, with all ranks. Each method that the step calls gives one file per rank."""
     memory: bool = False
-    """Also a snapshot of the CUDA allocator's history; on device cpu there is none."""
+    """Also save a snapshot of the CUDA allocator's history; none with device cpu."""
 
 
 class TelemetrySpec(ApiModel):
     """What a run tells besides its own files."""
 
     trackers: Annotated[list[Tracker], Field(max_length=2)] = Field(default_factory=list)
-    """Services that get the metrics too. Their addresses and keys come as environment variables: WANDB_API_KEY or
-    MLFLOW_TRACKING_URI, say, by envFrom from a Secret."""
+    """Services that also get the metrics. Their addresses and keys are environment variables, such as WANDB_API_KEY or
+    MLFLOW_TRACKING_URI, for example by envFrom from a Secret."""
     tracker_project: Annotated[ShortText, Field(min_length=1)] = "ppojob"
     """Project of W&B, experiment of MLflow."""
     prometheus_port: int = Field(default=9464, ge=0, le=65_535)
-    """Port of the head pod where `/metrics` gives the metrics of the last step; 0 opens none."""
+    """Port of the head pod that serves the metrics of the last step at `/metrics`; 0: none."""
     samples_per_step: int = Field(default=4, ge=0, le=64)
-    """Responses with prompt and score that are kept of each step and of each validation, in samples.jsonl and in the
-    log of reward-0 (reward_model-0 where a model alone scores)."""
+    """Number of responses, with prompt and score, to keep of each step and validation, in samples.jsonl and in the log
+    of reward-0 (reward_model-0 if only a model scores)."""
     profile: ProfileSpec | None = None
-    """Steps to look into with torch's profiler. Absent: none."""
+    """Steps to profile with torch's profiler. Absent: none."""

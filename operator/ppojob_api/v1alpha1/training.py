@@ -18,7 +18,7 @@ class LossAggregation(StrEnum):
 
 
 class LearningRateSchedule(StrEnum):
-    """Course of the learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
 
     CONSTANT = "Constant"
     COSINE = "Cosine"
@@ -29,7 +29,7 @@ class Trained(ApiModel):
     """What actor and critic have in common."""
 
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
-    """Course of the learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     learning_rate_warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = Field(default=0.01, ge=0, le=1)
@@ -39,17 +39,17 @@ class Trained(ApiModel):
     )
     """Decay rates of AdamW's first and second moments."""
     mini_batch_size: int = Field(default=256, ge=1, le=1_048_576)
-    """Prompts of one optimizer step; divides data.trainBatchSize."""
+    """Prompts per optimizer step; must divide data.trainBatchSize."""
     grad_clip: float = Field(default=1.0, ge=0, le=1_000_000)
-    """Largest norm of the gradient; 0 does not clip."""
+    """Largest norm of the gradient; 0 disables clipping."""
     max_non_finite_steps: int = Field(default=3, ge=1, le=1_000_000)
-    """Optimizer steps with a non-finite gradient that are skipped before the job fails."""
+    """Number of optimizer steps with a non-finite gradient that are skipped before the job fails."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs that each hold a part of every layer (Megatron); divides heads and intermediate size. For models that do not
-    fit otherwise."""
+    """Tensor parallelism (Megatron): GPUs that each hold a part of every layer. Must divide heads and intermediate
+    size. For models that do not fit otherwise."""
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs that each compute a slice of every sequence (Ulysses); divides the heads. For long sequences: together they
-    take this many times maxTokensPerGPU."""
+    """Sequence parallelism (Ulysses): GPUs that each compute a slice of every sequence. Must divide the heads. For long
+    sequences: together the GPUs take this many times maxTokensPerGPU."""
 
     @property
     def num_peers(self) -> int:
@@ -63,15 +63,15 @@ class ActorSpec(Trained):
     learning_rate: float = Field(default=1.0e-6, ge=0, le=1)
     """Learning rate of AdamW."""
     max_tokens_per_gpu: int = Field(default=16_384, ge=1, le=16_777_216)
-    """Tokens of one forward and backward pass on one GPU."""
+    """Tokens per forward and backward pass and GPU."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped at 1 - this."""
     clip_ratio_high: float = Field(default=0.2, ge=0, le=1000)
     """The ratio is clipped at 1 + this."""
     clip_ratio_dual: float = Field(default=3.0, gt=1, le=1000)
-    """Dual clip: bound of the ratio where the advantage is negative (Ye et al. 2019)."""
+    """Dual clip: bound of the ratio if the advantage is negative (Ye et al. 2019)."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
-    """How the losses of tokens become one number."""
+    """How token losses are aggregated."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
 
@@ -82,22 +82,22 @@ class CriticSpec(Trained):
     learning_rate: float = Field(default=1.0e-5, ge=0, le=1)
     """Learning rate of AdamW."""
     max_tokens_per_gpu: int = Field(default=32_768, ge=1, le=16_777_216)
-    """Tokens of one forward and backward pass on one GPU."""
+    """Tokens per forward and backward pass and GPU."""
     clip_range_value: float = Field(default=0.5, gt=0, le=1_000_000)
     """Values are clipped to within this of the old values."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
-    """How the losses of tokens become one number."""
+    """How token losses are aggregated."""
     warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
-    """Steps at the start that update the critic alone."""
+    """Number of first steps that update only the critic."""
 
 
 class ValidationSampling(ApiModel):
     """Sampling for validation."""
 
     temperature: float = Field(default=0.0, ge=0, le=100)
-    """0 takes the likeliest token."""
+    """0: take the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with at least this total probability."""
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
 
@@ -108,40 +108,40 @@ class RolloutSpec(ApiModel):
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
     temperature: float = Field(default=1.0, gt=0, le=100)
-    """Temperature of sampling; log-probs are taken at it."""
+    """Sampling temperature; log-probs are computed at it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with at least this total probability."""
     top_k: int = Field(default=-1, ge=-1, le=10_000_000)
-    """Sample from this many likeliest tokens; -1 from all."""
+    """Sample from this many most likely tokens; -1: from all."""
     stop: Annotated[list[ShortText], Field(max_length=16)] = Field(default_factory=list)
     """Strings that end a response."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token, for measurements."""
+    """Continue after the end-of-sequence token, for benchmarks."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory for vLLM's weights and cache."""
     max_num_seqs: int = Field(default=1024, ge=1, le=1_048_576)
-    """Sequences that one replica works on at the same time."""
+    """Sequences that one replica processes at the same time."""
     max_num_batched_tokens: int = Field(default=8192, ge=1, le=16_777_216)
-    """Tokens of one of vLLM's steps."""
+    """Tokens per vLLM step."""
     enable_chunked_prefill: bool = True
-    """Prefill long prompts in parts (not on CPU, where it would break per-request seeds)."""
+    """Prefill long prompts in parts. No effect on CPU, where it would break per-request seeds."""
     enable_prefix_caching: bool = True
-    """Keep the cache of common prefixes within a step."""
+    """Reuse the cache of common prefixes within a step."""
     enforce_eager: bool = False
-    """Do without CUDA graphs."""
+    """Disable CUDA graphs."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs of one node that a replica is divided over. The pool has as many replicas as its GPUs allow."""
+    """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
     log_probs: bool = True
-    """Have the engine report its log-probs, which the trainer compares with its own. false: responses come sooner, as
-    much as a quarter with many short steps of a small model."""
+    """The engine reports log-probs, which the trainer compares with its own. false makes generation faster, by up to a
+    quarter for a small model with many short steps."""
     sleep: bool = True
-    """Give the GPU's memory back after each generation where a trained role shares the GPU. false keeps it, which is
-    faster where gpuMemoryUtilization leaves the others enough."""
+    """Release GPU memory after each generation if a trained role shares the GPU. false keeps it, which is faster if
+    gpuMemoryUtilization leaves enough for the others."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
-    """Memory for the key-value cache of each replica on device cpu, in GiB."""
+    """Memory for the key-value cache of each replica with device cpu, in GiB."""
     engine_args: RawObject = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs by their own names, such as block_size. Those that have a field here,
-    or that the trainer needs otherwise, are refused."""
+    """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
+    here, or that the trainer sets itself, are rejected."""
     validation: ValidationSampling = ValidationSampling()
     """Sampling for validation."""
 
@@ -172,12 +172,12 @@ class ScheduleSpec(ApiModel):
     mode: ScheduleMode = ScheduleMode.AUTO
     """Auto: Overlapped if actor and critic are in different pools, else Serial."""
     without: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
-    """Overlaps that mode Overlapped does without, to measure what each is worth. Values: values and reward beside the
-    actor's log-probs. Reference: the reference's log-probs beside them. WeightSync: the weights go out before the
-    critic is done; NextGeneration: so does the next generation begin. Streaming: values, reference and
-    reward of finished responses while others are being written, and the actor's log-probs where its GPUs do not write.
-    OldLogProb: the actor's log-probs before the update are not computed where they are those of the update (one
-    minibatch, one epoch, no KL in the reward)."""
+    """Overlaps that mode Overlapped leaves out, to measure them. Values: values and reward beside the actor's
+    log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the critic
+    finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference and
+    reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
+    OldLogProb: skip the actor's log-probs before the update if the update computes the same (one minibatch, one epoch,
+    no KL in the reward)."""
 
 
 class ExportPolicy(StrEnum):
@@ -204,23 +204,23 @@ class CheckpointSpec(ApiModel):
     """Checkpoints in the job's storage, or in a bucket."""
 
     path: BucketAddress | None = None
-    """Where checkpoints are written and found again: `s3://bucket/prefix` or `gs://bucket/prefix`, of this job alone,
-    without a slash at the end. Credentials come from env, envFrom or the ServiceAccount. All else stays in the storage.
-    Absent: checkpoints are in the storage too."""
+    """Bucket for checkpoints: `s3://bucket/prefix` or `gs://bucket/prefix`, for this job only, without a slash at the
+    end. Credentials come from env, envFrom or the ServiceAccount. Everything else is in the storage. Absent:
+    checkpoints are in the storage too."""
     every_steps: int = Field(default=50, ge=0, le=2**31 - 1)
-    """Steps between checkpoints; 0 writes none but the last."""
+    """Steps between checkpoints; 0: only the last one."""
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
     asynchronous: bool = Field(default=False, alias="async")
-    """Continue training while a checkpoint is written. What lies on GPUs is copied to the host's memory first. At most
-    one checkpoint is written at a time, the end of the run waits for it, and a failed one fails the job. Where the
-    host's memory does not suffice, training waits for each checkpoint, and the job says so."""
+    """Continue training while a checkpoint is written. What is on GPUs is copied to host memory first. At most one
+    checkpoint is written at a time. The end of the run waits for it, and a failed one fails the job. If host memory is
+    too small, training waits for each checkpoint, and the log says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
-    """Where the run is written. Auto: in the folder of its name; it fails if another object of that name left
-    checkpoints there. Never: in a folder of its own below it, `runs/UID`. Either way an attempt resumes from the last
+    """Where the run is written. Auto: in the folder of its name; the job fails if another object of that name left
+    checkpoints there. Never: in its own folder below it, `runs/UID`. In both cases, an attempt resumes from the last
     checkpoint of the same object."""
     resume_from: Path | None = None
-    """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto that may be one that
+    """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto, it may be one that
     an earlier object of the same name left: its folder then belongs to this run."""
     export: ExportPolicy = ExportPolicy.FINAL
     """When the policy is exported as a HuggingFace folder."""
@@ -232,10 +232,10 @@ class TrainerSpec(ApiModel):
     total_steps: int = Field(default=100, ge=1, le=2**31 - 1)
     """Steps of the run."""
     validate_every_steps: int = Field(default=10, ge=0, le=2**31 - 1)
-    """Steps between validations; 0 validates never."""
+    """Steps between validations; 0: no validation."""
     validate_before_training: bool = True
     """Validate once before the first step (with validateEverySteps above 0)."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
-    """Seed of the run: order of the data, samples, new value head."""
+    """Seed of the order of the data, of samples, and of a new value head."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time for one phase of a step, in seconds; then the job fails with the phase's name."""
+    """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""

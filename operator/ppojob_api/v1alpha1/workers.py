@@ -24,10 +24,10 @@ class Hook(ApiModel):
     """A call of a worker's method, in every step."""
 
     after: HookPoint
-    """Generate: with the responses. Score: with the scores too; columns that it returns take the place of those of
-    the same name, token_level_scores for one. Step: with everything that the updates read; it returns metrics only."""
+    """Generate: after the responses. Score: after the scores; returned columns, such as token_level_scores, replace
+    those with the same name. Step: with all inputs of the updates; it returns metrics only."""
     method: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253)]
-    """Name of a method of the class with `@register`; its dispatch mode says which process gets which rows."""
+    """Name of a method of the class with `@register`; its dispatch mode decides which process gets which rows."""
 
 
 class WorkerSpec(ApiModel):
@@ -52,9 +52,9 @@ class WorkerSpec(ApiModel):
     module: ShortText | None = None
     """Dotted name of an installed module."""
     path: Path | None = None
-    """A Python file, as the containers of head and pool see it."""
+    """Path of a Python file, as the containers of the head and the pool see it."""
     class_name: ShortText
-    """Name of the class there. It is called with its `Seat` and the kwargs."""
+    """Name of the class in it. It is called with its `Seat` and the kwargs."""
     kwargs: RawObject = Field(default_factory=dict)
     """Keyword arguments of the class."""
     pool: DNSLabel
@@ -62,9 +62,9 @@ class WorkerSpec(ApiModel):
     num_workers: int = Field(default=1, ge=1, le=256)
     """Number of processes."""
     uses_gpu: bool = False
-    """Whether each process sees the GPU of its place in the pool, which it then shares with the pool's roles."""
+    """Each process sees the GPU of its place in the pool and shares it with the pool's roles."""
     hooks: Annotated[list[Hook], Field(min_length=1, max_length=8)]
-    """Where the controller calls it, in this order."""
+    """When the controller calls it, in this order."""
 
 
 Workers = Annotated[

@@ -99,7 +99,7 @@ def test_the_notes_name_the_next_commands(kubectl: Any, release: str) -> None:
         "kubectl get crd rayclusters.ray.io",
     ):
         assert command in release
-    assert "It sleeps (replicas: 0)" in release
+    assert "It is paused (replicas: 0)" in release
 
 
 def test_an_upgrade_leaves_what_the_operator_stored_alone(kubectl: Any, release: str) -> None:

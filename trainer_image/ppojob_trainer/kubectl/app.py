@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kubectl ppo",
-    help="Look after PPOJobs: status, logs, metrics, pictures, and why a job waits.",
+    help="Show and control PPOJobs: status, logs, metrics, plots, and why a job waits.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -48,7 +48,7 @@ Name = Annotated[str, typer.Argument(help="Name of the PPOJob.", show_default=Fa
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace.", show_default="that of the kubeconfig's context")
 ]
-Wait = Annotated[int, typer.Option(min=0, help="Wait so many seconds until the job has followed.", show_default=False)]
+Wait = Annotated[int, typer.Option(min=0, help="Seconds to wait until it is done.", show_default=False)]
 Context = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default="the current")
 ]
@@ -60,10 +60,12 @@ def status(
     namespace: Namespace = None,
     context: Context = None,
     all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until all are finished, or Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks, with --watch.")] = 2.0,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Continue until all jobs have ended, or Ctrl-C.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --watch.")] = 2.0,
 ) -> None:
-    """Show how jobs stand: one in full, or all; with --watch as a live table."""
+    """Show one job in full, or all jobs; with --watch as a live table."""
     with _refusals():
         cluster = _cluster(context, namespace)
         console = _console()
@@ -84,7 +86,7 @@ def logs(
     ] = "driver",
     rank: Annotated[int | None, typer.Option(min=0, help="One process of the role.", show_default="all")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Which attempt.", show_default="the last one")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C.")] = False,
     tail: Annotated[int, typer.Option(min=1, help="Lines of each log.")] = 100,
 ) -> None:
     """Print the log of the driver, or of a role's processes; also after the job has ended."""
@@ -100,7 +102,7 @@ def metrics(
     name: Name,
     namespace: Namespace = None,
     context: Context = None,
-    steps: Annotated[int, typer.Option(min=0, help="So many last steps, from the run's own metrics.jsonl.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Number of last steps to show, from the run's metrics.jsonl.")] = 0,
     metric: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,7 +110,8 @@ def metrics(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the whole metrics.jsonl there.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="File to which the whole metrics.jsonl is written.", show_default=False),
     ] = None,
 ) -> None:
     """Show the metrics of the last step (from the status), or of several, or fetch all of them."""
@@ -138,7 +141,7 @@ def plot(
     ] = None,
     timing: Annotated[bool, typer.Option("--timing", help="Draw where a step's time goes.")] = False,
 ) -> None:
-    """Draw jobs' metrics, as `ppojob plot` does; also after they have ended."""
+    """Draw the metrics of jobs, as `ppojob plot` does; also after they have ended."""
     from ppojob_trainer.telemetry.plot import plot as draw
     from ppojob_trainer.telemetry.timing_plot import plot_timing
 
@@ -153,7 +156,7 @@ def plot(
 
 @app.command("explain-pending")
 def explain_pending(name: Name, namespace: Namespace = None, context: Context = None) -> None:
-    """Say what a job waits for, pool by pool, in the scheduler's, the kubelet's and KubeRay's own words."""
+    """Explain why a job waits, pool by pool, in the words of the scheduler, the kubelet and KubeRay."""
     with _refusals():
         cluster = _cluster(context, namespace)
         job = _job(cluster, name)
@@ -184,7 +187,10 @@ def dashboard(
         ),
     ] = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="TensorBoard in place of Ray's, also after the job has ended.")
+        bool,
+        typer.Option(
+            "--tensorboard", help="Forward TensorBoard instead of Ray's dashboard, also after the job has ended."
+        ),
     ] = False,
 ) -> None:
     """Forward Ray's dashboard, or TensorBoard, to this machine, until Ctrl-C."""
@@ -224,14 +230,14 @@ def _forward_tensorboard(cluster: Cluster, job: Raw, port: int) -> None:
 
 @app.command()
 def suspend(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
-    """Have a job put a checkpoint down, stop, and give its GPUs back, until it is resumed."""
+    """Suspend a job: save a checkpoint, stop, and release its GPUs."""
     with _refusals():
         _set_suspend(_cluster(context, namespace), name, True, wait)
 
 
 @app.command()
 def resume(name: Name, namespace: Namespace = None, context: Context = None, wait: Wait = 0) -> None:
-    """Let a suspended job go on from its last checkpoint."""
+    """Resume a suspended job from its last checkpoint."""
     with _refusals():
         _set_suspend(_cluster(context, namespace), name, False, wait)
 
@@ -241,9 +247,9 @@ def checkpoint(
     name: Name,
     namespace: Namespace = None,
     context: Context = None,
-    timeout: Annotated[int, typer.Option(min=0, help="Wait so many seconds for it; 0 only asks.")] = 600,
+    timeout: Annotated[int, typer.Option(min=0, help="Seconds to wait for it; 0: do not wait.")] = 600,
 ) -> None:
-    """Ask a running job for a checkpoint, wait until it is whole, and print its step. The job goes on."""
+    """Request a checkpoint of a running job, wait until it is saved, and print its step. The job keeps running."""
     with _refusals():
         cluster = _cluster(context, namespace)
         request = checkpoint_request.ask(cluster, _KIND, _job(cluster, name), datetime.now(UTC))

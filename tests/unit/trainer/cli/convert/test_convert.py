@@ -185,7 +185,7 @@ def test_single_settings(word: str, path: str | None, value: Any) -> None:
 
 
 def test_without_a_function_the_data_source_chooses_it() -> None:
-    assert value_at(converted(), "reward.function") == {"module": "ppojob_trainer.rewards.by_data_source"}
+    assert value_at(converted(), "reward.function.module") == "ppojob_trainer.rewards.by_data_source"
 
 
 def test_validation_takes_the_likeliest_token_unless_told_to_sample() -> None:
