@@ -206,7 +206,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         gathered = stay_gathered(spec, sizes)
         if whole := [role for role, stays in gathered.items() if stays]:
             logger.info("whole on each rank through an optimizer step: %s", ", ".join(whole))
-        logger.info("model paths, data and reward are in order; loading the models")
+        logger.info("model paths, data and reward are valid; loading the models")
         joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered), rollout)
     finally:
         rollout.cancel()
