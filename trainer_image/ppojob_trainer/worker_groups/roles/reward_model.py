@@ -29,7 +29,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads transformers; the driver and the other roles do without it.
+    # Imports transformers, which the driver and the other roles do not need.
     from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
 
 __all__ = ["ModelScores", "RewardModelWorker"]
@@ -103,7 +103,7 @@ class RewardModelWorker(TrainedWorker):
                 raise RewardModelError(f"the reward model's score of prompt {index} is {score}: it must be finite")
         mask = batch.tensor(Keys.RESPONSE_MASK)
         placed = scores_on_last_token(scores, mask)
-        # Copies that fill up a rank's share have no response tokens.
+        # Copies that pad a rank's share have no response tokens.
         kept = mask.bool().any(dim=1)
         metrics = scores_by_source(batch[kept], placed[kept])
         longest = self._input.max_length
