@@ -52,7 +52,7 @@ class BucketRefusedError(BucketError):
 
 
 class CredentialsMissingError(BucketError):
-    """The environment names no credentials, and the machine has none of its own."""
+    """There are no credentials in the environment or on the machine."""
 
 
 class BucketUnreachableError(BucketError):
