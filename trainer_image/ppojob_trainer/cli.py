@@ -1,6 +1,6 @@
 """The program `ppojob`: validate a PPOJob, run it on this machine, draw its metrics, prepare a model.
 
-Ray, torch and vLLM are imported by the commands that need them only, so that the others answer at once.
+Only the commands that need Ray, torch and vLLM import them, so that the others start at once.
 """
 
 import logging
@@ -35,7 +35,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help=_SET_HELP, show_de
 
 
 class PackagedModel(StrEnum):
-    """Models that come as packages."""
+    """Models that are installed as Python packages."""
 
     SMOLLM2 = "smollm2"
 
@@ -81,7 +81,7 @@ def run(
     if dry_run:
         return
     is_finished = _train(job, number)
-    # Not by rich, which would cut a long path to the width of the screen.
+    # Not printed with rich, which would cut a long path to the terminal's width.
     typer.echo("\n".join(_results(job)))
     if not is_finished:
         raise typer.Exit(_INTERRUPTED)
@@ -211,7 +211,7 @@ def _load(file: Path, sets: list[str] | None, *, folder: Path | None = None) -> 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Print what a user can mend as sentences, one a line, and end with 1; a bug of ours keeps its traceback."""
+    """Print errors that a user can fix, one per line, and exit with 1; a bug of ours keeps its traceback."""
     try:
         yield
     except (ManifestError, SpecError) as error:
@@ -219,7 +219,7 @@ def _refusals() -> Iterator[None]:
             typer.echo(line, err=True)
         raise typer.Exit(1) from error
     except typer.Exit:
-        # A RuntimeError too, but one that has been told already.
+        # typer.Exit is a RuntimeError too, but its message was already printed.
         raise
     except (OSError, ValueError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -227,10 +227,10 @@ def _refusals() -> Iterator[None]:
 
 
 def _train(job: JobFile, attempt: int) -> bool:
-    """Run the job; what its driver prints is in its log too. Returns whether all steps are done.
+    """Run the job and copy the driver's output to its log. Return whether all steps are done.
 
     Raises:
-        typer.Exit: it failed, and why was printed.
+        typer.Exit: it failed, and the reason was printed.
     """
     from ppojob_trainer.commands.local_run import stop_on_interrupt
     from ppojob_trainer.main import JobFailedError, run_job
@@ -245,7 +245,7 @@ def _train(job: JobFile, attempt: int) -> bool:
             outcome = run_job(job, attempt=attempt, stop=stop)
         except JobFailedError as error:
             if error.record.reason == Reason.TRAINER_FAILED:
-                # Nobody foresaw it, so the sentence alone does not help.
+                # An unexpected error: its message alone does not help, so log the traceback.
                 logging.getLogger(__name__).exception("the run failed")
             typer.echo(f"error: {error.record.reason}: {error.record.message}\nlogs: {log.parent}", err=True)
             raise typer.Exit(error.record.exit_code) from error
@@ -257,7 +257,7 @@ def _train(job: JobFile, attempt: int) -> bool:
 
 
 def _results(job: JobFile) -> list[str]:
-    """Return where the files of the run are, a line each; what was not written is left out."""
+    """Return the paths of the run's files, one per line; files that were not written are left out."""
     from ppojob_trainer.checkpoints.address import is_address
     from ppojob_trainer.telemetry import RunFiles
 

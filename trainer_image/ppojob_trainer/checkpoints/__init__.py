@@ -1,6 +1,6 @@
-"""A run's checkpoints, in a folder or in a bucket: atomic, fenced, kept to a number. Imports no torch.
+"""A run's checkpoints, in a folder or in a bucket: atomic, fenced, limited in number. Imports no torch.
 
-The engines write what is in them.
+The engines write their contents.
 """
 
 from ppojob_trainer.checkpoints.checkpoint import Checkpoint

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a folder, or an address in an object store (`s3://bucket/prefix`, `gs://bucket/prefix`).
+"""The location of checkpoints: a folder, or an address in an object store (`s3://bucket/prefix`, `gs://bucket/prefix`).
 
-Both are text everywhere: as a `Path`, an address would lose one of its slashes.
+Both are strings everywhere: as a `Path`, an address would lose one of its slashes.
 """
 
 SCHEMES = ("s3://", "gs://")
@@ -12,7 +12,7 @@ def is_address(location: str) -> bool:
 
 
 def below(location: str, name: str) -> str:
-    """Return what stands under a name in a folder or below an address."""
+    """Return the location of a name in a folder or below an address."""
     return f"{location.rstrip('/')}/{name}"
 
 

@@ -130,10 +130,10 @@ class Bucket:
                 _refuse_missing_bucket(self.address, error)
 
     def check(self, name: str) -> None:
-        """Try what checkpoints stand on: keys can be written on a condition, and deleted.
+        """Try the operations that checkpoints need: conditional writes and deletion of keys.
 
         Raises:
-            BucketError: not so; by its class one can tell whether trying again helps.
+            BucketError: one of them failed; its class shows whether a retry may help.
         """
         probe = f"{_PROBE}-{name}"
         self.overwrite(probe, b"")
@@ -170,7 +170,7 @@ def connect(address: str) -> Bucket:
 
 
 def said(error: BaseException) -> str:
-    """Return what is told of an error of obstore's: its first line without users, and the code of the answer's body."""
+    """Return the message for an obstore error: its first line without users, and the code of the answer's body."""
     text = str(error).strip() or type(error).__name__
     line = _USER.sub("//", text.splitlines()[0].partition("<?xml")[0].partition("<Error")[0]).rstrip(": ")
     code = _CODE.search(text)

@@ -4,10 +4,11 @@
     s3://bucket/prefix/step-8.attempt-0/...       a whole checkpoint: it has manifest.json, which is written last
     s3://bucket/prefix/step-12.attempt-1/...      without a manifest: attempt 1 is writing it
 
-Nothing is renamed: a store would copy every byte. So each attempt has names of its own, and a checkpoint begins to be
-with its manifest. Owner and tracker are one key, and it is written only on the condition that it still is what this
-attempt wrote last: a newer attempt has changed it when it claimed, so an old one can never move the tracker, however
-late its write arrives. (In a folder, which has no such write, the owner is looked at before and after.)
+Nothing is renamed, because a store would copy every byte. So each attempt uses separate names, and a checkpoint is
+valid once it has its manifest. Owner and tracker are one key. It is written only on the condition that it still has the
+content that this attempt wrote last. A newer attempt changes it when it claims the address, so an old attempt can never
+move the tracker, however late its write arrives. (A folder has no conditional write, so the owner is checked before and
+after.)
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ class _Tracker:
     uid: str
     attempt: int
     claim: str
-    """Of one process: a write whose answer was lost is known again, and so is a second driver of the same attempt."""
+    """Identifies one process, to recognize its own write if the answer was lost, and a second driver of the attempt."""
     newest: str | None = None
     """Name of the newest checkpoint; None while there is none."""
     resumed_from: str | None = None
-    """What `checkpoint.resumeFrom` named, once the run went on from it; later attempts go on from their own."""
+    """The value of `checkpoint.resumeFrom`, once the run resumed from it; later attempts use their own checkpoints."""
 
 
 class BucketStore:
-    """Writes, finds and tidies the checkpoints of one attempt. Implements `store.CheckpointStore`."""
+    """Writes, finds and deletes the checkpoints of one attempt. Implements `store.CheckpointStore`."""
 
     def __init__(self, address: str, *, uid: str, attempt: int) -> None:
         """See `connect` for what it raises."""
@@ -117,7 +118,7 @@ class BucketStore:
         name = self._name(step)
         sealed, unsealed = self._shelf.sorted_by_seal()
         for left in unsealed:
-            # A higher attempt's is of an attempt that has claimed this very moment.
+            # Files of a higher attempt belong to one that has claimed the address just now.
             if order_of(left)[1] <= self._tracker.attempt:
                 self._bucket.delete(left)
         if name in sealed:
@@ -129,7 +130,7 @@ class BucketStore:
         try:
             self._bucket.delete(self._name(step), first=MANIFEST)
         except BucketError as error:
-            # The reason for which it is given up goes on; what is left has no manifest, and the next attempt clears it.
+            # The original error is raised on; the remaining files have no manifest, and the next attempt deletes them.
             _log.warning("what was written of step %d is still there: %s", step, error)
 
     def commit(self, step: int, *, state: Mapping[str, Any], keep: int) -> Checkpoint:
@@ -145,7 +146,7 @@ class BucketStore:
     def _begin_from(self, location: str) -> Checkpoint:
         found = read_at(location)
         own = {self._shelf.location(name): name for name in self._shelf.names()}
-        # Written to the store with the next checkpoint, or now where the run is wound back.
+        # Written to the store with the next checkpoint, or now if the run is rolled back.
         self._tracker = replace(self._tracker, resumed_from=location)
         if found.location in own:
             self._track(replace(self._tracker, newest=own[found.location]))
@@ -153,7 +154,7 @@ class BucketStore:
 
     def _keep(self, keep: int, step: int) -> None:
         own = [name for name in self._shelf.names() if self._is_own(name)]
-        # Of a step that several attempts have done the last counts; later steps are of a course that was given up.
+        # If several attempts saved a step, the last counts; later steps belong to an abandoned continuation of the run.
         newest = {order_of(name)[0]: name for name in own if order_of(name)[0] <= step}
         kept = [newest[known] for known in sorted(newest)][-keep:]
         for name in own:
@@ -161,7 +162,7 @@ class BucketStore:
                 self._bucket.delete(name, first=MANIFEST)
 
     def _vacate(self, name: str, step: int) -> None:
-        """Make room for a step that the same attempt writes again; the tracker must not name what is going away."""
+        """Make room for a step that the same attempt writes again; the tracker must not name what is being deleted."""
         if not self._is_own(name):
             raise self._foreign(None)
         if self._tracker.newest == name:
@@ -188,7 +189,7 @@ class BucketStore:
             found, version = self._read() or (None, None)
             if found != tracker:
                 raise self._refusal(found) from error
-            # Our own write, of which the answer was lost.
+            # Our own write, whose answer was lost.
             self._version = version
         self._tracker = tracker
 
@@ -220,7 +221,7 @@ class BucketStore:
 
 
 def last_attempt(address: str) -> int | None:
-    """Return the number of the last attempt that claimed the address; None where nobody did, or none can be read."""
+    """Return the number of the last attempt that claimed the address; None if there is none or it cannot be read."""
     found = connect(address).read(_TRACKER)
     try:
         return _decode(found.content).attempt if found is not None else None

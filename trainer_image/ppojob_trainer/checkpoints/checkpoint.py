@@ -1,8 +1,8 @@
-"""One checkpoint: what the ranks wrote, sealed by a manifest with the size of every file.
+"""One checkpoint: the files of the ranks, completed by a manifest with the size of every file.
 
-`folder_store.py` and `bucket_store.py` seal and read; the engines write and read what lies beside the manifest. Sizes,
-not hashes: they find what a kill, a full disk or a half copied folder leaves, at no cost; bit rot is the storage's
-business.
+`folder_store.py` and `bucket_store.py` write and read the manifest; the engines write and read the other files. The
+manifest has sizes, not hashes: they detect the result of a kill, a full disk or an incomplete copy at no cost. Bit rot
+is left to the storage.
 """
 
 import json
@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 
 
 class BrokenCheckpointError(ValueError):
-    """It is no whole checkpoint; the message says why. `shelf.py` adds what can be done."""
+    """The checkpoint is incomplete; the message says why. `shelf.py` adds the remedy."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Checkpoint:
     uid: str
     """UID of the job that wrote it."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What the controller needs to go on: position in the data, KL controller, ..."""
+    """The controller's state to resume from: position in the data, KL controller, ..."""
 
 
 def manifest_of(*, step: int, uid: str, state: Mapping[str, Any], files: Mapping[str, int]) -> dict[str, Any]:

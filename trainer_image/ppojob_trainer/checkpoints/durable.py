@@ -1,4 +1,4 @@
-"""Files that survive a kill or a power cut: written aside, flushed to the disk, put in place by one rename."""
+"""Files that survive a kill or a power cut: written to a temporary file, flushed to disk, then renamed."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` atomically: at any moment there is the old content or the new one, whole and on the disk."""
+    """Replace `path` atomically: at any moment it has either the old or the new content, complete and on disk."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with aside.open("w") as file:
         json.dump(content, file, indent=1, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The ways in which a job's checkpoints can refuse it. `main` turns them into a `FailureRecord`."""
+"""The errors of a job's checkpoints. `main` turns them into a `FailureRecord`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ForeignFilesError(RuntimeError):
 
 
 class CheckpointUnreadableError(RuntimeError):
-    """A checkpoint that the run should go on from cannot be read."""
+    """The checkpoint to resume from cannot be read."""
 
     @classmethod
     def of(cls, location: str, reason: str, *, older: Checkpoint | None) -> Self:
-        """Return the error for a folder or an address, with what can be done: the older checkpoint, if there is one."""
+        """Return the error for a folder or an address, with the remedy: the older checkpoint, if there is one."""
         offer = (
             f"to go on from step {older.step}, set checkpoint.resumeFrom to {older.location}"
             if older
@@ -44,7 +44,7 @@ class CheckpointUnreadableError(RuntimeError):
 
 
 class BucketError(RuntimeError):
-    """An object store does not do what checkpoints need; the message has its own words and the remedy."""
+    """An object store cannot be used for checkpoints; the message has the store's error and the remedy."""
 
 
 class BucketRefusedError(BucketError):
@@ -52,7 +52,7 @@ class BucketRefusedError(BucketError):
 
 
 class CredentialsMissingError(BucketError):
-    """The environment names no credentials, and the machine has none of its own."""
+    """There are no credentials in the environment or on the machine."""
 
 
 class BucketUnreachableError(BucketError):

@@ -1,4 +1,4 @@
-"""The checkpoints of one run in a folder; see `store.py` for what they promise.
+"""The checkpoints of one run in a folder; see `store.py` for their guarantees.
 
     checkpoints/owner.json            uid and attempt: who may write here (the fence)
     checkpoints/tracker.json          which checkpoint is the newest; replaced last
@@ -6,7 +6,7 @@
     checkpoints/.step-12.tmp-1/       attempt 1 is writing it
     checkpoints/.step-4.gone/         being deleted
 
-A folder gets its name when the disk has all of it, and loses it before it is deleted.
+A folder gets its final name when all of it is on disk, and is renamed before it is deleted.
 """
 
 import logging
@@ -40,11 +40,11 @@ class _Tracker:
     step: int | None = None
     """The newest checkpoint; None while it is being replaced."""
     resumed_from: str | None = None
-    """The folder of `checkpoint.resumeFrom`, once the run went on from it; later attempts go on from their own."""
+    """The folder of `checkpoint.resumeFrom`, once the run resumed from it; later attempts use their own checkpoints."""
 
 
 class FolderStore:
-    """Writes, finds and tidies the checkpoints of one attempt. Implements `store.CheckpointStore`."""
+    """Writes, finds and deletes the checkpoints of one attempt. Implements `store.CheckpointStore`."""
 
     def __init__(self, folder: Path, *, uid: str, attempt: int) -> None:
         self._folder = folder
@@ -77,7 +77,7 @@ class FolderStore:
         tracker = self._tracker()
         if tracker.step is not None:
             return read(self._shelf, self._final(tracker.step).name)
-        # A kill between a folder's rename and the tracker: the folder is whole, or it would not have its name.
+        # A kill between a folder's rename and the tracker: the folder is complete, or it would not have its name.
         names = self._shelf.names()
         return read(self._shelf, names[-1]) if names else None
 
@@ -112,7 +112,7 @@ class FolderStore:
         self._check_fence()
         self._track(_Tracker(step, self._resumed_from))
         own = [known for known in self._steps() if self._is_own(known)]
-        # Steps after this one belong to a course of the run that was given up.
+        # Later steps belong to an abandoned continuation of the run.
         kept = [known for known in own if known <= step][-keep:]
         for known in own:
             if known not in kept:
@@ -127,7 +127,7 @@ class FolderStore:
         return found
 
     def _vacate(self, step: int) -> None:
-        """Make room for a step that is written again; the tracker must not name a folder that is going away."""
+        """Make room for a step that is written again; the tracker must not name a folder that is being deleted."""
         if not self._final(step).exists():
             return
         tracker, older = self._tracker(), self.older_than(step)
@@ -141,7 +141,7 @@ class FolderStore:
             self._final(step).rename(aside)
 
     def _delete(self, step: int) -> None:
-        """Delete a checkpoint; it loses its name first, so that a kill leaves no half one under it."""
+        """Delete a checkpoint; it is renamed first, so that a kill leaves no incomplete one under its name."""
         gone = self._folder / f".step-{step}.gone"
         shutil.rmtree(gone, ignore_errors=True)
         self._final(step).rename(gone)
@@ -203,7 +203,7 @@ class FolderStore:
 
 
 def last_attempt(folder: Path) -> int | None:
-    """Return the number of the last attempt that claimed the folder; None where nobody did, or none can be read."""
+    """Return the number of the last attempt that claimed the folder; None if there is none or it cannot be read."""
     try:
         owner = durable.read_json(folder / "owner.json") or {}
     except ValueError:

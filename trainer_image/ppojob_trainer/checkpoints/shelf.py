@@ -1,6 +1,6 @@
-"""Checkpoints side by side, in a folder or below an address: which there are, and whether one is whole.
+"""Lists and reads the checkpoints in a folder or below an address, and checks whether they are complete.
 
-The two stores read by it, each its own; what `checkpoint.resumeFrom` names may lie in either kind of place.
+Both stores read through it; the checkpoint that `checkpoint.resumeFrom` names may be in a folder or an object store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = re.compile(r"step-(\d+)(?:\.attempt-(\d+))?")
 
 
 class Shelf(Protocol):
-    """A place in which checkpoints lie."""
+    """A folder or an address with checkpoints."""
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, oldest first; they may be broken."""
@@ -77,7 +77,7 @@ class FolderShelf:
 
 
 class BucketShelf:
-    """The keys below an address: `step-8.attempt-0/`. Without a manifest, what lies there is no checkpoint yet."""
+    """The keys below an address: `step-8.attempt-0/`. Files without a manifest are not a checkpoint yet."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket

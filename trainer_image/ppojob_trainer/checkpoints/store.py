@@ -1,9 +1,9 @@
-"""What a run's checkpoints promise, and the store for a place. The driver alone calls it; the ranks write their shards
-where `begin` says.
+"""The guarantees of a run's checkpoints, and the store for a location. Only the driver calls it; the ranks write their
+shards to the location that `begin` returns.
 
-A kill at any moment leaves the newest whole checkpoint readable: a checkpoint counts when all of it is written, the
-tracker names it after that, and what is older goes last. A higher attempt fences a lower one out. A store opens no
-tensor, and deletes only what a manifest says that this run wrote, or what an attempt of it left half done.
+A kill at any moment leaves the newest complete checkpoint readable: a checkpoint is valid when all of it is written,
+then the tracker names it, and older ones are deleted last. A higher attempt fences a lower one out. A store reads no
+tensors. It deletes only checkpoints whose manifest names this run, and incomplete ones that this run's attempts left.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["CheckpointStore", "last_attempt", "open_store"]
 
 
 class CheckpointStore(Protocol):
-    """Writes, finds and tidies the checkpoints of one attempt. Of a bucket, every call may raise `BucketError`."""
+    """Writes, finds and deletes the checkpoints of one attempt. For a bucket, every call may raise `BucketError`."""
 
     def claim(self, *, adopts: bool = False) -> None:
         """Make this attempt the only one that writes here; call it before anything is loaded.
 
         Args:
-            adopts: another run's checkpoints may be here. They stay, and that run can save no more.
+            adopts: allow checkpoints of another run here. They stay, and that run can no longer save.
 
         Raises:
             FencedOutError: a newer attempt of the same job is there.
@@ -36,10 +36,10 @@ class CheckpointStore(Protocol):
         ...
 
     def resume_point(self, policy: ResumePolicy, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint to go on from; None begins afresh.
+        """Return the checkpoint to resume from; None: start from the beginning.
 
-        `resume_from` is a folder or an address, and counts once: an attempt that finds checkpoints written after it
-        goes on from those. If it is one of this run's own, the run is wound back to it.
+        `resume_from` is a folder or an address, and is used once: an attempt that finds checkpoints written after it
+        resumes from those. If it is one of this run's own checkpoints, the run is rolled back to it.
 
         Raises:
             CheckpointUnreadableError: the checkpoint is not whole; the message names it and the older one.
@@ -59,7 +59,7 @@ class CheckpointStore(Protocol):
         ...
 
     def begin(self, step: int) -> str:
-        """Return an empty folder or address for the shards of `step`; what earlier attempts left half done goes.
+        """Return an empty folder or address for the shards of `step`; deletes what earlier attempts left incomplete.
 
         Raises:
             FencedOutError: a newer attempt owns the place.
@@ -93,9 +93,9 @@ def open_store(location: str, *, uid: str, attempt: int) -> CheckpointStore:
 
 
 def last_attempt(location: str) -> int | None:
-    """Return the number of the last attempt that wrote there; None where nobody did, or none can be read.
+    """Return the number of the last attempt that wrote there; None if there is none or it cannot be read.
 
     Raises:
-        BucketError: the object store cannot be asked.
+        BucketError: the object store cannot be read.
     """
     return bucket_store.last_attempt(location) if is_address(location) else folder_store.last_attempt(Path(location))

@@ -1,1 +1,1 @@
-"""What the commands of `ppojob` are made of. Imports neither torch, Ray nor vLLM: `ppojob validate` answers at once."""
+"""The implementation of `ppojob`'s commands. Imports neither torch, Ray nor vLLM, so `ppojob validate` starts fast."""

@@ -1,13 +1,12 @@
-"""`ppojob hold`: the preStop hook of Ray's pods. It holds a pod until the run on it has stopped in order.
+"""`ppojob hold`: the preStop hook of Ray's pods. It delays a pod's deletion until its run has stopped gracefully.
 
     a process of a run is on this pod? -- no --> end, as soon as Ray is up enough to be ended
       | yes: leave a file in the job's storage, which the driver watches (`main.monitor`), wherever it runs
-      |-- the driver says that it has heard, finishes its step, puts a checkpoint down and ends, and with it all its
-      |   workers --> end
-      `-- it does not say so in a minute: it hangs, and nothing is gained by waiting --> end
+      |-- the driver acknowledges, finishes its step, saves a checkpoint and exits, and with it all its workers --> end
+      `-- it does not acknowledge within a minute: it hangs, and waiting gains nothing --> end
 
-It looks at this pod's processes only, so it needs no connection to anybody: where the head is gone, Ray itself ends
-the workers. It never kills, and what it cannot read or write it says on stderr.
+It reads only this pod's processes, so it needs no connection: if the head is gone, Ray itself terminates the workers.
+It terminates no process, and reports errors of reading or writing on stderr.
 """
 
 import os
@@ -28,12 +27,12 @@ PROCESSES = Path("/proc")
 _DRIVER = "ppojob_trainer.main"
 """Module that the operator submits."""
 _WORKER = "ray::WorkerProcess"
-"""How Ray calls the processes of `worker_groups`."""
+"""Ray's names for the processes of `worker_groups`."""
 _POLL_S = 0.5
 _STARTING_S = 60.0
-"""Longest wait for Ray, where the pod is deleted while it starts."""
+"""Seconds to wait for Ray if the pod is deleted while Ray starts."""
 _UNHEARD_S = 60.0
-"""Longest wait for a driver that does not say that it has heard: one that is just starting takes some of it."""
+"""Seconds to wait for the driver's acknowledgement; a driver that is just starting needs some of it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Signs:
     def ask(self) -> bool:
         """Ask the driver, and return whether it has answered, or the storage does not let it be asked."""
         try:
-            # Again and again: a driver that begins only now takes away what it finds.
+            # Write it repeatedly: a driver that starts only now deletes the files that it finds.
             self.leaving.touch()
             return self.heard.exists()
         except OSError as error:
@@ -56,7 +55,7 @@ class _Signs:
             return True
 
     def remove(self) -> None:
-        """Leave nothing for a later attempt to find."""
+        """Delete both files, so that a later attempt does not find them."""
         try:
             self.leaving.unlink(missing_ok=True)
             self.heard.unlink(missing_ok=True)
@@ -65,13 +64,13 @@ class _Signs:
 
 
 def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard_s: float = _UNHEARD_S) -> bool:
-    """Wait until no process of a run is on this pod; return False if there still is one at the end.
+    """Wait until no process of a run is on this pod; return False if there still is one after the wait.
 
     Args:
         job_file: job.json, which names the job's folder.
         limit_s: the longest wait, in seconds.
         processes: the kernel's folder of processes.
-        unheard_s: the longest wait for a driver that was asked and has not answered, in seconds.
+        unheard_s: the longest wait for the driver's acknowledgement, in seconds.
     """
     is_over = not any(_of_a_run(processes)) or _stopped_in_order(job_file, limit_s, processes, unheard_s)
     end = time.monotonic() + min(limit_s, _STARTING_S)
@@ -83,7 +82,7 @@ def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard
 def _stopped_in_order(job_file: Path, limit_s: float, processes: Path, unheard_s: float) -> bool:
     begin, signs, is_heard = time.monotonic(), _signs(job_file), False
     while any(_of_a_run(processes)):
-        # Where the driver cannot be asked, the operator may do so too.
+        # If the driver cannot be asked from here, the operator can still ask it.
         is_heard = signs is None or signs.ask() or is_heard
         if time.monotonic() - begin >= (limit_s if is_heard else min(limit_s, unheard_s)):
             return False
@@ -108,7 +107,7 @@ def _takes_sigterm(processes: Path) -> bool:
 
 
 def _signs(job_file: Path) -> _Signs | None:
-    """Return the files; None where it is not known where they belong."""
+    """Return the files; None if the job's folder is unknown."""
     try:
         job = JobFile.model_validate_json(job_file.read_text(encoding="utf-8"), extra="ignore")
         files, cluster = RunFiles(Path(job.root)), os.environ[EnvName.RAY_CLUSTER]

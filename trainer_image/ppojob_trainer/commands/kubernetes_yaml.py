@@ -1,6 +1,6 @@
-"""YAML as Kubernetes takes it, which is not quite as PyYAML takes it.
+"""Parses YAML as Kubernetes does, which differs from PyYAML in some details.
 
-Files, `--set` and `convert` read through it, so that the same text means the same here and in `kubectl apply`.
+Files, `--set` and `convert` use it, so that the same text means the same here and in `kubectl apply`.
 """
 
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-# PyYAML takes 1e-5 for a text: YAML 1.1 wants a dot and a sign, kubectl and everybody else do not.
+# PyYAML reads 1e-5 as a string: YAML 1.1 requires a dot and a sign, but kubectl and most other parsers do not.
 _FLOAT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 
 
@@ -16,7 +16,7 @@ class Loader(yaml.SafeLoader):
     """A key given twice is an error, not a silent choice. Merge keys and anchors work."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse a key that stands twice in one mapping; a key that `<<` brings in may be given anew."""
+        """Refuse a duplicate key in one mapping; a key from a merge (`<<`) may be overridden."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

@@ -30,9 +30,9 @@ _NAMES_TOO = (("huggingFace", "path"), ("checkpoint", "resumeFrom"))
 
 
 def with_absolute_paths(raw: Any, folder: Path) -> Any:
-    """Return a PPOJob as it stands in its file, with relative paths made absolute as paths below `folder`.
+    """Return a raw PPOJob with its relative paths made absolute, as paths below `folder`.
 
-    What may name a data set of the hub, or a bucket, stays unless it is a path that exists.
+    Values that may name a data set of the hub, or a bucket, are unchanged unless they are paths that exist.
     """
     raw = deepcopy(raw)
     spec = raw.get("spec") if isinstance(raw, dict) else None

@@ -1,6 +1,6 @@
-"""Everything about `ppojob run` that is not the training: the job file, the attempt, Ctrl-C.
+"""The parts of `ppojob run` besides the training: the job file, the attempt number, Ctrl-C.
 
-A run on one machine has no operator, so what the operator decides on a cluster is decided here.
+A run on one machine has no operator, so this module makes the operator's decisions.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.manifest import Manifest
 
 _COURSE = ("data", "reward", "workers", "algorithm", "actor", "critic", "rollout")
-"""Sections that decide what a run computes; where it computes, and for how long, may change between attempts."""
+"""Sections that determine what a run computes; where and for how long it computes may change between attempts."""
 
 
 def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
@@ -27,7 +27,7 @@ def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
 
     Args:
         output: the run's own folder.
-        storage: folder that stands for spec.storage; None: `storage` within `output`, or beside it.
+        storage: folder that replaces spec.storage; None: `storage` in `output`, or next to it.
 
     Raises:
         SpecError: a path of the spec is not on this machine.
@@ -43,7 +43,7 @@ def next_attempt(checkpoints: str) -> int:
     """Return the number after the last attempt that wrote checkpoints there; 0 for the first.
 
     Raises:
-        BucketError: they are in a bucket, which cannot be asked.
+        BucketError: they are in a bucket, which cannot be read.
     """
     last = last_attempt(checkpoints)
     return 0 if last is None else last + 1
@@ -69,9 +69,9 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def _uid(manifest: Manifest) -> str:
-    """Return what takes the place of the object's UID: the same file goes on, another course is another run.
+    """Return a substitute for the object's UID: equal sections resume the same run, changed ones are another run.
 
-    Source of the idea: the operator's rule that these sections cannot change once a job is accepted.
+    This follows the operator's rule that these sections cannot change once a job is accepted.
     """
     raw = manifest.spec.to_wire()
     course = {section: raw.get(section) for section in _COURSE} | {"seed": manifest.spec.trainer.seed}

@@ -1,4 +1,4 @@
-"""The algorithm: which calls, in which order, at the same time.
+"""The algorithm: which calls a run makes, in which order, and which of them run at the same time.
 
-It knows Protocols only: no ray, no vllm, no tensors.
+It depends on Protocols only: no ray, no vllm, no tensors.
 """

@@ -1,16 +1,17 @@
-"""How long each phase takes on another number of GPUs, fitted to what was measured. Pure; `recommendation` and the
-benchmark call it, and put the step together from its answers by `step_time`.
+"""Predicts how long each phase takes on another number of GPUs, from measured phases. Pure; called by `recommendation`
+and the benchmark, which combine the phases into a step with `step_time`.
 
-A phase that more GPUs divide takes `fixed + work x tokens / GPUs`. The two parts can be told apart only where the
-tokens for each GPU differed enough: in runs on several layouts, or with batches of different lengths. Then they are
-fitted by least squares. From one layout and one batch size nobody can tell them apart, and the fixed part is *assumed*:
-a share of the time on one GPU, by Amdahl's law (1967), the same for every model. `is_assumed` says which it was. For
-generation longer responses tell nothing: they take more steps of the engine, each with its latency, so only another
-number of GPUs does. Its fixed part is the longest response's, however short the others are; what is divided is all
-responses'.
+A phase that is divided over GPUs takes `fixed + work x tokens / GPUs`. If the tokens per GPU differed enough (runs on
+several layouts, or batches of different lengths), both parts are fitted by least squares. From one layout and one batch
+size they cannot be separated, and the fixed part is *assumed*: a share of the time on one GPU, by Amdahl's law (1967),
+the same for every model. `is_assumed` says which case it was.
 
-What the model does not know: networks (the gathers of a pool that is spread over nodes for the first time), memory
-(fewer tokens to a pass), and sleeping and waking where roles share a GPU.
+Generation differs: longer responses take more steps of the engine, each with its latency, so only another number of
+GPUs separates the two parts. The fixed part is the time of the longest response, however short the others are; the
+divided part is the work of all responses.
+
+The model leaves out networks (the gathers of a pool that is newly spread over several nodes), memory (fewer tokens per
+pass), and the sleep and wake-up of engines that share a GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from ppojob_trainer.controller.phases import Phase
 __all__ = ["Observation", "PhaseCost", "fit", "fit_phase"]
 
 FIXED_SHARE: Final[Mapping[str, float]] = {
-    # A step of decoding reads all weights and starts all kernels, however few sequences the replica has. This is for
-    # responses of the same length.
+    # A decoding step reads all weights and launches all kernels, however few sequences the replica has. This value is
+    # for responses of equal length.
     Phase.GENERATE: 0.5,
-    # Launches, gathers, the uneven last micro-batch.
+    # Kernel launches, gathers, the uneven last micro-batch.
     Phase.OLD_LOG_PROB: 0.1,
     Phase.REF: 0.1,
     Phase.VALUES: 0.1,
@@ -36,19 +37,19 @@ FIXED_SHARE: Final[Mapping[str, float]] = {
     Phase.UPDATE_ACTOR: 0.1,
     Phase.UPDATE_CRITIC: 0.1,
 }
-"""Assumed share, on one GPU, of what more GPUs do not divide. Phases that are not named here (the weights, which every
-replica gets whole; advantages, which are some sums; the users' own workers) are not divided at all, and nothing is
-fitted to them: a line through their noise would say that they are."""
+"""Assumed fixed share of a phase's time on one GPU. Phases that are not listed (the weights, which every replica gets
+whole; advantages, which are a few sums; the users' workers) are not divided over GPUs, and nothing is fitted to them:
+a line through their noise would suggest that they are."""
 
 MIN_SPREAD: Final = 1.5
-"""Ratio of the most tokens per GPU to the fewest from which on the two parts are fitted."""
+"""Smallest ratio of the most to the fewest tokens per GPU at which both parts are fitted."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A phase as it was measured once: seconds on so many GPUs, for a batch of so many tokens.
+    """One measurement of a phase: its seconds, on how many GPUs, for a batch of how many tokens.
 
-    evenness: the mean length of the responses / the longest one's.
+    evenness: mean response length / longest response length.
     """
 
     gpus: int
@@ -59,9 +60,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """What a phase costs for the median batch: seconds that stay, GPU-seconds that are divided by the GPUs.
+    """The cost of a phase for the median batch: fixed seconds, and GPU-seconds that are divided by the GPUs.
 
-    is_assumed: the observations could not tell one from the other.
+    is_assumed: the observations could not separate the two parts.
     """
 
     fixed_s: float
@@ -69,17 +70,17 @@ class PhaseCost:
     is_assumed: bool
 
     def seconds(self, gpus: int) -> float:
-        """Return the seconds on so many GPUs."""
+        """Return the seconds on this number of GPUs."""
         return self.fixed_s + self.divided_gpu_s / gpus
 
 
 def fit(observations: Mapping[str, Sequence[Observation]]) -> dict[str, PhaseCost]:
-    """Return the cost of each phase that was observed at all."""
+    """Return the cost of each phase that has observations."""
     return {phase: fit_phase(phase, seen) for phase, seen in observations.items() if seen}
 
 
 def fit_phase(phase: str, observations: Sequence[Observation]) -> PhaseCost:
-    """Return the cost of one phase from one observation or more."""
+    """Return the cost of one phase from at least one observation."""
     tokens = statistics.median(seen.tokens for seen in observations)
     share = FIXED_SHARE.get(phase, 1.0)
     if phase == Phase.GENERATE:

@@ -1,4 +1,4 @@
-"""What the controller itself finds wrong. Errors of the ports go through it untouched."""
+"""Errors that the controller itself raises. Errors of the ports pass through it unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PhaseTimeoutError(RuntimeError):
     def __init__(self, phase: str, role: str, seconds: float, unanswered: Sequence[str] = ()) -> None:
         """
         Args:
-            unanswered: the calls that it still waited for, such as `rollout.generate on rank 0`.
+            unanswered: the calls that the phase still waited for, such as `rollout.generate on rank 0`.
         """
         waits = f", still waiting for {'; '.join(unanswered)}" if unanswered else ""
         super().__init__(

@@ -1,11 +1,12 @@
-"""The forward phases of a step: scores, values and log-probs, on a whole batch or on its parts while it is written.
+"""The forward phases of a step: scores, values and log-probs, on a whole batch or on its parts as they are generated.
 
     chain "c"      ┌─ values part 1 ─ ref part 1 ─┐┌─ values parts 2, 3 ─ ref parts 2, 3 ─┐
     chain (none)   ├─ reward part 1 ┐┌─ 2 ┐┌─ 3 ┐
-                 part 1            2      3: the last response is written
+                 part 1            2      3: the last response is finished
 
-Phases of a chain follow each other, those of different chains run at the same time. A row's result depends on the row
-alone, so neither the parts nor who is done first change it. Called by `ppo`, which says what the phases and chains are.
+Phases of one chain run one after the other; phases of different chains run at the same time. A row's result depends
+only on the row, so neither the division into parts nor the order changes it. Called by `ppo`, which defines the phases
+and chains.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = ["Early", "ForwardPhase", "join_parts", "on_whole", "together"]
 class ForwardPhase(Generic[B]):
     """How a phase is computed.
 
-    role: whose phase it is. compute: from a batch to its columns. metrics: of the columns of all rows.
-    ready: returns when it may begin.
+    role: the role that computes it. compute: maps a batch to its new columns. metrics: of the columns of all rows.
+    ready: returns when the phase may start.
     """
 
     role: str
@@ -54,7 +55,7 @@ async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Seque
 
 
 class Early(Generic[B]):
-    """Computes phases on parts of a batch as they come. A chain that is busy takes all that came meanwhile at once."""
+    """Computes phases on parts of a batch as they arrive. A busy chain then takes all parts that arrived at once."""
 
     def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
         self._phases = phases
@@ -63,29 +64,29 @@ class Early(Generic[B]):
         self._tasks = [asyncio.create_task(self._follow(names, waiting)) for names, waiting in followed]
 
     def add(self, rows: Sequence[int], batch: B) -> None:
-        """Take a part: the rows with these numbers in the whole."""
+        """Add a part; `rows` are its row numbers in the whole batch."""
         for waiting in self._waiting:
             waiting.put_nowait(_Part(rows, batch))
 
     def end(self) -> None:
-        """Say that there are no more parts."""
+        """Signal that there are no more parts."""
         for waiting in self._waiting:
             waiting.put_nowait(None)
 
     async def found(self) -> dict[str, B]:
-        """Wait for all phases on all parts; return each one's columns of the whole batch, in its order of rows."""
+        """Wait for all phases on all parts; return each phase's columns of the whole batch, in its row order."""
         found = await asyncio.gather(*self._tasks)
         return {name: columns for one in found for name, columns in one.items()}
 
     def cancel(self) -> None:
-        """Drop what is not computed yet."""
+        """Cancel what is not computed yet."""
         for task in self._tasks:
             task.cancel()
-            # Its error, if it has one, was raised by `found`, or nobody asks for it any more.
+            # Retrieve its exception: `found` raised it, or nobody awaits it any more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _follow(self, names: Sequence[str], waiting: asyncio.Queue[_Part[B] | None]) -> dict[str, B]:
-        # Until the first may begin, parts gather.
+        # Parts queue up until the first phase may start.
         await self._phases[names[0]].ready()
         found: dict[str, list[_Part[B]]] = {name: [] for name in names}
         while parts := await _all_that_wait(waiting):
@@ -106,7 +107,7 @@ def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
 
 
 async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[B]]:
-    """Wait for a part, and return it with all that came with it; none after the last."""
+    """Wait for a part; return it and all others that are queued. The list is empty after the last part."""
     parts: list[_Part[B]] = []
     part = await waiting.get()
     while part is not None:
@@ -115,13 +116,13 @@ async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[
             return parts
         part = waiting.get_nowait()
     if parts:
-        # The end is for the next call.
+        # Leave the end marker for the next call.
         waiting.put_nowait(None)
     return parts
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first failure ends the others and is raised as it is."""
+    """Await all; the first failure cancels the others and is raised unwrapped."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -1,9 +1,9 @@
-"""Generation by all engines of a job: those in the rollout's own pool, and those in pools that are lent to it.
+"""Generation by all engines of a job: those in the rollout's own pool, and those in pools that are shared with it.
 
-Each pool's engines get rows in proportion to their number, in order, so that nearly all samples of a prompt stay
-together. In each pool it is a phase, which waits for its turn there: the engines in the critic's pool begin when the
-critic's update is done. Those of the rollout's own pool write already, if no engine sleeps; else the weights, which
-wake them all, have waited for the critic. Called by `ppo` and `loop`.
+Each pool's engines get consecutive rows in proportion to their number, so that nearly all samples of a prompt stay in
+one pool. Generation is a phase of each pool and waits for its turn there: the engines in the critic's pool start when
+the critic's update is done. If no engine sleeps, those of the rollout's own pool generate meanwhile; if engines sleep,
+sending the weights wakes them all, and has waited for the critic. Called by `ppo` and `loop`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN = "rollout"
 
 
 class Generation(Generic[B]):
-    """Writes responses with all engines."""
+    """Generates responses with all engines."""
 
     def __init__(self, ports: Ports[B], phases: Phases) -> None:
         self._own = ports.rollout
@@ -31,25 +31,25 @@ class Generation(Generic[B]):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles under which engines write, the rollout's own first."""
+        """The roles under which engines generate; the rollout's own is first."""
         return tuple(self._engines)
 
     async def write(self, prompts: B, step: int) -> Rollout[B]:
-        """Write a response to each row."""
+        """Generate a response to each row."""
         return await self._write(Phase.GENERATE, prompts, step, lambda port, rows: port.generate(rows, step))
 
     async def validate(self, prompts: B, step: int) -> Rollout[B]:
-        """Write a response to each row, with the sampling of validation."""
+        """Generate a response to each row with the sampling parameters of validation."""
         return await self._write(Phase.VALIDATE, prompts, step, lambda port, rows: port.generate_for_validation(rows))
 
     async def stream(
         self, prompts: B, step: int, take: Callable[[Sequence[int], B], None], ended: Callable[[str], None]
     ) -> Rollout[B]:
-        """`write`, and tell meanwhile what is done.
+        """Do the same as `write`, and report finished rows meanwhile.
 
         Args:
-            take: gets rows as they are finished: their numbers among the prompts, and the responses.
-            ended: gets each role whose engines have written their part, or have none, so that its pool is free.
+            take: receives rows as they finish: their row numbers in the prompts, and the responses.
+            ended: receives each role whose engines have generated their part, or had none, so that its pool is free.
         """
         parts: list[tuple[Sequence[int], B]] = []
 
@@ -90,17 +90,17 @@ class Generation(Generic[B]):
         return self._own.joined(join_parts(parts))
 
     def _shares(self, num_rows: int) -> list[tuple[str, RolloutPort[B], range]]:
-        """Return who writes which rows; engines that would get none are left out."""
+        """Return (role, engines, rows) for each pool; pools that would get no rows are left out."""
         shares = divided(num_rows, [port.num_replicas for port in self._engines.values()])
         each = zip(self._engines.items(), shares, strict=True)
         return [(role, port, numbers) for (role, port), numbers in each if numbers]
 
 
 def divided(num_rows: int, weights: Sequence[int]) -> list[range]:
-    """Cut rows into parts in order, so that all rows are in one of them: one for each, the others by the weights.
+    """Divide rows into consecutive parts: at least one row each, the rest in proportion to the weights.
 
-    Engines that write nothing would not sleep afterwards, and keep their memory while others compute there. Only with
-    fewer rows than parts the last parts are empty.
+    Engines that generate nothing would not go to sleep afterwards and would keep their memory while other roles compute
+    there. The last parts are empty only if there are fewer rows than parts.
     """
     spare, total = max(0, num_rows - len(weights)), sum(weights)
     ends = [min(num_rows, n + spare * sum(weights[:n]) // total) for n in range(1, len(weights) + 1)]

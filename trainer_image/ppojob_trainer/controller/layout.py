@@ -1,4 +1,4 @@
-"""Where the roles of a job are, from its resolved spec; and the layout as the cost model sees it. Pure.
+"""The pool of each role, from a job's resolved spec, and the layout that the cost model reads. Pure.
 
 Called by `run`, `groups`, the monitor and the benchmark.
 """
@@ -15,12 +15,12 @@ __all__ = ["layout_of", "lent_role", "pools_of_phases", "pools_of_roles"]
 
 
 def lent_role(pool: str) -> str:
-    """Return the role of the engines in a pool that is lent to the rollout."""
+    """Return the role of the engines in a pool that is shared with the rollout."""
     return f"{OWN}_{pool}"
 
 
 def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool of each role of the controller's; the data worker is in the first pool."""
+    """Return the pool of each role that the controller calls; the data worker is in the first pool."""
     placement = spec.placement
     named = {
         "data": spec.pools[0].name,
@@ -37,13 +37,13 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
 
 
 def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool whose GPUs a role's phases keep busy; what runs on CPU cores alone keeps none."""
+    """Return, by role, the pool whose GPUs its phases keep busy; roles that run only on CPU cores are left out."""
     on_cpu = {"data", "reward", *(worker.name for worker in spec.workers if not worker.uses_gpu)}
     return {role: pool for role, pool in pools_of_roles(spec).items() if role not in on_cpu}
 
 
 def layout_of(spec: PPOJobSpec) -> Layout:
-    """Return where a resolved spec's phases run, and which at the same time."""
+    """Return where the phases of a resolved spec run, and which of them run at the same time."""
     hooks = {
         point: [worker.name for worker in spec.workers for hook in worker.hooks if hook.after is point]
         for point in HookPoint

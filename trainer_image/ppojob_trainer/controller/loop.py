@@ -1,13 +1,13 @@
-"""The run: resume, validate, steps, checkpoints, the end. What one step is, is `ppo`'s affair.
+"""The run: resume, validation, steps, checkpoints, export. `ppo` defines a single step.
 
     restore ─ validate ─┬─ generate ─ prepare ─ apply ─ validate? ─┬─ critic done ─ record ─ checkpoint? ─┬─ export
                         └──────────────◀───────────────────────────┘                                      │
                           Overlapped: the next step begins here; its apply waits for the record and the ◀─┘
-                          checkpoint of this one. The other modes go on after them.
+                          checkpoint of this one. The other modes wait for both first.
 
-A stop is in order: up to the advantages a step is dropped, afterwards it is finished; then a checkpoint is written if
-a step was done since the last. A checkpoint that somebody asks for is written after the step that is being done.
-Called by `main` with ports; it touches neither processes nor files.
+A stop is graceful: a step is dropped before its advantages are computed and finished afterwards; then a checkpoint is
+saved if a step was finished since the last one. A requested checkpoint is saved after the current step. Called by
+`main` with ports; it touches neither processes nor files.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the loop must know of the spec, live settings aside.
+    """The settings of the spec that the loop reads, except the live settings.
 
-    exports_final, exports_each: when the policy is written as a HuggingFace folder. saves_in_background: the steps go
-    on while a checkpoint is written. num_gpus: of all pools.
+    exports_final, exports_each: when the policy is written as a HuggingFace folder. saves_in_background: steps continue
+    while a checkpoint is written. num_gpus: of all pools.
     """
 
     has_validation: bool
@@ -52,7 +52,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended: all steps done, or stopped in order after `step`."""
+    """How the run ended: all steps done, or a graceful stop after `step`."""
 
     step: int
     is_finished: bool
@@ -82,15 +82,15 @@ class TrainingLoop(Generic[B]):
         self._step = 0
         self._saved_step = 0
         self._kl_state: Mapping[str, Any] = {}
-        # In Overlapped: the next step's generation, and the last step's record and checkpoint.
+        # In mode Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
         self._closing: asyncio.Task[None] | None = None
-        # The checkpoint that is being written, at most one; and the last request that one was written for.
+        # The checkpoint that is being written (at most one), and the last request that was answered with one.
         self._writing: asyncio.Task[None] | None = None
         self._request: str | None = None
 
     async def run(self) -> Outcome:
-        """Run until the last step is done or the monitor says stop."""
+        """Run until the last step is done or the monitor reports a stop request."""
         try:
             await self._restore()
             try:
@@ -118,7 +118,7 @@ class TrainingLoop(Generic[B]):
         await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, self._ports.data.restore(step, state["data"]))
         self._ppo.restore_kl(state["kl"])
         self._step = self._saved_step = step
-        # The engines have loaded the initial weights.
+        # The engines start with the initial weights.
         await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
         self._monitor.resumed(step)
 
@@ -130,20 +130,20 @@ class TrainingLoop(Generic[B]):
             start = await self._one_step(self._step + 1, start)
 
     async def _one_step(self, step: int, start: float) -> float:
-        """Run a step that counts from `start`; return when the next one begins to count."""
+        """Run a step whose time is counted from `start`; return the time from which the next step is counted."""
         self._monitor.set_activity(Activity.TRAINING)
         if self._writing is not None and self._writing.done():
-            # A save that failed ends the run now, not at the next checkpoint.
+            # A failed save ends the run now, not at the next checkpoint.
             await self._written()
         prepared = await self._or_stop(self._prepare(step))
-        # Before the models change again, the step before must be in its checkpoint.
+        # The last step's checkpoint must hold its models before they change again.
         await self._settle()
         if self._monitor.is_stopping:
             raise StoppedError
         metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
-        # From here on the models are those after `step`, but for a critic that may still be busy.
+        # From here on the models are those after `step`, except that the critic's update may still run.
         self._step = step
-        # The next step's advantages may move the controller before this step is saved.
+        # The next step's advantages may change the KL controller before this step is saved.
         self._kl_state = self._ppo.kl_state()
         goes_ahead = self._schedule.next_generation and step < self._monitor.settings.total_steps
         if not goes_ahead:
@@ -160,7 +160,7 @@ class TrainingLoop(Generic[B]):
         return next_start
 
     async def _close_step(self, step: int, metrics: dict[str, float], start: float, end: float) -> None:
-        """When the critic and the hooks are done: the step's record, and its checkpoint where one is due."""
+        """Wait for the critic and the hooks; then record the step, and save a checkpoint if one is due."""
         metrics |= await self._ppo.late_metrics()
         metrics |= self._phases.timings(step) | self._phases.close_window(start, end)
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
@@ -171,7 +171,7 @@ class TrainingLoop(Generic[B]):
         self._phases.forget(step - 1)
 
     async def _settle(self) -> None:
-        """Wait for what `_close_step` still does."""
+        """Wait until `_close_step` is done."""
         closing, self._closing = self._closing, None
         if closing is not None:
             await closing
@@ -207,9 +207,9 @@ class TrainingLoop(Generic[B]):
         return self._monitor.checkpoint_request not in (None, self._request)
 
     async def _save(self) -> float:
-        """Write a checkpoint of the last step that is done, unless there is one; return the seconds it took.
+        """Save a checkpoint of the last finished step, unless it has one; return the seconds that it took.
 
-        In the background, those until the models may change; one that is still being written is waited for first.
+        For a save in the background these are the seconds until the models may change. Waits for an earlier save first.
         """
         if self._step == self._saved_step:
             return 0.0
@@ -221,7 +221,7 @@ class TrainingLoop(Generic[B]):
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
         state = {"data": position, "kl": self._kl_state}
         keep = self._monitor.settings.checkpoint_keep
-        # After the last step nothing changes the models, so nothing of them is copied.
+        # After the last step nothing changes the models, so no copy is needed.
         in_background = self._settings.saves_in_background and not self._is_last(step)
         staging = self._checkpoints.stage(step, in_background=in_background)
         await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, staging)
@@ -238,7 +238,7 @@ class TrainingLoop(Generic[B]):
         self._monitor.saved(step, location, request)
 
     async def _written(self) -> None:
-        """Wait until the last checkpoint is whole; its failure is the run's."""
+        """Wait until the last checkpoint is complete; if it failed, the run fails."""
         if self._writing is not None:
             await self._writing
             self._writing = None
@@ -248,7 +248,7 @@ class TrainingLoop(Generic[B]):
         return await self._or_stop(self._validation_metrics())
 
     async def _validate_unless_stopped(self) -> dict[str, float]:
-        """Validate; a stop drops the validation and not the step, which is done."""
+        """Validate; a stop drops the validation but not the finished step."""
         try:
             return await self._validate()
         except StoppedError:
@@ -263,7 +263,7 @@ class TrainingLoop(Generic[B]):
         return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or drop it when the run shall stop.
+        """Await `work`, or cancel it when a stop is requested.
 
         Raises:
             StoppedError: it was dropped.
@@ -282,5 +282,5 @@ class TrainingLoop(Generic[B]):
     def _drop(self, task: asyncio.Task[Any] | None) -> None:
         if task is not None:
             task.cancel()
-            # Where it had failed by itself, that is not the error that ended the run: take note of it and no more.
+            # Retrieve its exception: if it failed by itself, that is not the error that ended the run.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,4 +1,4 @@
-"""Metrics that come from lengths and times alone, under verl's names. Pure; called by `ppo` and `loop`."""
+"""Metrics that are computed from lengths and times alone, under verl's names. Pure; called by `ppo` and `loop`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["length_metrics", "throughput_metrics"]
 
 B = TypeVar("B", bound=Batch)
 
-# verl's: these are divided by the tokens of responses, the others by all tokens.
+# As in verl: these are divided by the response tokens, the others by all tokens.
 _BY_RESPONSE_TOKENS = ("gen",)
 
 
 def length_metrics(rollout: Rollout[B], max_response_length: int) -> dict[str, float]:
-    """Return the lengths of prompts, responses and sequences, in tokens, and the share of responses that were cut."""
+    """Return the lengths of prompts, responses and sequences, in tokens, and the share of truncated responses."""
     responses = rollout.response_lengths
     totals = [prompt + response for prompt, response in zip(rollout.prompt_lengths, responses, strict=True)]
     cut = sum(length >= max_response_length for length in responses)

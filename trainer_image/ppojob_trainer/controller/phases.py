@@ -1,7 +1,7 @@
-"""The clock of a run: every phase has a limit and leaves a record, and from the records comes what was idle.
+"""Times the phases of a run: each has a time limit and leaves a record; the idle time is computed from the records.
 
-`ppo` and `loop` run each call on a port through `Phases.run`, or `Phases.run_alone` where the phases of a pool take
-turns. The arithmetic on records is pure.
+`ppo` and `loop` make each call on a port through `Phases.run`, or through `Phases.run_alone` if the phases of a pool
+take turns. The arithmetic on records is pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One phase as it ran; start and end in seconds since the epoch. A phase that still runs has no record."""
+    """One finished phase; start and end in seconds since the epoch."""
 
     phase: str
     role: str
@@ -34,15 +34,15 @@ class PhaseRecord:
 
 
 class Trace(Protocol):
-    """Who is shown each phase when it is over."""
+    """Receives each phase when it is over."""
 
     def record(self, name: str, *, pool: str, role: str, start: float, end: float, step: int) -> None:
-        """Take note of a phase."""
+        """Record a phase."""
         ...
 
 
 class Phase:
-    """Names of phases, as in `timing_s/<phase>`; verl's where verl has one."""
+    """Names of phases, as in `timing_s/<phase>`; verl's name if verl has the phase."""
 
     CHECK = "check"
     LOAD = "load"
@@ -65,7 +65,7 @@ class Phase:
 
 
 class Phases:
-    """Runs phases, and remembers them until a window is closed over them."""
+    """Runs phases, and keeps their records until `forget`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Phases:
         """
         Args:
             pool_of: pool of each role that keeps a pool's GPUs busy.
-            timeout_s: limit of each phase.
+            timeout_s: time limit of each phase.
         """
         self._pool_of = dict(pool_of)
         self._turns = {pool: asyncio.Lock() for pool in self._pool_of.values()}
@@ -89,7 +89,7 @@ class Phases:
         self._count = 0
 
     async def run(self, phase: str, role: str, step: int, work: Awaitable[T], *, also: Sequence[str] = ()) -> T:
-        """Await `work` and note when.
+        """Await `work` and record its start and end.
 
         Args:
             also: further roles whose pools the work keeps busy.
@@ -117,10 +117,9 @@ class Phases:
     async def run_alone(
         self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T], *, also: Sequence[str] = ()
     ) -> T:
-        """`run`, once the pools of its roles have done all that asked before; its time and its limit begin then.
+        """Do the same as `run`, after all earlier requests for the pools of its roles; its time and limit start then.
 
-        A phase asks for its pools in one order and its work asks for no other, so those that wait for each other never
-        stand in a circle.
+        Every phase requests its pools in the same order and its work requests no others, so there is no deadlock.
 
         Raises:
             PhaseTimeoutError: it was not done in time.
@@ -131,7 +130,7 @@ class Phases:
                     await turns.enter_async_context(self._turns[pool])
                 return await self.run(phase, role, step, work, also=also)
         finally:
-            # Who was dropped while waiting has not begun it.
+            # A caller that was cancelled while it waited has not started it.
             work.close()
 
     def _note(self, record: PhaseRecord) -> None:
@@ -146,7 +145,7 @@ class Phases:
         return self._clock()
 
     def timings(self, step: int) -> dict[str, float]:
-        """Return `timing_s/<phase>` of a step's phases that are over: the seconds in which it ran at all."""
+        """Return `timing_s/<phase>` of a step's finished phases: the seconds in which any part of the phase ran."""
         mine = [record for record in self._records if record.step == step]
         return {
             f"timing_s/{phase}": busy_seconds((record.start, record.end) for record in mine if record.phase == phase)
@@ -164,11 +163,11 @@ class Phases:
 
 
 def window_metrics(records: Sequence[PhaseRecord], pools: Sequence[str], start: float, end: float) -> dict[str, float]:
-    """Say how busy the pools were between two times, in seconds.
+    """Return how busy the pools were from `start` to `end`, in seconds.
 
-    pool/<name>/busy_fraction: share of the time in which some phase of the pool ran. pool/<name>/idle_s: the rest.
-    overlap/saved_s: what the phases would have taken one after the other, less the time in which any of them ran; a
-    phase that runs in several pools counts once.
+    pool/<name>/busy_fraction: share of the time in which some phase of the pool ran. pool/<name>/idle_s: the remaining
+    seconds. overlap/saved_s: the sum of the phases' durations minus the time in which any of them ran; a phase that
+    runs in several pools counts once.
     """
     inside = [
         replace(record, start=max(record.start, start), end=min(record.end, end))

@@ -1,10 +1,10 @@
-"""Which other sizes a job's pools could have. Pure; called by `recommendation`.
+"""Lists other sizes that a job's pools could have. Pure; called by `recommendation`.
 
-Fewer GPUs in one pool, a few more in one pool, or as many in all with some of one pool's in another. A pool of
-several nodes grows and shrinks by nodes; one of a single node by GPUs, as long as a node has that many; with device
-cpu by nodes alone, because the workers of a node share its cores. Only sizes that the rules of the spec allow (the
-peers of `tensorParallelSize` and `sequenceParallelSize` divide them) are offered. Whether the cluster has the GPUs is
-not asked. They are from half to twice of what there is: further, a model of one layout is not to be trusted.
+A candidate has fewer GPUs in one pool, more GPUs in one pool, or some GPUs moved from one pool to another. A pool of
+several nodes grows and shrinks by nodes. A pool of one node grows and shrinks by GPUs, up to the GPUs of a node; with
+device cpu by nodes, because the workers of a node share its cores. Candidates must be valid (`tensorParallelSize` and
+`sequenceParallelSize` divide them) and range from half to double the current size: the cost model of one layout is not
+reliable beyond that. Whether the cluster has the GPUs is not checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 __all__ = ["fewer", "more", "moved", "total_gpus"]
 
 LARGEST_NODE: Final = 8
-"""GPUs that a node has at the most, on nearly all machines."""
+"""The most GPUs that a node has, on nearly all machines."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class _Size:
 
 
 def fewer(spec: PPOJobSpec) -> Iterator[list[Pool]]:
-    """Yield the pools with fewer GPUs in one of them, each possibility that the rules allow."""
+    """Yield the pools with fewer GPUs in one of them, for each valid size."""
     for index, pool in enumerate(spec.pools):
         for size in _smaller(pool, spec.device):
             yield from _allowed(spec, _with(spec.pools, {index: size}))
 
 
 def more(spec: PPOJobSpec) -> Iterator[list[Pool]]:
-    """Yield the pools with more GPUs in one of them: for each pool as few more as the rules allow."""
+    """Yield the pools with more GPUs in one of them: for each pool the smallest valid increase."""
     for index, pool in enumerate(spec.pools):
         grown = (
             pools for size in _larger(pool, spec.device) for pools in _allowed(spec, _with(spec.pools, {index: size}))
@@ -52,7 +52,7 @@ def more(spec: PPOJobSpec) -> Iterator[list[Pool]]:
 
 
 def moved(spec: PPOJobSpec) -> Iterator[list[Pool]]:
-    """Yield the pools with as many GPUs altogether, some of one pool's in another."""
+    """Yield the pools with the same total of GPUs, some of them moved from one pool to another."""
     for (giver, giving), (taker, taking) in itertools.permutations(enumerate(spec.pools), 2):
         larger = {size.gpus - taking.gpus: size for size in _larger(taking, spec.device)}
         for small in _smaller(giving, spec.device):
@@ -67,14 +67,14 @@ def total_gpus(pools: Sequence[Pool]) -> int:
 
 
 def _smaller(pool: Pool, device: Device) -> list[_Size]:
-    """Return sizes down to half of the pool's."""
+    """Return sizes down to half the current one."""
     if pool.nodes > 1 or device is Device.CPU:
         return [_Size(nodes, pool.gpus_per_node) for nodes in range((pool.nodes + 1) // 2, pool.nodes)]
     return [_Size(1, gpus) for gpus in range((pool.gpus_per_node + 1) // 2, pool.gpus_per_node)]
 
 
 def _larger(pool: Pool, device: Device) -> list[_Size]:
-    """Return sizes up to twice the pool's, the smallest first."""
+    """Return sizes up to double the current one, the smallest first."""
     if pool.nodes == 1 and pool.gpus_per_node < LARGEST_NODE and device is Device.CUDA:
         return [_Size(1, gpus) for gpus in range(pool.gpus_per_node + 1, min(2 * pool.gpus_per_node, LARGEST_NODE) + 1)]
     return [_Size(nodes, pool.gpus_per_node) for nodes in range(pool.nodes + 1, 2 * pool.nodes + 1)]

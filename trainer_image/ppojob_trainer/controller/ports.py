@@ -1,7 +1,7 @@
-"""What the controller calls: Protocols, which the worker groups implement and the tests fake.
+"""The interfaces that the controller calls, as Protocols. The worker groups implement them and the tests fake them.
 
-`main` plugs the implementations in. A batch is opaque here: its rows lie in the workers, the controller joins columns
-and passes it on. What the controller does see are ids, lengths, scalars and metrics.
+`main` plugs the implementations in. A batch is opaque here: its rows stay in the workers, and the controller only joins
+columns and passes the batch on. The controller sees ids, lengths, scalars and metrics.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Batch(Protocol):
         ...
 
     def union(self, *others: Self) -> Self:
-        """Return the columns of all, side by side."""
+        """Return one batch with the columns of all batches."""
         ...
 
     def replaced_by(self, other: Self) -> Self:
-        """Return the columns of both; of those that both have, the other's."""
+        """Return the columns of both batches; `other` wins where both have a column."""
         ...
 
     def take(self, rows: Sequence[int]) -> Self:
@@ -37,7 +37,11 @@ class Batch(Protocol):
         ...
 
     def join_rows(self, others: Sequence[Self], numbers: Sequence[int]) -> Self:
-        """Return the rows of this and of the others as one; `numbers` are theirs there, in the order they come in."""
+        """Return the rows of this batch and of the others as one batch.
+
+        Args:
+            numbers: row numbers in the result, for the rows of this batch and then of `others` in order.
+        """
         ...
 
 
@@ -50,12 +54,12 @@ class Prompts(Protocol[B_co]):
 
     @property
     def batch(self) -> B_co:
-        """prompt_ids, uid, sample_index, and what the reward is told."""
+        """prompt_ids, uid, sample_index, and the columns that the reward receives."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Pass over the data that they belong to, from 0."""
+        """The pass over the data that the prompts belong to, from 0."""
         ...
 
 
@@ -79,16 +83,16 @@ class Rollout(Protocol[B_co]):
 
 
 class Finished(Protocol[B_co]):
-    """Responses that are finished while others are still being written."""
+    """Responses that are finished while others are still being generated."""
 
     @property
     def rows(self) -> Sequence[int]:
-        """Which rows of the prompts they belong to."""
+        """Row numbers of their prompts."""
         ...
 
     @property
     def batch(self) -> B_co:
-        """As `Rollout.batch`, of these rows."""
+        """`Rollout.batch` for these rows."""
         ...
 
 
@@ -96,7 +100,7 @@ class DataPort(Protocol[B_co]):
     """The prompts."""
 
     async def prompts(self, step: int) -> Prompts[B_co]:
-        """Return the prompts of a step; steps come in order, from the one after the restored."""
+        """Return the prompts of a step. Steps are requested in order; the first follows the restored step."""
         ...
 
     async def validation_prompts(self) -> B_co:
@@ -108,44 +112,44 @@ class DataPort(Protocol[B_co]):
         ...
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on after `step`."""
+        """Continue after `step`, with the `state` that was saved for it."""
         ...
 
 
 class RolloutPort(Protocol[B]):
-    """The engines of a pool, which write responses."""
+    """The engines of a pool, which generate responses."""
 
     @property
     def num_replicas(self) -> int:
-        """Engines that write at the same time."""
+        """Number of engines that generate at the same time."""
         ...
 
     async def generate(self, prompts: B, step: int) -> Rollout[B]:
-        """Write a response to each row; each sample's seed depends on run seed, step, prompt and sample only."""
+        """Generate a response to each row. A sample's seed depends only on run seed, step, prompt and sample number."""
         ...
 
     def stream(self, prompts: B, step: int) -> AsyncIterator[Finished[B]]:
-        """Write the same responses as `generate`, and yield them in the order in which they are finished."""
+        """Generate the same responses as `generate`, and yield them in the order in which they finish."""
         ...
 
     def joined(self, batch: B) -> Rollout[B]:
-        """Return what `generate` would have, from rows that were written in parts."""
+        """Return the result that `generate` would return, from rows that were generated in parts."""
         ...
 
     async def generate_for_validation(self, prompts: B) -> Rollout[B]:
-        """Write a response to each row, with the sampling of validation."""
+        """Generate a response to each row with the sampling parameters of validation."""
         ...
 
 
 class ActorPort(Protocol[B]):
-    """The policy that is trained."""
+    """The policy, which is trained."""
 
     async def compute_log_prob(self, batch: B) -> B:
         """Return old_log_probs."""
         ...
 
     def log_prob_metrics(self, computed: B) -> Metrics:
-        """Say how far the rollout's log-probs are from those that were computed."""
+        """Return metrics of the difference between the rollout's log-probs and the computed ones."""
         ...
 
     async def update(self, batch: B) -> Metrics:
@@ -154,7 +158,7 @@ class ActorPort(Protocol[B]):
 
 
 class CriticPort(Protocol[B]):
-    """The value model that is trained."""
+    """The value model, which is trained."""
 
     async def compute_values(self, batch: B) -> B:
         """Return values."""
@@ -174,32 +178,32 @@ class RefPort(Protocol[B]):
 
 
 class ScoresPort(Protocol[B]):
-    """One way of scoring: the reward function or the reward model."""
+    """A source of scores: the reward function or the reward model."""
 
     async def compute_scores(self, batch: B) -> B:
-        """Return this way's scores, which are token_level_scores where it is the only way."""
+        """Return the scores of this source; they are token_level_scores if it is the only source."""
         ...
 
     def metrics(self, scores: B) -> Metrics:
-        """Return what was measured while these scores were computed."""
+        """Return the metrics that were collected while these scores were computed."""
         ...
 
 
 class RewardPort(Protocol[B]):
-    """What a response is worth, by a function, a model, or both."""
+    """The reward of a response, from a function, a model, or both."""
 
     @property
     def function(self) -> ScoresPort[B] | None:
-        """The reward function, which takes no GPU."""
+        """The reward function, which runs on CPU cores."""
         ...
 
     @property
     def model(self) -> ScoresPort[B] | None:
-        """The reward model, which computes in its pool."""
+        """The reward model, which runs on the GPUs of its pool."""
         ...
 
     async def total(self, batch: B) -> tuple[B, Metrics]:
-        """Return the batch, which has the scores of all ways, with token_level_scores."""
+        """Return the batch with token_level_scores. It must have the scores of all sources."""
         ...
 
     async def validate(self, batch: B) -> Metrics:
@@ -208,7 +212,7 @@ class RewardPort(Protocol[B]):
 
 
 class HookPort(Protocol[B]):
-    """A method of a user's own worker group, which a step calls at a fixed point."""
+    """A method of a user-defined worker group, which a step calls at a fixed point."""
 
     @property
     def worker(self) -> str:
@@ -221,12 +225,12 @@ class HookPort(Protocol[B]):
         ...
 
     async def call(self, batch: B, step: int) -> tuple[B, Metrics]:
-        """Return the batch with the columns that the method gave, and its metrics."""
+        """Return the batch with the columns that the method returned, and its metrics."""
         ...
 
 
 class AdvantagePort(Protocol[B]):
-    """Where advantages are computed: the critic's group, or the actor's where there is no critic."""
+    """The group that computes advantages: the critic's, or the actor's if there is no critic."""
 
     async def compute_advantages(self, batch: B, kl_coefficient: float) -> tuple[B, Metrics]:
         """Return advantages and returns, and the statistics of the step's scores, rewards and values."""
@@ -234,26 +238,26 @@ class AdvantagePort(Protocol[B]):
 
 
 class WeightsPort(Protocol):
-    """The way of the policy's weights to the rollout engines."""
+    """Sends the policy's weights to the rollout engines."""
 
     @property
     def are_given_up(self) -> bool:
-        """Whether engines give the weights up once they have generated, and need even unchanged ones again.
+        """Whether engines release the weights after generation, so that even unchanged weights must be sent again.
 
-        Then a push takes memory in every pool that has engines.
+        If so, a push allocates memory in every pool that has engines.
         """
         ...
 
     async def push(self, version: int) -> Metrics:
-        """Make the engines generate with the policy as it is now; checked before it returns what it moved."""
+        """Load the current policy into all engines and verify it. Return metrics of the transfer."""
         ...
 
 
 @dataclass(frozen=True)
 class Ports(Generic[B]):
-    """All that one step calls. critic and ref are None where the algorithm reads neither values nor a reference.
+    """Everything that one step calls. critic is None if the algorithm reads no values, ref if it reads no reference.
 
-    hooks: in the order in which those of the same point are called. lent: the engines in pools that are lent to the
+    hooks: hooks of the same point are called in this order. lent: the engines in pools that are shared with the
     rollout, by the role under which their phases run.
     """
 
@@ -270,67 +274,67 @@ class Ports(Generic[B]):
 
 
 class CheckpointPort(Protocol):
-    """The state of the models and of the run, in the storage."""
+    """Saves the state of the models and of the run in the storage."""
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Load the checkpoint to go on from; return its step and the state it was saved with, or None."""
+        """Load the checkpoint to resume from. Return its step and run state, or None if there is no checkpoint."""
         ...
 
     async def stage(self, step: int, *, in_background: bool) -> None:
-        """Take the models as they are into a new checkpoint; afterwards they may change.
+        """Save the current models into a new checkpoint. They may change after this returns.
 
         Args:
-            in_background: return before all is written; `commit` waits for the rest.
+            in_background: return before everything is written; `commit` waits for the rest.
         """
         ...
 
     async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
-        """Wait until all of it is written, make it the newest with this state of the run; return where it is."""
+        """Wait until the checkpoint is written, add the run's `state`, and make it the newest. Return its location."""
         ...
 
     async def export(self) -> Path:
-        """Write the policy as a HuggingFace folder; return it."""
+        """Write the policy as a HuggingFace folder; return the folder's path."""
         ...
 
 
 class MonitorPort(Protocol):
-    """Who is told what the run does, and who tells it to stop."""
+    """Receives what the run reports, and provides live settings, checkpoint requests and stop requests."""
 
     @property
     def settings(self) -> LiveSettings:
-        """The part of the spec that may change while the job runs, as last heard."""
+        """The latest values of the settings that may change while the job runs."""
         ...
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run shall stop in order."""
+        """Whether a graceful stop was requested."""
         ...
 
     @property
     def checkpoint_request(self) -> str | None:
-        """The request for a checkpoint that was heard last; it stays until its answer has gone round. None: none."""
+        """The last checkpoint request, kept until its answer was acknowledged; None if there is no request."""
         ...
 
     async def wait_for_stop(self) -> None:
-        """Return when the run shall stop."""
+        """Return when a stop is requested."""
         ...
 
     def set_activity(self, activity: Activity) -> None:
-        """Tell what the run does now."""
+        """Report the current activity of the run."""
         ...
 
     def resumed(self, step: int) -> None:
-        """Tell that the run goes on after `step`."""
+        """Report that the run resumes after `step`."""
         ...
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Tell the metrics of a step that is done; step 0 is the validation before training."""
+        """Report the metrics of a finished step; step 0 is the validation before training."""
         ...
 
     def saved(self, step: int, location: str, request: str | None) -> None:
-        """Tell of a checkpoint, and of the last request that was heard before it was written."""
+        """Report a saved checkpoint, and the last request received before it was written."""
         ...
 
     def exported(self, path: Path) -> None:
-        """Tell of the exported policy."""
+        """Report where the policy was exported."""
         ...

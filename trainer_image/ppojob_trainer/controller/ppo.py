@@ -6,25 +6,26 @@
     critic pool     └─┴─┴─┴ values, ref N ────────┤       └─ update_critic N ───────────────────▶┴─┴─┴ values, ref N+1
     CPU cores       └─┴─┴─┴ reward N ─────────────┘
 
-* The phases of a pool run one after the other, those of different pools at the same time: whatever the schedule allows,
-  a phase waits for its turn in its pool (`Phases.run_alone`). So where the rollout is in the critic's pool,
-  update_weights N and gen N+1 come after update_critic N. A reward model is a phase of its pool; a reward function runs
-  on CPU cores, beside whatever its pool's GPUs do.
-* In a pool that is lent to the rollout the engines write their part of gen N+1 after update_critic N, and values N+1
-  come after that. A pool whose engines are done begins with what is finished, while those of other pools still write.
-  Engines that sleep take memory with the weights: then update_weights N waits for that pool too.
-* Responses go to the other pools as they are finished: see `forward`. Where a user's worker changes the batch after
-  gen, all of it must be there first.
-* The users' own workers are called after gen, after the scores (before adv), and after update_weights; what they return
-  is laid over the batch.
-* The weights go out when the actor is done. In a pool without the critic they never wait for it, and neither does the
-  next generation, but for engines in a pool that is lent.
-* values N+1 wait for update_critic N, so every number is that of the serial order.
-* With one minibatch and one epoch the policy that updates is the one that generated: old_log_prob is left out.
+* Phases of one pool run one after the other; phases of different pools run at the same time. Whatever the schedule
+  allows, a phase waits for its turn in its pool (`Phases.run_alone`). So if the rollout is in the critic's pool,
+  update_weights N and gen N+1 run after update_critic N. A reward model is a phase of its pool; a reward function runs
+  on CPU cores, independent of its pool's GPUs.
+* In a pool that is shared with the rollout, the engines generate their part of gen N+1 after update_critic N, and
+  values N+1 run after that. When the engines of one pool are done, its phases start on the finished responses while
+  engines of other pools still generate. Engines that sleep allocate memory when they receive the weights, so
+  update_weights N waits for that pool too.
+* Responses go to the other pools as they finish: see `forward`. If a user-defined worker changes the batch after gen,
+  the phases wait for the whole batch.
+* User-defined workers are called after gen, after the scores (before adv), and after update_weights. The columns that
+  they return are merged into the batch.
+* The weights are sent when the actor's update is done. If the critic is in another pool, neither the weights nor the
+  next generation waits for it; engines in a pool that is shared with the rollout are the exception.
+* values N+1 wait for update_critic N, so every number equals that of the serial order.
+* With one minibatch and one epoch, the policy that is updated is the one that generated: old_log_prob is left out.
 
-`loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (which cannot). The
-samples of a step are drawn with seeds of their own (see `RolloutPort.generate`), so dropping a generation and doing
-it again gives the same responses.
+`loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (cannot be dropped).
+Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped and repeated gives the same
+responses.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
 from ppojob_trainer.controller.schedule import Schedule
 
 if TYPE_CHECKING:
-    # `maths` loads torch, which the algorithm has no use for.
+    # `maths` imports torch, which the controller does not need.
     from ppojob_trainer.maths.kl import KLController
 
 __all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
@@ -53,11 +54,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """What a step must know of the spec.
+    """The settings of the spec that a step reads.
 
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
-    steps at the start that update the critic alone. is_one_update: each batch is updated on once and nothing else reads
-    the log-probs from before, so the ratio to them is 1.
+    steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
+    reads old_log_probs, so the ratio is 1.
     """
 
     pool_of: Mapping[str, str]
@@ -68,7 +69,10 @@ class PPOSettings:
 
 @dataclass(frozen=True)
 class Generated(Generic[B]):
-    """Responses to the prompts of a step, with the prompts' own columns in `batch`. `early` began with them already."""
+    """Responses to the prompts of a step; `batch` also has the columns of the prompts.
+
+    `early` holds the forward phases that started on responses while others were generated.
+    """
 
     step: int
     batch: B
@@ -80,7 +84,7 @@ class Generated(Generic[B]):
 
 @dataclass(frozen=True)
 class Prepared(Generic[B]):
-    """Everything that the updates of a step read."""
+    """The data that the updates of a step read."""
 
     step: int
     batch: B
@@ -88,7 +92,7 @@ class Prepared(Generic[B]):
 
 
 class PPO(Generic[B]):
-    """Runs steps. It keeps the running update of the critic, on which the next values wait."""
+    """Runs steps. It keeps the running update of the critic, because the next step's values wait for it."""
 
     def __init__(
         self, ports: Ports[B], schedule: Schedule, phases: Phases, settings: PPOSettings, kl: KLController
@@ -104,20 +108,20 @@ class PPO(Generic[B]):
         self._early: Early[B] | None = None
 
     async def generate(self, step: int) -> Generated[B]:
-        """Get the prompts of a step and write the responses; the users' hooks after Generate see them."""
+        """Get the prompts of a step, generate the responses, and call the users' hooks after Generate."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         early: Early[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, early = await self._stream(prompts.batch, step)
         else:
             rollout = await self._generation.write(prompts.batch, step)
-        # A worker sees the points of all steps in their order.
+        # A user-defined worker gets the hook calls of all steps in order.
         await self._hook_metrics()
         batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
         return Generated(step, batch, rollout, prompts.epoch, found, early)
 
     async def prepare(self, generated: Generated[B]) -> Prepared[B]:
-        """Compute all that the updates read. Waits for the last step's critic update before the values."""
+        """Compute everything that the updates read. Waits for the last step's critic update before the values."""
         step, ports = generated.step, self._ports
         batch, found = await self._forward(generated)
         batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
@@ -140,12 +144,12 @@ class PPO(Generic[B]):
         return Prepared(step, batch.union(computed), metrics)
 
     async def apply(self, prepared: Prepared[B]) -> dict[str, float]:
-        """Update the models and push the weights. The critic may still be busy afterwards: `critic_metrics`."""
+        """Update the models and send the weights. The critic's update may still run afterwards (`critic_metrics`)."""
         step, batch = prepared.step, prepared.batch
         if self._ports.critic is not None:
             work = self._run(Phase.UPDATE_CRITIC, "critic", step, self._ports.critic.update(batch))
             self._critic_update = asyncio.create_task(work)
-            # It asks for its pool before all that follows.
+            # Its request for the pool must be the first in the pool's queue.
             await asyncio.sleep(0)
             if not self._schedule.updates:
                 await self._critic_update
@@ -156,7 +160,7 @@ class PPO(Generic[B]):
         return dict(updated)
 
     async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
-        """Update the policy, once the critic is warmed up, and push its weights where the engines need them."""
+        """Update the policy, unless the critic warms up, and send its weights to the engines that need them."""
         step, batch = prepared.step, prepared.batch
         updated: Metrics = {}
         if step > self._settings.critic_warmup_steps:
@@ -166,18 +170,18 @@ class PPO(Generic[B]):
         if not self._schedule.weight_sync:
             await self.critic_metrics()
         own, *lent = self._generation.roles
-        # Engines that slept take memory, which the other roles of their pools must not use meanwhile.
+        # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
         also = lent if self._ports.weights.are_given_up else []
         pushing = self._ports.weights.push(step)
         return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""
-        # Who waits may be dropped; the update goes on.
+        # The caller may be cancelled; the update continues.
         return {} if self._critic_update is None else await asyncio.shield(self._critic_update)
 
     async def late_metrics(self) -> dict[str, float]:
-        """Wait for all that `apply` left running; return its metrics."""
+        """Wait for everything that `apply` left running; return its metrics."""
         return {**await self.critic_metrics(), **await self._hook_metrics()}
 
     def kl_state(self) -> dict[str, Any]:
@@ -185,21 +189,21 @@ class PPO(Generic[B]):
         return self._kl.state_dict()
 
     def restore_kl(self, state: Mapping[str, Any]) -> None:
-        """Go on with a checkpoint's KL controller."""
+        """Restore the KL controller from a checkpoint."""
         self._kl.load_state_dict(dict(state))
 
     def close(self) -> None:
-        """Stop waiting for what still runs, where the run ends by an error or a stop."""
+        """Cancel what still runs when the run ends by an error or a stop."""
         if self._early is not None:
             self._early.cancel()
         for task in (self._critic_update, self._step_hooks):
             if task is not None:
                 task.cancel()
-                # Its error, if it has one, is raised to whoever awaited it; here nobody does any more.
+                # Retrieve its exception, so that asyncio does not log it as never retrieved.
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _hooks(self, point: HookPoint, batch: B, step: int) -> tuple[B, Metrics]:
-        """Call the users' methods of a point one after the other, each with what the others gave."""
+        """Call the users' methods of a point one after the other; each sees the columns of the earlier ones."""
         metrics: dict[str, float] = {}
         for hook in self._ports.hooks:
             if hook.after is point:
@@ -215,7 +219,7 @@ class PPO(Generic[B]):
         return {} if self._step_hooks is None else await asyncio.shield(self._step_hooks)
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
-        """Compute scores, log-probs, reference and values; the result does not depend on which is done first."""
+        """Compute scores, log-probs, reference and values; the result does not depend on which finishes first."""
         step, early = generated.step, generated.early
         phases = self._forward_phases(step)
         chains = [names for chain, names in self._chains(phases).items() if early is None or not self._is_early(chain)]
@@ -223,7 +227,7 @@ class PPO(Generic[B]):
             whole = await on_whole(phases, chains, generated.batch)
             found = {**whole, **(await early.found() if early is not None else {})}
         except BaseException:
-            # A stop drops the step, and with it what began early.
+            # A stop drops the step, and so the phases that started early.
             if early is not None:
                 early.cancel()
             raise
@@ -233,7 +237,7 @@ class PPO(Generic[B]):
         return batch, {**metrics, **total}
 
     async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], Early[B]]:
-        """Write the responses; phases begin with those that are finished where no engine writes, or none any more."""
+        """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
         phases, pool_of = self._forward_phases(step), self._settings.pool_of
         chains = {chain: names for chain, names in self._chains(phases).items() if self._is_early(chain)}
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
@@ -254,22 +258,22 @@ class PPO(Generic[B]):
         return rollout, early
 
     def _chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, list[str]]:
-        """Return the phases that follow each other, by the pool that they keep busy."""
+        """Return the phases that must run one after the other, by the pool that they keep busy."""
         chains: dict[str, list[str]] = {}
         for name, phase in phases.items():
             chains.setdefault(self._chain_of(name, phase.role), []).append(name)
         return chains
 
     def _chain_of(self, phase: str, role: str) -> str:
-        """Return which phases this one waits for: those before it in the same chain."""
+        """Return the chain of this phase; it waits for the phases before it in that chain."""
         schedule, pool_of = self._schedule, self._settings.pool_of
         if not (schedule.reference if phase == Phase.REF else schedule.values):
             return pool_of["actor"]
-        # The reward function takes no GPU, so it is in no pool's chain.
+        # The reward function uses no GPU, so it is in no pool's chain.
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
     def _is_early(self, chain: str) -> bool:
-        """Whether the phases of a chain may run while engines write, which do it in other pools or in more than one."""
+        """Whether the phases of a chain may run while engines generate, in other pools or in several pools."""
         writing = {self._settings.pool_of[role] for role in self._generation.roles}
         return chain not in writing or len(writing) > 1
 

@@ -1,7 +1,6 @@
-"""From the metrics of steps on one layout to the step on another one. Pure.
+"""Predicts the step time on another layout from the metrics of steps on one layout. Pure.
 
-Called by `recommendation` and the benchmark. `cost_model` says what each phase takes there, `step_time` what the step
-does.
+Called by `recommendation` and the benchmark. `cost_model` predicts the phases, `step_time` the whole step.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _MEAN, _LONGEST = "response_length/mean", "response_length/max"
 
 
 def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[str, list[Observation]]:
-    """Return what steps on a layout say of each phase.
+    """Return the observations of each phase from steps on a layout.
 
     Args:
-        steps: the metrics of each, with `timing_s/<phase>`; without `perf/total_num_tokens` all batches count as equal,
-            without `response_length/*` the responses of a batch.
+        steps: metrics of each step, with `timing_s/<phase>`. Without `perf/total_num_tokens` all batches count as
+            equal; without `response_length/*` all responses of a batch do.
     """
     found: dict[str, list[Observation]] = {}
     for metrics in steps:
@@ -36,11 +35,11 @@ def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[s
 
 
 def evenness(metrics: Mapping[str, float]) -> float:
-    """Return the mean length of a step's responses / the longest one's; 1 where it is not known."""
+    """Return a step's mean response length / its longest response length; 1 if unknown."""
     longest = metrics.get(_LONGEST, 0.0)
     return metrics[_MEAN] / longest if longest else 1.0
 
 
 def predict(costs: Mapping[str, PhaseCost], layout: Layout) -> StepTime:
-    """Return the step on a layout."""
+    """Return the predicted step time on a layout."""
     return step_time({phase: cost.seconds(layout.gpus_of(phase)) for phase, cost in costs.items()}, layout)

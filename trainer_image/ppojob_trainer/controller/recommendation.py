@@ -1,10 +1,15 @@
-"""What the measured phases say about the sizes of the pools: sentences for people, and layouts for programs.
+"""Recommends pool sizes from the measured phases: sentences for people, and layouts for programs.
 
-Four questions, each answered where the answer is worth something: which pool could do with fewer GPUs, which one would
-gain by more, whether the same GPUs would be better off in another pool, and which pool should be lent to the rollout.
-The seconds are `prediction`'s; what they leave out is said in `cost_model`. Fewer GPUs hold more of each model, and a
-lent one holds an engine: where the memory was measured, what might not fit is left out. Pure; called by `main`'s
-monitor.
+It answers four questions, each only if the gain is large enough:
+
+* Which pool could do with fewer GPUs?
+* Which pool would gain from more GPUs?
+* Would some GPUs be more useful in another pool?
+* Which pool should be shared with the rollout?
+
+The times come from `prediction`; `cost_model` says what they leave out. With fewer GPUs each one stores more of a
+model, and a pool that is shared with the rollout also stores an engine. If memory was measured, layouts that might not
+fit are left out. Pure; called by `main`'s monitor.
 """
 
 from __future__ import annotations
@@ -30,21 +35,21 @@ __all__ = ["NUM_STEPS", "Recommendation", "recommend"]
 NUM_STEPS: Final = 10
 MIN_STEPS: Final = 3
 MAX_COST: Final = 0.05
-"""Share of the step time that fewer GPUs may cost, and that is at most a third of the share of the GPUs they save."""
+"""Share of the step time that fewer GPUs may cost. It must also be at most a third of the share of GPUs saved."""
 MIN_GAIN: Final = 0.05
-"""Share of the step time from which on a gain is worth a word. It is no bound of the error: from one pool to two and
-back, on two and on four GPUs, a step was predicted to within 13 % and its change to within 14 % of a step; on hosts
-whose processors were the limit, where a phase takes as long on one GPU as on two, only to within 33 %. Lending the
-critic's pool was predicted to within 8 % where all responses were of the same length. Of the same pools in other sizes
-no phases were measured. A gain is a reason to measure, and the sentence says it is predicted."""
+"""Smallest gain that is reported, as a share of the step time. It is no bound on the prediction's error. Measured
+errors: within 13 % of the step time, and 14 % of a step for its change, from one pool to two and back on two and on
+four GPUs; within 33 % on hosts where the CPU was the bottleneck, so that a phase took as long on one GPU as on two;
+within 8 % for sharing the critic's pool with the rollout if all responses had the same length. The same pools in other
+sizes were not measured. So a gain is a reason to measure, and the sentence says that it is predicted."""
 MIN_EVENNESS: Final = 0.6
-"""Mean length of the responses / the longest one's, from which on lending is spoken of where responses stream."""
+"""Smallest ratio of mean to longest response length at which sharing a pool is recommended if responses stream."""
 _A_STEP = "timing_s/update_actor"
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Sentences, and the layouts that they speak of; both empty where the layout is as good as any other."""
+    """Sentences, and the layouts that they recommend; both are empty if no other layout is better."""
 
     text: str = ""
     layouts: tuple[LayoutAdvice, ...] = ()
@@ -52,7 +57,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class _Option:
-    """Other sizes of the pools; change: of the step time, as a share of it."""
+    """Other pool sizes; change: of the step time, as a share of it."""
 
     pools: Sequence[Pool]
     change: float
@@ -70,12 +75,12 @@ class _Option:
 
 
 def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: Layout) -> Recommendation | None:
-    """Return what to say about the layout; None while too few steps were seen.
+    """Return the recommendation for this layout; None while too few steps were measured.
 
     Args:
-        steps: metrics of the last steps. The first step of a run is not among them: it compiles and allocates.
+        steps: metrics of the last steps, without the first step of a run, which compiles and allocates.
         spec: resolved.
-        layout: that of the spec.
+        layout: the layout of `spec`.
     """
     last = [metrics for metrics in steps if _A_STEP in metrics][-NUM_STEPS:]
     if len(last) < MIN_STEPS:
@@ -105,11 +110,11 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
 
 
 def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
-    """Yield each pool that could be lent to the rollout as well, with the spec that lends it.
+    """Yield each further pool that could be shared with the rollout, with the spec that shares it.
 
-    Engines for the CPU would share the cores of a node, so they are not asked about. Nor is anything where responses
-    stream and differ much in length: a pool that writes computes nothing of those that are finished, which the
-    predicted times leave out.
+    Yields nothing for CPU engines, because they would compete for the cores of a node. Yields nothing if responses
+    stream and their lengths differ much: a pool that generates cannot process the responses that are finished, and the
+    predicted times leave that out.
     """
     placement = spec.placement
     if layout_of(spec).schedule.streaming and statistics.median(map(evenness, steps)) < MIN_EVENNESS:
@@ -122,7 +127,7 @@ def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tu
 
 
 def _has_room_for_an_engine(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> bool:
-    """Whether an engine fits beside all that was in use there at the most, so that it need not even sleep."""
+    """Whether an engine fits beside the measured peak memory of the pool, without having to sleep."""
     peak, total = (
         max(metrics.get(f"pool/{pool.name}/memory_{name}_gb", 0.0) for metrics in steps) for name in ("peak", "total")
     )
@@ -130,14 +135,14 @@ def _has_room_for_an_engine(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mappin
 
 
 def _say_lent(changes: Mapping[str, float]) -> Iterator[str]:
-    """Yield the sentence about the pool by whose engines most is saved, if it is worth one."""
+    """Yield the sentence about the pool whose engines would save most, if they save enough."""
     best = min(changes, key=lambda name: changes[name], default=None)
     if best is not None and changes[best] <= -MIN_GAIN:
         yield f"pool {best} lent to the rollout (placement.lentToRollout) would save {-changes[best]:.0%} step time"
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:
-    """Return the fewest GPUs that cost little."""
+    """Return the option with the fewest GPUs whose cost is small enough."""
     cheap = [o for o in options if o.change <= min(MAX_COST, (gpus - o.gpus) / gpus / 3)]
     return min(cheap, key=lambda option: (option.gpus, option.change), default=None)
 
@@ -148,9 +153,9 @@ def _fastest(options: Sequence[_Option]) -> _Option | None:
 
 
 def _fit_memory(pools: Sequence[Pool], spec: PPOJobSpec, layout: Layout, steps: Sequence[Mapping[str, float]]) -> bool:
-    """Whether pools that shrink can hold their roles, if all that torch allocated there is divided over fewer GPUs.
+    """Whether the roles fit into pools that shrink, if all memory that torch allocated is divided over fewer GPUs.
 
-    That is more than is true (activations are not divided), so nothing is offered that could not run.
+    This overestimates the need, because activations are not divided. So every recommended layout can run.
     """
     for pool, old in zip(pools, spec.pools, strict=True):
         total = max(metrics.get(f"pool/{pool.name}/memory_total_gb", 0.0) for metrics in steps)
@@ -170,7 +175,7 @@ def _busy(steps: Sequence[Mapping[str, float]], pool: str) -> float:
 
 @dataclass(frozen=True)
 class _Words:
-    """What the sentences need to know of the layout as it is."""
+    """The facts about the current layout that the sentences use."""
 
     pools: Sequence[Pool]
     noun: str
@@ -178,7 +183,7 @@ class _Words:
     num_steps: int
 
     def changed(self, option: _Option) -> list[tuple[str, int, int]]:
-        """Return (name, GPUs now, GPUs then) of the pools that change."""
+        """Return (name, current GPUs, new GPUs) of the pools that change."""
         both = zip(self.pools, option.pools, strict=True)
         return [(old.name, old.gpus, new.gpus) for old, new in both if old.gpus != new.gpus]
 

@@ -1,8 +1,8 @@
-"""Which phases of a step run at the same time: one row of a table for each `schedule.mode`, a switch for each overlap.
+"""Which phases of a step run at the same time: a table with a row for each `schedule.mode`, a switch for each overlap.
 
-Read by `ppo` and `loop`. A schedule changes when things happen and never what is computed: in all modes the same
-calls get the same arguments, so the same seed gives the same numbers. (Where old_log_prob is left out, the update takes
-the log-probs that it computes anyway in its place; that is the one phase that a schedule can save.)
+Read by `ppo` and `loop`. A schedule changes when phases run and never what they compute: in all modes the same calls
+get the same arguments, so the same seed gives the same numbers. (old_log_prob is the one phase that a schedule can
+leave out. The update then uses the log-probs that it computes anyway.)
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Schedule", "is_one_update", "schedule_of"]
 class Schedule:
     """What may overlap.
 
-    values: values and reward beside old_log_prob. reference: ref, where it is placed, beside old_log_prob.
-    updates: the critic's update beside the actor's.
-    weight_sync: the weights go out as soon as the actor is done, whatever the critic does.
-    next_generation: the next step's generation beside the critic's update.
-    streaming: values, ref and reward of responses that are finished, while others are being written.
-    old_log_prob: the phase is left out where the ratio is 1 by construction.
+    values: values and reward run during old_log_prob. reference: so does ref, if it is placed.
+    updates: the critic's update runs during the actor's.
+    weight_sync: the weights are sent as soon as the actor's update is done, without waiting for the critic.
+    next_generation: the next step's generation runs during the critic's update.
+    streaming: values, ref and reward of finished responses run while others are generated.
+    old_log_prob: the phase is left out if the ratio is 1 by construction.
     """
 
     values: bool = False
@@ -55,7 +55,7 @@ _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
     Overlap.VALUES: {"values": False},
     Overlap.REFERENCE: {"reference": False},
     Overlap.NEXT_GENERATION: {"next_generation": False},
-    # A generation cannot begin before it has its weights.
+    # Generation cannot start before it has its weights.
     Overlap.WEIGHT_SYNC: {"weight_sync": False, "next_generation": False},
     Overlap.STREAMING: {"streaming": False},
     Overlap.OLD_LOG_PROB: {"old_log_prob": False},
@@ -63,7 +63,7 @@ _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
 
 
 def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedule:
-    """Return the schedule of a resolved spec's mode, less some overlaps.
+    """Return the schedule of a resolved spec's mode, without the overlaps in `without`.
 
     Raises:
         ValueError: the mode is Auto, which `resolve` replaces.
@@ -77,10 +77,10 @@ def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedu
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:
-    """Whether each batch is updated on once, and nothing but the update reads the log-probs from before it.
+    """Whether each batch is used for one update, and only that update reads old_log_probs.
 
-    Then the policy that updates is the one whose log-probs these are, and the ratio is 1. A KL term in the reward reads
-    them earlier, and so may the users' own workers.
+    Then the updated policy is the one that would compute old_log_probs, and the ratio is 1. A KL term in the reward
+    reads them earlier, and so may user-defined workers.
     """
     is_whole = spec.actor.mini_batch_size == spec.data.train_batch_size and spec.algorithm.epochs == 1
     return is_whole and not spec.algorithm.kl.in_reward and not spec.workers

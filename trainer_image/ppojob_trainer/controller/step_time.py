@@ -1,10 +1,10 @@
-"""How long a step takes if its phases take so long: the dataflow of `ppo` and `loop`, played with pools as resources.
+"""Computes the time of a step from the times of its phases: a simulation of `ppo` and `loop` with pools as resources.
 
-Pure; called by `recommendation` and by the benchmark. Who waits for whom is what `ppo`'s docstring draws; a test holds
-this to the real controller in virtual time, for all modes. A pool does one phase at a time; data and the reward
-function run on CPU cores, beside everything. All responses are taken to end at the same time, as those of equal length
-do: what streaming saves where they do not is no part of it, so the time is an upper bound. Validation, checkpoints and
-the critic's warm-up are no part of it, and a phase that was not measured takes no time.
+Pure; called by `recommendation` and by the benchmark. `ppo`'s docstring draws the dependencies; a test compares this
+module with the real controller in virtual time, for all modes. A pool runs one phase at a time; data and the reward
+function run on CPU cores at any time. All responses are assumed to end at the same time, as if of equal length: the
+time that streaming saves is left out, so the result is an upper bound. Validation, checkpoints and the critic's warm-up
+are left out, and a phase that was not measured takes no time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORWARD = (
     (Phase.REF, "ref"),
     (Phase.REWARD_MODEL, "reward_model"),
 )
-"""In the serial order, each with its role."""
+"""The phases in serial order, each with its role."""
 _ROLES = {
     **dict(_FORWARD),
     Phase.DATA: "data",
@@ -35,17 +35,17 @@ _ROLES = {
     Phase.UPDATE_WEIGHTS: "rollout",
 }
 _HOOK = "hook_"
-# From the second step on each begins as the one before did; some more do no harm.
+# From the second step on, each starts as the one before did; a few more do no harm.
 _NUM_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the phases of a job run, and which at the same time.
+    """Where the phases of a job run, and which of them run at the same time.
 
-    pool_of: the pool whose GPUs a role keeps busy; roles on CPU cores alone are not in it. gpus: of each pool.
-    hooks: the users' workers that are called at a point, in their order. is_one_update: see `schedule`. lent: pools
-    that are lent to the rollout. engines_sleep: so a push takes memory in those too.
+    pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
+    hooks: the user-defined workers that are called at a point, in order. is_one_update: see `schedule`. lent: pools
+    that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those pools too.
     """
 
     pool_of: Mapping[str, str]
@@ -57,13 +57,13 @@ class Layout:
     engines_sleep: bool = False
 
     def pools_of(self, phase: str) -> list[str]:
-        """Return the pools that a phase keeps busy; none for what runs on CPU cores."""
+        """Return the pools that a phase keeps busy; none if it runs on CPU cores."""
         pool = self.pool_of.get(role_of(phase, self.pool_of))
         is_lent_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
         return ([] if pool is None else [pool]) + (list(self.lent) if is_lent_too else [])
 
     def gpus_of(self, phase: str) -> int:
-        """Return the GPUs on which a phase runs; 1 for what runs on CPU cores."""
+        """Return the number of GPUs on which a phase runs; 1 if it runs on CPU cores."""
         return sum(self.gpus[pool] for pool in self.pools_of(phase)) or 1
 
 
@@ -76,12 +76,12 @@ class StepTime:
 
 
 def is_of_step(phase: str) -> bool:
-    """Whether each step has the phase, as far as the job has its role."""
+    """Whether each step has the phase, provided that the job has its role."""
     return phase in _ROLES or phase == Phase.ADVANTAGES or phase.startswith(_HOOK)
 
 
 def role_of(phase: str, roles: Mapping[str, object]) -> str:
-    """Return whose phase it is; the advantages are the critic's where `roles` has one."""
+    """Return the role of a phase; the critic computes the advantages if `roles` has one."""
     if phase == Phase.ADVANTAGES:
         return "critic" if "critic" in roles else "actor"
     return _ROLES.get(phase, phase.removeprefix(_HOOK))
@@ -91,7 +91,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     """Return the time from step to step.
 
     Args:
-        seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` is for all its points.
+        seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
     play = _Play(seconds, layout)
     ends = [play.step() for _ in range(_NUM_STEPS)]
@@ -104,7 +104,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
 
 
 class _Play:
-    """Plays steps; every method returns when it is over, in seconds from the beginning."""
+    """Simulates steps; every method returns its end time, in seconds from the start of the simulation."""
 
     def __init__(self, seconds: Mapping[str, float], layout: Layout) -> None:
         skipped = layout.schedule.old_log_prob and layout.is_one_update
@@ -130,14 +130,14 @@ class _Play:
         return end
 
     def _prepare(self, began: float) -> float:
-        """Play the step up to the advantages, with which the last step's critic and hooks must be done too."""
+        """Simulate the step up to the advantages; the last step's critic and hooks must be done by then too."""
         generated = max(self._run(Phase.GENERATE, self._run(Phase.DATA, began)), self._hooks_done)
         generated = self._hooks(HookPoint.GENERATE, generated)
         scored = self._hooks(HookPoint.SCORE, self._forward(generated))
         return max(self._run(Phase.ADVANTAGES, scored), self._critic_done, self._hooks_done)
 
     def _forward(self, generated: float) -> float:
-        """Play the chains; who is ready first gets the pool first."""
+        """Simulate the chains; the chain that is ready first gets the pool first."""
         chains: dict[str, list[str]] = {}
         for phase, role in _FORWARD:
             chains.setdefault(self._chain_of(phase, role), []).append(phase)
@@ -153,7 +153,7 @@ class _Play:
         return max(reached, self._critic_done) if phase == Phase.VALUES else reached
 
     def _chain_of(self, phase: str, role: str) -> str:
-        """As `PPO` has it: a phase waits for those before it in its chain."""
+        """Return the chain as `PPO` defines it: a phase waits for the phases before it in its chain."""
         schedule, pool_of = self._layout.schedule, self._layout.pool_of
         if not (schedule.reference if phase == Phase.REF else schedule.values):
             return pool_of["actor"]
@@ -166,13 +166,13 @@ class _Play:
         return ready
 
     def _run(self, phase: str, ready: float, share: float = 1.0) -> float:
-        """Play a phase that could begin at `ready`; it waits for its pools."""
+        """Simulate a phase that could start at `ready`; it waits for its pools."""
         if phase not in self.seconds:
             return ready
         taken, pools = self.seconds[phase] * share, self._layout.pools_of(phase)
         begins = {pool: max(ready, self._free.get(pool, 0.0)) for pool in pools}
         if phase != Phase.GENERATE:
-            # Of all phases only generation begins in one pool without the others.
+            # Only generation starts in one pool independently of the others.
             begins = dict.fromkeys(pools, max(begins.values(), default=ready))
         ends = {pool: begin + taken for pool, begin in begins.items()}
         self._free |= ends

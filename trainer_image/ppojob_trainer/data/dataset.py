@@ -148,8 +148,8 @@ class PromptDataset:
 class PromptLoader:
     """Endless batches of equal size; its position fits into a checkpoint.
 
-    Each epoch has an order of its own, which depends on seed and epoch alone. The prompts that do not fill the last
-    batch of an epoch are left out of that epoch.
+    Each epoch has a different order, which depends only on seed and epoch. The prompts that do not fill the last batch
+    of an epoch are left out of that epoch.
     """
 
     def __init__(self, dataset: PromptDataset, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:

@@ -16,7 +16,7 @@ from ppojob_trainer.data.errors import DataError
 Message = dict[str, Any]
 
 VERL_COLUMNS = Columns()
-"""Which columns are read where nothing else is said."""
+"""The columns that are read by default."""
 
 
 @dataclass(frozen=True)

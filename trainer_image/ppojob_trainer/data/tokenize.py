@@ -1,4 +1,4 @@
-"""From a prompt to token ids: the chat template, the system prompt, and what happens to prompts that are too long."""
+"""Turns a prompt into token ids: the chat template, the system prompt, and the treatment of overlong prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppojob_trainer.data.records import Message, PromptRecord
 
 Overlong = Literal["Fail", "Filter", "Truncate"]
 
-# What `apply_chat_template` is told here.
+# Arguments of `apply_chat_template` that are set here.
 _DECIDED = {"tokenize", "add_generation_prompt", "chat_template", "conversation"}
 
 

@@ -1,8 +1,8 @@
-"""From a padded batch to micro-batches that a model computes: packed tokens, and where each response token's output is.
+"""Divides a padded batch into micro-batches of packed tokens, with the position of each response token's output.
 
-Called by the FSDP engines. Everything here happens on the CPU, before the tokens go to the device, so that no step of
-a training loop waits for the device. It refuses shards that cannot be cut into equal minibatches, because ranks whose
-minibatches differ in number would wait for each other for ever.
+Called by the FSDP engines. Everything here runs on the CPU, before the tokens are copied to the device, so that no step
+of a training loop waits for the device. It refuses shards that cannot be divided into equal minibatches, because ranks
+with different numbers of minibatches would deadlock.
 
 Suffixes: B sequences, b sequences of a micro-batch, R response length, S whole length, T packed tokens, N tokens of
 the policy in a micro-batch (response_mask 1).
@@ -25,7 +25,7 @@ _BOUND_STEP: Final = 256
 
 
 class EngineMeta:
-    """Names in `DataProto.meta_info` that the engines' updates read."""
+    """Keys of `DataProto.meta_info` that the engines' updates read."""
 
     NUM_MINI_BATCHES: Final = "num_mini_batches"
     EPOCHS: Final = "epochs"
@@ -33,11 +33,11 @@ class EngineMeta:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of packed tokens lie: cu_seqlens int32 [b + 1] on the device, lengths on the host.
+    """The boundaries of packed sequences: cu_seqlens int32 [b + 1] on the device, lengths on the host.
 
-    peers: the ranks that the tokens are divided over, if they are; the segments are those of all tokens. bound: tokens
-    of the longest sequence, rounded up; num_tokens: of all sequences together. Both are computed from the lengths:
-    a compiled layer is compiled again for each number that it reads, so it must not read the lengths.
+    peers: the sequence-parallel group that the tokens are divided over, if any; the segments cover the tokens of all
+    its ranks. bound: tokens of the longest sequence, rounded up; num_tokens: of all sequences. Both are computed from
+    the lengths: a compiled layer is compiled again for each number that it reads, so it must not read the lengths.
     """
 
     cu_seqlens: Tensor
@@ -59,10 +59,10 @@ class Segments:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """What a model's forward pass reads.
+    """The input of a model's forward pass.
 
-    input_ids, position_ids: int64 [1, T]. rows: int64 [N], the places in T whose output speaks about a token of the
-    policy. labels: int64 [N], those tokens. Where the tokens are divided over ranks, T and N are of this rank's slice.
+    input_ids, position_ids: int64 [1, T]. rows: int64 [N], the positions in T whose output predicts a token of the
+    policy. labels: int64 [N], those tokens. If the tokens are divided over ranks, T and N are of this rank's slice.
     """
 
     input_ids: Tensor
@@ -76,8 +76,8 @@ class PackedTokens:
 class MicroBatch:
     """Some sequences of a batch, on the device that computes.
 
-    indices: their rows in the batch, int64 [b] on the CPU. places: int64 [N], where each token of the policy lies in
-    the flattened [b * R]. fields: the tensors [b, R] that the loss reads.
+    indices: their rows in the batch, int64 [b] on the CPU. places: int64 [N], the position of each token of the policy
+    in the flattened [b * R]. fields: the tensors [b, R] that the loss reads.
     """
 
     indices: Tensor
@@ -87,7 +87,7 @@ class MicroBatch:
     shape: tuple[int, int]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put values [N], and those of the peers' slices, to their places in [b, R], 0 elsewhere. Differentiable."""
+        """Scatter values [N], with those of the group's other slices, into [b, R], 0 elsewhere. Differentiable."""
         num_sequences, width = self.shape
         flat = values.new_zeros(num_sequences * width).index_copy(0, self.places, values)
         peers = self.tokens.segments.peers
@@ -95,16 +95,16 @@ class MicroBatch:
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
-    """Return the real tokens of each sequence, prompt and response together."""
+    """Return the number of tokens of each sequence (prompt and response), without padding."""
     lengths: list[int] = batch.tensor(Keys.ATTENTION_MASK).sum(dim=1).tolist()
     return lengths
 
 
 def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
-    """Cut a rank's shard into `number` consecutive parts of equal size.
+    """Divide a rank's shard into `number` consecutive parts of equal size.
 
     Raises:
-        ProtocolError: the rows cannot be cut so.
+        ProtocolError: the number of rows is not divisible by `number`.
     """
     if number < 1 or len(batch) == 0 or len(batch) % number:
         raise ProtocolError(
@@ -116,7 +116,7 @@ def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: exactly `number` micro-batches, equal on all ranks, of at most `max_tokens` tokens each."""
+    """How a batch is divided: exactly `number` micro-batches (equal on all ranks) of at most `max_tokens` tokens."""
 
     number: int
     max_tokens: int
@@ -143,12 +143,12 @@ def _build(
     def moved(tensor: Tensor) -> Tensor:
         if device.type == "cpu":
             return tensor
-        # From memory that is not pinned the copy would wait for all that the device still has to do.
+        # A copy from memory that is not pinned would wait for all queued work of the device.
         return tensor.pin_memory().to(device, non_blocking=True)
 
     response_mask = taken(Keys.RESPONSE_MASK).bool()
     packed = pack(taken(Keys.INPUT_IDS), taken(Keys.ATTENTION_MASK))
-    # The output at a token speaks about the next one, so response token r is predicted one column before it.
+    # The output at a token predicts the next one, so the prediction of response token r is one column before it.
     predicts_BS = torch.zeros(packed.shape, dtype=torch.bool)
     response_part(predicts_BS, response_mask.shape[1]).copy_(response_mask)
     rows = packed.pack(predicts_BS).nonzero().flatten()

@@ -1,7 +1,7 @@
-"""Variables that an engine's process must be started with: libraries read them when they are loaded.
+"""Environment variables with which an engine's process must be started, because libraries read them at import.
 
-Called by the worker groups, which put them into the environment of the process that holds an engine. It imports
-neither torch nor vLLM, so the controller can ask.
+Called by the worker groups, which set them for the process that holds an engine. It imports neither torch nor vLLM, so
+the controller can call it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 
 def base_environment(device: Device, num_threads: int | None = None) -> dict[str, str]:
-    """Return what every engine needs.
+    """Return the variables that every engine needs.
 
     Args:
-        num_threads: of this process on device cpu. None leaves it, and then Ray sets 1 for actors with less than a CPU.
+        num_threads: threads of this process on device cpu. None: not set; Ray then sets 1 for actors with less than one
+            CPU.
     """
     common = {
-        # The model is a folder; a hub would be asked for what is missing in it.
+        # The model is a folder; without this, transformers would ask the hub for files that are missing in it.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # Roles share the cores. OpenMP's threads spin at each barrier by default, and then mostly wait for a thread that
-    # another spinning process keeps off its core: on device cpu generation was five times slower.
+    # Roles share the cores. By default OpenMP's threads spin at each barrier, while the thread that they wait for is
+    # kept off its core by another spinning process: on device cpu generation was five times slower.
     common |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     if device is Device.CUDA:
         return common | {"NCCL_NVLS_ENABLE": "0"}
@@ -30,5 +31,5 @@ def base_environment(device: Device, num_threads: int | None = None) -> dict[str
 
 
 def pool_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
-    """Return what the processes of a pool need: its own network's variables win over ours."""
+    """Return the variables of a pool's processes; the pool's network variables override the defaults."""
     return base_environment(spec.device) | spec.pool(pool).network.environment()

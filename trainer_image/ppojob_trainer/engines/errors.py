@@ -1,6 +1,6 @@
-"""What can go wrong in an engine, by name. `reason` is what the job's status will say.
+"""The named errors of the engines. `reason` is the reason in the job's status.
 
-Raised by the engines, turned into the job's failure by `main`. Nothing here is caught inside the engines.
+Raised by the engines, turned into the job's failure by `main`. The engines catch none of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.constants import Reason
 
 
 class EngineError(RuntimeError):
-    """An engine cannot go on; the message says what is wrong and what to do."""
+    """An engine cannot continue; the message says what is wrong and what to do."""
 
     reason: ClassVar[str] = Reason.TRAINER_FAILED
 
@@ -39,13 +39,13 @@ class CheckpointUnreadableError(EngineError):
 
 
 class CheckpointUnwritableError(EngineError):
-    """A checkpoint could not be written; the message names its folder and the storage's own words."""
+    """A checkpoint could not be written; the message has its folder and the storage's error."""
 
     reason = Reason.CHECKPOINT_UNWRITABLE
 
 
 class BucketFailedError(EngineError):
-    """The object store failed a rank that wrote or read its part of a checkpoint; what is stored may be whole."""
+    """The object store failed while a rank wrote or read its part of a checkpoint; the stored data may be complete."""
 
     reason = Reason.BUCKET_UNREACHABLE
 
@@ -67,13 +67,13 @@ class WeightSyncError(EngineError):
 
 
 class WeightLinkError(WeightSyncError):
-    """One end of the way of the weights does not reach the other any more; the message says which."""
+    """One end of a weight transfer cannot reach the other any more; the message says which."""
 
     reason = Reason.COMMUNICATION_FAILED
 
 
 class RolloutError(EngineError):
-    """The rollout engine refused a request or failed at it."""
+    """The rollout engine refused a request or failed to serve it."""
 
 
 class EngineArgumentError(RolloutError):

@@ -1,4 +1,4 @@
-"""How much memory this process may share with the others of its pod or machine. Called by the roles."""
+"""The memory that this process shares with the others of its pod or machine. Called by the roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def host_bytes(limits: tuple[Path, ...] = _LIMITS) -> int:
-    """Return the least of the machine's memory and the limit of the pod, in bytes."""
+    """Return the smaller of the machine's memory and the pod's limit, in bytes."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in limits:
         text = file.read_text(encoding="ascii").strip() if file.exists() else ""

@@ -1,7 +1,7 @@
-"""Whether the models fit the job and each other, seen from their configurations and tokenizers alone.
+"""Checks whether the models fit the job and each other, from their configurations and tokenizers alone.
 
-The roles' `check` calls it before any weights are loaded. It refuses what would fail in the middle of a step, or train
-on other tokens than it shows.
+The roles' `check` calls it before any weights are loaded. It refuses models that would fail in the middle of a step, or
+that would train on other tokens than intended.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 
 __all__ = ["check_context", "check_vocabulary", "context_length"]
 
-# Kinds of rotary embeddings whose factor stretches what the configuration gives as the longest sequence.
+# Kinds of rotary embeddings whose factor extends the longest sequence that the configuration gives.
 _STRETCHING = {"yarn", "linear", "dynamic"}
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence that a model was made for, in tokens; None where its configuration does not say."""
+    """Return a model's context length in tokens; None if its configuration does not have it."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -54,7 +54,7 @@ def check_vocabulary(role: str, path: str, config: PretrainedConfig, model: Mode
         ModelMismatchError: with the number of tokens that differ and one of them.
     """
     actor_path = model.actor.path
-    # Code of the actor's folder alone: where this one's tokenizer has its own, the room is all that is compared.
+    # Only the actor's folder may run remote code: if this tokenizer needs its own, only the sizes are compared.
     actor, own = _vocabulary(actor_path, model.actor.trust_remote_code), _vocabulary(path, False)
     if actor is None:
         return

@@ -1,4 +1,4 @@
-"""Addresses and ports of this host. Called where processes meet: FSDP ranks, and trainer and rollout for weights."""
+"""Addresses and ports of this host, for the rendezvous of FSDP ranks and of the weight transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def free_port(address: str = "") -> int:
 
 
 def local_address(towards: str) -> str:
-    """Return this host's own address on the way to another host. Sends nothing."""
+    """Return the address of this host's interface that routes to another host. Sends nothing."""
     with socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))
         address: str = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""What models are computed in on a device: the roles ask it for their engines, and vLLM's options for the rollout."""
+"""The dtype of the computation on a device. Called by the roles for their engines, and by vLLM's options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def precision_of(device: Device) -> Literal["bfloat16", "float32"]:
-    """Return the type's name.
+    """Return the name of the dtype.
 
-    bfloat16 needs units of its own, which few CPUs have: without them PyTorch's product of two matrices takes 75 times
-    as long as in float32 (measured with AVX2 alone).
+    bfloat16 needs hardware support, which few CPUs have: without it, PyTorch's matrix product takes 75 times as long as
+    in float32 (measured with AVX2 alone).
     """
     return "bfloat16" if device is Device.CUDA else "float32"
 
 
 def dtype_of(device: Device) -> torch.dtype:
-    """Return the same as PyTorch's type."""
+    """Return the dtype as PyTorch's type."""
     import torch
 
     return torch.bfloat16 if precision_of(device) == "bfloat16" else torch.float32

@@ -1,15 +1,15 @@
-"""Ulysses: ranks that hold a slice of the same packed tokens each, and exchange slices for heads around attention.
+"""Ulysses sequence parallelism: each rank has a slice of the same packed tokens; attention exchanges slices for heads.
 
     every layer:  its slice of the tokens, all heads  ─ exchange ─▶  all tokens, its part of the heads
                                                        attention
                   its slice of the tokens, all heads  ◀─ exchange ─
 
-Jacobs et al. 2023, arXiv 2309.14509, section 3. Everything but attention looks at one token at a time, so a rank does
-it for its own slice. Used by `batch` (slices, sums over peers) and `fsdp.attention` (exchanges); `fsdp.mesh` makes the
-groups. Heads that cannot be divided are refused before anything is loaded, by `fsdp.divisions`.
+Jacobs et al. 2023, arXiv 2309.14509, section 3. Everything except attention works on single tokens, so a rank computes
+it for its own slice. Used by `batch` (slices, sums over the group) and `fsdp.attention` (exchanges); `fsdp.mesh`
+creates the groups. `fsdp.divisions` refuses heads that cannot be divided, before anything is loaded.
 
-Suffixes: T tokens of a micro-batch, t of a slice (T / size rounded up; what is too much is padding), H query heads,
-K key heads, D numbers of a head.
+Suffixes: T tokens of a micro-batch, t tokens of a slice (T / size rounded up; the excess is padding), H query heads,
+K key heads, D size of a head.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class SequencePeers:
-    """This rank among those that compute the same micro-batch together."""
+    """This rank in its sequence-parallel group, which computes the same micro-batch together."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     def cut(self, tokens_T: Tensor) -> Tensor:
-        """Return this rank's slice [t]; beyond the last token it is 0."""
+        """Return this rank's slice [t], padded with 0."""
         width = self.width(tokens_T.shape[0])
         padded = functional.pad(tokens_T, (0, width * self.size - tokens_T.shape[0]))
         return padded[self.rank * width : (self.rank + 1) * width]
@@ -43,10 +43,10 @@ class SequencePeers:
         return -(-num_tokens // self.size)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over peers, each of which computes the same loss of it.
+        """Return the sum over the group. Each of its ranks computes the same loss from it.
 
-        Its gradient is handed to each peer as it is: a peer's own values have the derivative of the loss, and the
-        gradients of all peers are summed where those of all data-parallel ranks are.
+        The backward pass hands the gradient to each rank unchanged: a rank's own values have the derivative of the
+        loss, and the gradients of the group are summed together with those of all data-parallel ranks.
         """
         summed: Tensor = _Sum.apply(values, self.group)  # type: ignore[no-untyped-call]
         return summed
@@ -54,11 +54,11 @@ class SequencePeers:
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange slices [1, H, t, D] (keys and values [1, K, t, D]) for parts of the heads [1, H / size, T, D].
 
-        Keys are repeated where there are fewer key heads than peers.
+        Keys are repeated if there are fewer key heads than ranks in the group.
         """
         parts = [self._parts(tensor[0]) for tensor in (query, _repeated(key, self.size), _repeated(value, self.size))]
         numbers = [part.shape[2] for part in parts]
-        # [sender, t, heads, D]: one exchange for all three, after which the tokens lie in their order.
+        # [sender, t, heads, D]: one exchange for all three, after which the tokens are in order.
         received: Tensor = _exchange(torch.cat(parts, dim=2), self.group)
         tokens = received.flatten(0, 1)[:num_tokens]
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in torch.split(tokens, numbers, dim=1))

@@ -1,8 +1,9 @@
-"""Over what a process is connected to others: what NCCL chose, from its own log, and gloo by name.
+"""The transports by which a process is connected to others: for NCCL from its log, for gloo by name.
 
-NCCL says nowhere else which transport it took, and takes a slow one in silence. So each process that uses it has NCCL
-log its connections into a file beside the process's own log, some kilobytes, and reads it after connecting.
-Called by the engines where connections are made. It fails nothing: what cannot be read is an empty answer.
+NCCL reports only in its log which transport it chose, and chooses a slow one without a warning. So each process that
+uses NCCL makes it log its connections to a file beside the process's own log (a few kilobytes), and reads that file
+after connecting. Called by the engines when they connect. It raises no errors: a file that cannot be read gives an
+empty answer.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _LINE = re.compile(
 
 
 def log_connections(stem: Path) -> None:
-    """Have NCCL in this process, and in the processes that it starts, log its connections to `<stem>.nccl-<pid>.log`.
+    """Make NCCL in this process, and in the processes that it starts, log its connections to `<stem>.nccl-<pid>.log`.
 
-    What the user has set stays: NCCL reads these variables when it is used first.
+    Variables that the user has set are kept. NCCL reads them at its first use.
     """
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT")
@@ -40,10 +41,11 @@ def log_connections(stem: Path) -> None:
 
 
 def transports_of(log: str) -> Transports:
-    """Return how many other ranks the process that wrote this log sends to, by transport.
+    """Return the number of ranks that the process of this log sends to, by transport.
 
-    NCCL opens several channels to a rank; one is counted. Network transports have a line at both ends; the sender's is.
-    Source: the lines of p2pSendSetup, shmSendSetup and sendSetup in NCCL's transport/{p2p,shm,net}.cc, 2.4 to 2.28.
+    NCCL opens several channels to a rank; they count once. Network transports log a line at both ends; only the
+    sender's counts. Source: the log lines of p2pSendSetup, shmSendSetup and sendSetup in NCCL's
+    transport/{p2p,shm,net}.cc, 2.4 to 2.28.
     """
     found = {
         (line["sender"], line["receiver"], _name(line)) for line in _LINE.finditer(log) if line["end"] != "receive"
@@ -52,7 +54,7 @@ def transports_of(log: str) -> Transports:
 
 
 class NcclLog:
-    """This process's file of `log_connections`, from where it ends when this is made."""
+    """This process's file of `log_connections`, read from its end at the time of creation."""
 
     def __init__(self) -> None:
         name = os.environ.get(_FILE, "").replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
@@ -60,11 +62,11 @@ class NcclLog:
         self._begin = len(self._read(0))
 
     def take(self) -> Transports:
-        """Return the transports of the connections that were made since."""
+        """Return the transports of the connections that were opened since."""
         return transports_of(self._read(self._begin).decode(errors="replace"))
 
     def _read(self, begin: int) -> bytes:
-        # A terminal or a pipe, which NCCL may write to as well, would not end.
+        # NCCL may also write to a terminal or a pipe; reading those would never end.
         if self._path is None or not self._path.is_file():
             return b""
         with self._path.open("rb") as file:

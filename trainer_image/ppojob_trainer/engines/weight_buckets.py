@@ -1,7 +1,7 @@
-"""How a model's parameters lie in buckets of bytes, equal at both ends of a weight transfer.
+"""The layout of a model's parameters in buckets of bytes, equal at both ends of a weight transfer.
 
-Called by `weight_transfer`. Tensors go in buckets, because a message for each would cost more than the bytes. A tensor
-is never cut: one that is larger than a bucket gets a bucket of its own.
+Called by `weight_transfer`. Tensors are sent in buckets, because a message for each would cost more than its bytes. A
+tensor is never split: one that is larger than a bucket gets a separate bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter under the name that HuggingFace's checkpoint gives it."""
+    """One parameter, by its name in a HuggingFace checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,14 +42,14 @@ class TensorSpec:
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a sharded model."""
+    """A source of weights: a sharded model."""
 
     def specs(self) -> list[TensorSpec]:
         """Return all parameters, in the order of `gather`."""
         ...
 
     def gather(self) -> Iterator[Tensor]:
-        """Yield each parameter whole; the next one takes its place. Collective: every rank goes to the end."""
+        """Yield each full parameter; the next one may reuse its memory. Collective: every rank iterates to the end."""
         ...
 
 
@@ -62,14 +62,14 @@ class Bucket:
     num_bytes: int
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that lie in a uint8 buffer, without a copy."""
+        """Yield the parameters in a uint8 buffer, as views."""
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             flat = buffer[offset : offset + spec.num_bytes].view(spec.torch_dtype)
             yield spec.name, flat.view(spec.shape)
 
 
 def make_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Fill buckets in order, each up to `bucket_bytes`; a larger tensor gets one of its own."""
+    """Fill buckets in order, each up to `bucket_bytes`; a larger tensor gets a separate bucket."""
     buckets: list[Bucket] = []
     taken: list[TensorSpec] = []
     offsets: list[int] = []

@@ -31,15 +31,15 @@ class Channel(Protocol):
     """One sender, rank 0, and receivers from rank 1."""
 
     def send(self, buffer: Tensor) -> None:
-        """Send a uint8 buffer to all receivers; it may be changed afterwards."""
+        """Send a uint8 buffer to all receivers; it may be changed after this returns."""
         ...
 
     def receive(self, num_bytes: int) -> Tensor:
-        """Return the next buffer, in memory of its own."""
+        """Return the next buffer, in separate memory."""
         ...
 
     def transports(self) -> Transports:
-        """Return over what this end sends to others."""
+        """Return the transports by which this end sends to others."""
         ...
 
     def close(self) -> None:
@@ -50,10 +50,10 @@ class Channel(Protocol):
 def open_channel(
     backend: str, store: TCPStore, rank: int, size: int, device: torch.device, timeout_seconds: float
 ) -> Channel:
-    """Meet the other ranks over `store` and return the channel.
+    """Join the other ranks through `store` and return the channel.
 
     Raises:
-        RuntimeError: not all came in time (torch's own, with its reason).
+        RuntimeError: not all ranks joined in time (torch's error, with its reason).
         ValueError: unknown backend.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -73,7 +73,7 @@ class _GroupChannel:
 
     def __init__(self, group: Any, device: torch.device, seen: Callable[[], Transports]) -> None:
         self._group, self._device = group, device
-        # The first collective makes the connections; here it fails with a clear cause instead of in a transfer.
+        # The first collective opens the connections; if it fails here, the cause is clearer than in a transfer.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         self._transports = seen()
 
@@ -98,7 +98,7 @@ class _GroupChannel:
 
 
 class _SharedMemoryChannel:
-    """Two processes on one GPU: the sender names its memory (CUDA IPC), the receiver copies from it."""
+    """Two processes on one GPU: the sender passes a handle of its memory (CUDA IPC), the receiver copies from it."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         if size != 2:
@@ -121,7 +121,7 @@ class _SharedMemoryChannel:
         torch.cuda.current_stream(self._device).synchronize()
         handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         self._store.set(f"memory/{self._number}", pickle.dumps(handle).hex())
-        # The buffer must stand until the receiver has its copy.
+        # The buffer must stay unchanged until the receiver has copied it.
         self._store.get(f"copied/{self._number}")
         self._number += 1
 
@@ -141,7 +141,7 @@ class _SharedMemoryChannel:
 
 
 def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Put this process's number of the GPU in place of the sender's: each may see the GPU under its own."""
+    """Replace the sender's device index by this process's: the same GPU may have a different index in each."""
     place = 6  # `storage_device` of torch's rebuild_cuda_tensor
     return (
         *arguments[:place],
@@ -158,7 +158,7 @@ def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Group:
 
 
 def _gloo_devices(towards: str) -> list[Any]:
-    """Return where gloo listens. By itself that is where DNS says this host's name is, which others need not reach."""
+    """Return where gloo listens. Its default is the address of this host's name in DNS, which may be unreachable."""
     create = dist.ProcessGroupGloo.create_device
     interfaces = os.environ.get(GLOO_INTERFACES)
     if interfaces:

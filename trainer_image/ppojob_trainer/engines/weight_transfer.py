@@ -1,4 +1,4 @@
-"""Weights from the trainer to the rollout engines: the interface, and both its ends.
+"""Weight transfer from the trainer to the rollout engines: the interface, and both its ends.
 
     FSDP rank 0 ─ gather a tensor (all ranks) ─ pack into a bucket ─ channel ─▶ replica: unpack ─▶ vLLM reloads
           │                                                                        │
@@ -39,9 +39,9 @@ from ppojob_trainer.engines.weight_channels import Backend, Channel, open_channe
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one end sent or loaded: equal receipts are equal weights.
+    """A record of the weights that one end sent or loaded: equal receipts mean equal weights.
 
-    is_read_back: whether they were compared with the engine's own parameters after it had loaded them.
+    is_read_back: whether the weights were compared with the engine's own parameters after loading.
     """
 
     version: int
@@ -52,10 +52,10 @@ class Receipt:
 
 
 def verify(sent: Receipt, received: Sequence[Receipt]) -> None:
-    """Compare what the trainer sent with what each replica loaded.
+    """Compare the weights that the trainer sent with those that each replica loaded.
 
     Raises:
-        WeightSyncError: a replica has other weights; says which and where they differ first.
+        WeightSyncError: a replica has other weights; names the replica and the first difference.
     """
     for replica, receipt in enumerate(received):
         if receipt != sent:
@@ -66,7 +66,7 @@ def verify(sent: Receipt, received: Sequence[Receipt]) -> None:
 
 @dataclass(frozen=True)
 class WeightLink:
-    """Where a sender listens, what it will send, and how. It goes to the replicas as plain data."""
+    """Where a sender listens, what it will send, and how. It is passed to the replicas as plain data."""
 
     backend: str
     address: str
@@ -81,7 +81,7 @@ class WeightLink:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Which FSDP rank sends to which of vLLM's workers, and how. They are counted over all replicas."""
+    """Which FSDP rank sends to which vLLM workers, and how. Workers are numbered over all replicas."""
 
     sender_rank: int
     backend: Backend
@@ -90,9 +90,9 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Receivers:
-    """vLLM's workers of all replicas of a pool; each gets whole tensors and keeps its part of them.
+    """The vLLM workers of all replicas of a pool; each receives full tensors and keeps its part of them.
 
-    on_actor: worker i computes on the GPU of FSDP rank i.
+    on_actor: worker i runs on the GPU of FSDP rank i.
     """
 
     number: int
@@ -100,10 +100,10 @@ class Receivers:
 
 
 def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -> list[LinkPlan]:
-    """Decide who sends to whom; the workers are counted over all pools, in their order.
+    """Decide which rank sends to which workers; the workers are numbered over all pools, in order.
 
-    NCCL refuses two processes on one GPU, and where a worker is on a rank's GPU that rank has each gathered tensor at
-    hand: it passes on its memory (CUDA IPC), and nothing crosses GPUs twice. Rank 0 sends to all other workers.
+    If a worker is on a rank's GPU, that rank passes a handle of each gathered tensor's memory (CUDA IPC): NCCL refuses
+    two processes on one GPU, and no data crosses GPUs twice. Rank 0 sends to all other workers.
     """
     plans: list[LinkPlan] = []
     apart: list[int] = []
@@ -126,19 +126,19 @@ class WeightSync(Protocol):
     """The trainer's end of a weight transfer."""
 
     def listen(self) -> list[WeightLink]:
-        """Open the meeting place of each of this rank's plans and say where they are; none if it sends to nobody."""
+        """Open a rendezvous for each of this rank's plans and return their links; empty if it sends to no worker."""
         ...
 
     def prepare(self) -> Transports:
-        """Wait for the replicas, which connect at the same time. Return over what this rank reaches them."""
+        """Wait for the replicas, which connect at the same time. Return the transports from this rank to them."""
         ...
 
     def push(self, version: int) -> Receipt | None:
-        """Send the weights, while the replicas receive. Collective over all FSDP ranks."""
+        """Send the weights while the replicas receive them. Collective over all FSDP ranks."""
         ...
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         ...
 
 
@@ -157,9 +157,9 @@ class WeightSender:
         """Plan a transfer.
 
         Args:
-            plans: this rank's; none if it only takes part in gathering.
-            address: of this host, as the replicas reach it.
-            timeout_seconds: for the meeting and for each bucket.
+            plans: those of this rank; empty if it only takes part in gathering.
+            address: address of this host that the replicas can reach.
+            timeout_seconds: for the rendezvous and for each bucket.
             device: where the tensors are.
         """
         self._source, self._device = source, device
@@ -175,7 +175,7 @@ class WeightSender:
         """See `WeightSync`.
 
         Raises:
-            RendezvousError: not all replicas came in time.
+            RendezvousError: not all replicas joined in time.
         """
         found: Counter[str] = Counter()
         for way in self._ways:
@@ -183,7 +183,7 @@ class WeightSender:
         return dict(found)
 
     def push(self, version: int) -> Receipt | None:
-        """See `WeightSync`. Returns what was sent over each link, or None from a rank that sends to nobody.
+        """See `WeightSync`. Returns the receipt of the sent weights, or None from a rank without links.
 
         Raises:
             WeightLinkError: a replica stopped receiving.
@@ -224,7 +224,7 @@ class _Way:
         self._channel: Channel | None = None
 
     def listen(self, buckets: str) -> WeightLink:
-        """Open the meeting place and put the layout of the buckets there."""
+        """Open the rendezvous store and write the layout of the buckets into it."""
         timeout = timedelta(seconds=self._timeout_seconds)
         self._store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
         self._store.set("buckets", buckets)
@@ -235,7 +235,7 @@ class _Way:
         """Wait for the receivers.
 
         Raises:
-            RendezvousError: not all came in time.
+            RendezvousError: not all receivers joined in time.
         """
         assert self._store is not None, "listen() comes first"
         size = 1 + len(self._plan.receivers)
@@ -249,7 +249,7 @@ class _Way:
         return self._channel.transports()
 
     def announce(self, number: int, version: int) -> None:
-        """Say to the receivers which version comes now."""
+        """Announce to the receivers which version is sent next."""
         assert self._store is not None, "listen() comes first"
         self._store.set(_announcement(number), str(version))
 
@@ -268,7 +268,7 @@ class _Way:
             ) from error
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._store = None
@@ -281,10 +281,10 @@ class WeightReceiver:
         """Connect; the sender prepares at the same time.
 
         Args:
-            rank: from 1, this receiver's number among all of the link.
+            rank: this receiver's number among all receivers of the link, from 1.
 
         Raises:
-            RendezvousError: the sender or another replica did not come in time.
+            RendezvousError: the sender or another replica did not join in time.
         """
         self._link, self._num_receipts = link, 0
         timeout = timedelta(seconds=link.timeout_seconds)
@@ -301,15 +301,15 @@ class WeightReceiver:
         self._buckets = buckets_from_text(self._store.get("buckets"))
 
     def transports(self) -> Transports:
-        """Return over what this receiver passes weights on to others."""
+        """Return the transports by which this receiver passes weights on to others."""
         return self._channel.transports()
 
     def begin(self, version: int) -> WeightStream:
         """Return the tensors of the next push.
 
         Raises:
-            WeightSyncError: it is of another version.
-            WeightLinkError: the sender did not begin in time.
+            WeightSyncError: the push has another version.
+            WeightLinkError: the sender did not start in time.
         """
         key = _announcement(self._num_receipts)
         try:
@@ -324,12 +324,12 @@ class WeightReceiver:
         return WeightStream(version, self._buckets, self._channel)
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         self._channel.close()
 
 
 class WeightStream:
-    """Iterates once over (name, tensor); `receipt` says afterwards what came."""
+    """Iterates once over (name, tensor); afterwards `receipt` has the record of them."""
 
     def __init__(self, version: int, buckets: Sequence[Bucket], channel: Channel) -> None:
         self._version, self._buckets, self._channel = version, buckets, channel

@@ -1,9 +1,9 @@
-"""`kubectl ppo`: looking after PPOJobs of a cluster from one's own machine.
+"""`kubectl ppo`: manage the PPOJobs of a cluster from a user's machine.
 
     app.py  ── Kubectl ──▶ kubectl (contexts, credentials and proxies are its own)
       │                       get, exec, port-forward
-      ├─ status_table.py, pending.py    what is said: functions of the objects, no I/O
+      ├─ status_table.py, pending.py    the output: functions of the objects, no I/O
       └─ run_folder.py                  the job's folder, by exec into its head or a pod that reads the claim
 
-It imports neither torch nor Ray, and writes nothing but what a command is for.
+It imports neither torch nor Ray, and changes nothing except for the purpose of a command.
 """

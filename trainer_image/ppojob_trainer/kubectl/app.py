@@ -1,7 +1,7 @@
 """The program `kubectl-ppo`, which kubectl runs as `kubectl ppo`: status, logs, metrics, pictures, and why a job waits.
 
-What loads slowly is imported by the commands that need it. All but `suspend`, `resume` and `checkpoint` only read;
-where a job has no pod of its own, a pod is made that reads its storage (see run_folder.py).
+Slow packages are imported by the commands that need them. All commands except `suspend`, `resume` and `checkpoint` only
+read. If a job has no pod, a pod is created that reads its storage (see run_folder.py).
 """
 
 import json
@@ -168,7 +168,7 @@ def explain_pending(name: Name, namespace: Namespace = None, context: Context = 
             events=cluster.get("events", within, "--field-selector=type=Warning")["items"],
             now=datetime.now(UTC),
         )
-        # Not by rich, which would break the scheduler's sentences at the width of the screen.
+        # Not printed with rich, which would wrap the scheduler's sentences at the terminal's width.
         typer.echo("\n".join(pending.explain(sight)))
 
 
@@ -361,7 +361,7 @@ def _fetch(cluster: Cluster, name: str, target: Path, *, with_timing: bool) -> P
         bring(folder.files.metrics)
         if with_timing:
             bring(folder.files.trace)
-            # Nothing is said of the layout in the first steps.
+            # There is no recommendation for the layout in the first steps.
             with suppress(NotThereError):
                 bring(folder.files.recommendation)
     return target
@@ -369,7 +369,7 @@ def _fetch(cluster: Cluster, name: str, target: Path, *, with_timing: bool) -> P
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Print what a user can mend as a sentence, and end with 1; a bug of ours keeps its traceback."""
+    """Print errors that a user can fix as a sentence, and exit with 1; a bug of ours keeps its traceback."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""`kubectl ppo checkpoint`: asks a running job for a checkpoint, and waits until the status shows the answer.
+"""`kubectl ppo checkpoint`: requests a checkpoint of a running job, and waits until the status shows the answer.
 
-The request is an annotation with a value of its own, as kubectl's restartedAt is; the trainer hears of it in the reply
-to its next report and answers it once, after the step that it is doing. Called by `app.py`. It refuses a job that has
-no trainer: nothing could be written. It compares no clocks, because this machine's may be wrong.
+The request is an annotation with a unique value, like kubectl's restartedAt. The trainer receives it in the reply to
+its next report and answers it once, after its current step. Called by `app.py`. It refuses a job that has no trainer,
+because nothing could be saved. It compares no clocks, because this machine's may be wrong.
 """
 
 import json

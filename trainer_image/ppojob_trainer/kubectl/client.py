@@ -21,7 +21,7 @@ class KubectlError(RuntimeError):
 
 
 class NotThereError(ValueError):
-    """The job has not made what is asked for, or has given it back."""
+    """The job has not created the requested object, or has released it."""
 
 
 class Cluster(Protocol):
@@ -82,7 +82,7 @@ class Kubectl:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                # The terminal has told kubectl too.
+                # The terminal sends the signal to kubectl too.
                 process.wait()
                 return _INTERRUPTED
 

@@ -1,6 +1,6 @@
-"""Why a job does not run yet, pool by pool, in the words of those who know: scheduler, kubelet, KubeRay. Pure.
+"""Explains why a job does not run yet, pool by pool, with the messages of scheduler, kubelet and KubeRay. Pure.
 
-`app.py` calls it with what the API server has of the job. It adds no guesses of its own.
+`app.py` calls it with the job's objects from the API server. It adds no guesses.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ _HARMLESS = ("ContainerCreating", "PodInitializing")
 
 @dataclass(frozen=True)
 class Sight:
-    """What the API server has of a job."""
+    """The objects of a job from the API server."""
 
     job: Raw
     clusters: Sequence[Raw]

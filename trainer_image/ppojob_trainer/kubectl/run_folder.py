@@ -24,7 +24,7 @@ _READY_SECONDS = 90
 _STORAGE = "storage"
 _READER = "reader"
 _NO_FILE = 44
-"""Exit status of our own for a file that is not there, so that it is told apart from an exec that failed."""
+"""A distinct exit status for a missing file, to distinguish it from an exec that failed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunFolder:
         Args:
             pattern: shell pattern of files; no part of it may come from others than the user.
             lines: of each file.
-            follow: go on until interrupted.
+            follow: continue until interrupted.
         """
         missing = f"echo 'no log {pattern}: the attempt has not written it (yet)' >&2; exit {_NO_FILE}"
         command = f"ls {pattern} >/dev/null 2>&1 || {{ {missing}; }}; exec tail -n {lines} {'-F ' * follow}{pattern}"
@@ -79,11 +79,11 @@ class RunFolder:
 
 @contextmanager
 def open_folder(cluster: Cluster, job: Raw) -> Iterator[RunFolder]:
-    """Find a pod that sees the job's folder, or make one for the time.
+    """Find a pod that mounts the job's folder, or create a temporary one.
 
     Raises:
-        NotThereError: the job has not begun.
-        KubectlError: no pod could be made.
+        NotThereError: the job has not started.
+        KubectlError: no pod could be created.
     """
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     if not job.get("status", {}).get("startTime"):

@@ -1,6 +1,6 @@
-"""The composition root: a job file comes in, Ray is connected, worker groups are plugged into the controller's ports.
+"""The composition root: reads a job file, connects to Ray, and plugs worker groups into the controller's ports.
 
-`run_job` is what `ppojob run` calls; `python -m ppojob_trainer.main` (`__main__`) is what the operator submits.
+`ppojob run` calls `run_job`; the operator submits `python -m ppojob_trainer.main` (`__main__`).
 """
 
 from ppojob_trainer.main.failures import JobFailedError, failure_record

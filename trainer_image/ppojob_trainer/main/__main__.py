@@ -1,9 +1,10 @@
-"""`python -m ppojob_trainer.main`: what the operator submits to the cluster.
+"""`python -m ppojob_trainer.main`: the command that the operator submits to the cluster.
 
     --job /etc/ppojob/job.json --hash H --generation G --attempt N
 
-It waits for the file with that hash, because a mounted ConfigMap may be a minute old; it runs the job; on failure the
-last line of its log, and of the copy in the storage, is the failure's record. SIGTERM and SIGINT stop it in order.
+It waits for the file with that hash, because a mounted ConfigMap may be a minute old, and then runs the job. On failure
+the last line of its log, and of the copy in the storage, is the failure record. SIGTERM and SIGINT cause a graceful
+stop.
 """
 
 from __future__ import annotations
@@ -52,24 +53,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Output:
-    """What this process prints, copied to the job's storage from when the job has said where that is."""
+    """Copies what this process prints to the job's storage, once the job file was read."""
 
     def __init__(self) -> None:
         self._tee: OutputTee | None = None
         self._secrets: list[str] = []
 
     def copy_to(self, path: Path, secrets: list[str]) -> None:
-        """Copy everything from now on to a file too, and leave secrets out: the operator shows the end of the log."""
+        """Copy all further output to a file too, without secrets: the operator shows the end of the log."""
         self._secrets = secrets
         self._tee = tee_output(path, secrets)
 
     def end(self, record: FailureRecord) -> None:
-        """Write its line after all others: the operator reads it from the log, which outlives the connection."""
+        """Write the record as the last line: the operator reads it from the log, which outlives the connection."""
         last_line = record.model_copy(update={"message": redacted(record.message, self._secrets)}).to_log_line()
         if self._tee is not None:
-            # What was printed before is on its way through the copiers of two streams, and could come after it.
+            # Earlier output still passes through the copiers of two streams and could arrive after it.
             self._tee.close()
-            # The storage may be what failed; the log that Ray keeps has the line in any case.
+            # The storage may be what failed; Ray's own log has the line in any case.
             with contextlib.suppress(OSError), self._tee.path.open("a", encoding="utf-8") as copy:
                 copy.write(last_line + "\n")
         sys.stderr.flush()
@@ -81,8 +82,8 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
     """Return the job, once the file has the hash `digest`.
 
     Raises:
-        JobFileMissingError: it had not in time.
-        UnknownFieldsError: the operator is newer, and the job uses what this trainer does not know.
+        JobFileMissingError: the file did not have the hash in time.
+        UnknownFieldsError: the operator is newer, and the job uses fields that this trainer does not know.
     """
     deadline = time.monotonic() + timeout_s
     seen = "there is no such file"
@@ -92,7 +93,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
             if JobFile.digest(text) == digest:
                 return JobFile.decode(text, reader=version("ppojob"))
             seen = f"the file there has the hash {JobFile.digest(text)}"
-        # Not stop.wait(): the handler of a signal sets it in this very thread, and would wait for the lock held there.
+        # Not stop.wait(): the signal handler sets it in this thread and would deadlock on the lock that wait() holds.
         time.sleep(1.0)
     raise JobFileMissingError(
         f"{path} with the hash {digest} did not come within {timeout_s:g} s: {seen}. "
@@ -103,7 +104,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
 def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) -> FailureRecord | None:
     try:
         job = wait_for_job(options.job, options.hash, JOB_FILE_TIMEOUT_S, stop)
-        # Not before: the job says where its logs go.
+        # Not earlier: the job file says where the logs go.
         output.copy_to(Path(driver_log(job.root, options.attempt)), secret_values(job.spec, os.environ))
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
@@ -115,7 +116,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) ->
     if outcome.is_finished:
         logger.info("all %d steps are done", outcome.step)
         return None
-    # Whoever asked for it: for Ray only a job of which all steps are done has succeeded.
+    # No matter who requested the stop: for Ray, a job has succeeded only if all its steps are done.
     return interrupted(outcome.step)
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints and the export: the ranks write shards, the store decides what counts.
+"""Checkpoints and the export: the ranks write shards, the store decides which checkpoint is valid.
 
-Implements `controller.ports.CheckpointPort` for `run`. The exported folder appears whole, by a rename.
+Implements `controller.ports.CheckpointPort` for `run`. The exported folder appears complete, by a rename.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JobCheckpoints:
         attempt: int,
         found: Checkpoint | None,
     ) -> None:
-        """`found` is what the run goes on from: the store's `resume_point`."""
+        """`found` is the checkpoint to resume from: the store's `resume_point`."""
         self._store = store
         self._groups = groups
         self._files = files
@@ -57,15 +57,15 @@ class JobCheckpoints:
         """See `CheckpointPort`.
 
         Raises:
-            CheckpointUnreadableError: there is one, and it cannot be read into the models.
+            CheckpointUnreadableError: the checkpoint cannot be read into the models.
         """
         found = self._found
         if found is None:
             return None
         calls = self._calls(ActorWorker.restore, CriticWorker.restore, found.location)
         try:
-            # One after the other where they share GPUs: gradients and moments are there while they are read, and what
-            # is offloaded leaves only afterwards.
+            # Roles that share GPUs load one after the other: gradients and moments are on the GPU while they are read,
+            # and are offloaded only afterwards.
             await (_in_turn(calls) if self._is_shared else asyncio.gather(*calls))
         except WorkerFailedError as error:
             if isinstance(error.__cause__, EngineCheckpointError):
@@ -100,7 +100,7 @@ class JobCheckpoints:
         try:
             yield
         except BaseException:
-            # The folder belongs to nobody now, whatever the reason; the reason goes on.
+            # The folder is abandoned, whatever the reason; the error is raised on.
             self._store.abandon(step)
             raise
 
@@ -108,7 +108,7 @@ class JobCheckpoints:
         groups = [group.group for group in (self._groups.actor, self._groups.critic) if group is not None]
         try:
             async with asyncio.timeout(self._limit_s) as limit:
-                # The question waits behind what the ranks compute, so it costs them nothing.
+                # The call queues behind the ranks' computation, so it does not interrupt them.
                 while not all([all(await group.call(TrainedWorker.is_saved)) for group in groups]):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
@@ -148,7 +148,7 @@ async def _in_turn(calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Put a folder in another's place; a rename cannot replace a folder that has something in it."""
+    """Replace a folder by another; a rename alone cannot replace a folder that is not empty."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,7 +1,7 @@
-"""The connection to Ray: the cluster that the operator made, or one of this machine's own for the time of a run.
+"""The connection to Ray: the cluster that the operator created, or a local one for the duration of a run.
 
-Called by `run`. What it started it ends. Ray's token authentication is set in so many words, because Ray 2.60 turns it
-on by itself and writes a token into the home folder.
+Called by `run`. It stops the Ray that it started. Ray's token authentication is set explicitly, because Ray 2.60 turns
+it on by default and writes a token into the home folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RayNotStartedError", "check_gpus", "connected", "local_resources"]
 logger = logging.getLogger(__name__)
 
 _STORE_BYTES_CPU = 1024**3
-"""Object store of a run on CPU: its batches are small, and the memory is needed for the models."""
+"""Size of the object store for a run on CPU, in bytes: batches are small, and the models need the memory."""
 
 
 NUM_TRIES = 3
@@ -33,28 +33,28 @@ NUM_CPUS = 2
 
 
 class RayNotStartedError(RuntimeError):
-    """There is no Ray to run on."""
+    """Ray could not be started or reached."""
 
 
 @contextmanager
 def connected(spec: PPOJobSpec) -> Iterator[None]:
-    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine whose resources are the pools'.
+    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine with the resources of the pools.
 
     Raises:
-        PoolNotPlacedError: this machine has fewer GPUs than the pools want.
+        PoolNotPlacedError: this machine has fewer GPUs than the pools need.
         RayNotStartedError: Ray could not be started or reached.
     """
     if not os.environ.get("RAY_ADDRESS") and spec.device is Device.CUDA:
-        # Loads CUDA's driver, and the operator's cluster has no GPU where this runs.
+        # It loads CUDA's driver; in the operator's cluster the driver process has no GPU.
         import torch
 
         check_gpus(spec, torch.cuda.device_count())
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # Ray's own zero would hide the GPUs from processes that ask for none, and warns that it will stop doing so.
+    # By default Ray hides the GPUs from processes that request none, and warns that this default will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handlers = _signal_handlers()
     _connect(spec)
-    # Ray takes SIGTERM for itself; a stop in order is this program's.
+    # Ray installs a handler for SIGTERM; this program needs its own for a graceful stop.
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:
@@ -64,7 +64,7 @@ def connected(spec: PPOJobSpec) -> Iterator[None]:
 
 
 def _connect(spec: PPOJobSpec) -> None:
-    # Ray gives its own node 30 s, which a busy machine exceeds, and raises a bare Exception.
+    # Ray gives its node 30 s to start, which a busy machine exceeds, and raises a bare Exception.
     for attempt in range(1, NUM_TRIES + 1):
         try:
             if os.environ.get("RAY_ADDRESS"):
@@ -82,7 +82,7 @@ def _connect(spec: PPOJobSpec) -> None:
 
 
 def check_gpus(spec: PPOJobSpec, found: int) -> None:
-    """Refuse pools that want more than the `found` GPUs of this machine: Ray would take our word that they are there.
+    """Refuse pools that need more than the `found` GPUs of this machine. Ray itself does not check the number.
 
     Raises:
         PoolNotPlacedError: there are fewer; names the pools.
@@ -106,7 +106,7 @@ def _start_here(spec: PPOJobSpec) -> None:
     is_cuda = spec.device is Device.CUDA
     ray.init(
         address="local",
-        # Tickets for the bundles; Ray also starts as many processes in advance, and most roles cannot use them.
+        # Enough for the bundles; Ray also prestarts as many processes, and most roles cannot use them.
         num_cpus=NUM_CPUS,
         num_gpus=num_gpus if is_cuda else 0,
         resources=local_resources(spec),
@@ -121,5 +121,5 @@ def _signal_handlers() -> dict[signal.Signals, signal._HANDLER]:
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    # None: not installed from Python, and so not to be put back from here.
+    # None: the handler was not installed from Python, so it cannot be restored from here.
     return {number: handler for number, handler in handlers.items() if handler is not None}

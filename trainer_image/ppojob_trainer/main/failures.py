@@ -1,7 +1,7 @@
-"""From an exception to the failure's name, kind and sentence: one table, so that every failure is named in one place.
+"""Maps an exception to the failure's name, kind and message. One table names every failure.
 
-Called by `run` and `__main__`. The first exception in the chain (`__cause__`) that the table knows gives the name;
-any other exception is TrainerFailed, which counts against the user's backoffLimit.
+Called by `run` and `__main__`. The first exception in the chain (`__cause__`) that is in the table gives the name; any
+other exception is TrainerFailed, which counts against the user's backoffLimit.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ _MAX_MESSAGE = 4096
 
 
 class JobFileMissingError(RuntimeError):
-    """The file with the submission's hash did not come."""
+    """The file with the submission's hash did not appear in time."""
 
 
 class JobFailedError(RuntimeError):
-    """A job failed, and this is its name; `__cause__` is the exception that ended it."""
+    """A job failed; `record` has the failure's name, `__cause__` the exception that ended it."""
 
     def __init__(self, record: FailureRecord) -> None:
         super().__init__(record.message)
         self.record = record
 
 
-# The most special class first.
+# The most specific class first.
 _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (UnknownFieldsError, Reason.TRAINER_TOO_OLD, FailureKind.PERMANENT),
     (JobFileMissingError, Reason.JOB_FILE_MISSING, FailureKind.INFRASTRUCTURE),
     (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
     (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),
-    # The seeds draw the same responses again, so another attempt fails at the same one.
+    # The seeds give the same responses again, so another attempt fails at the same one.
     (RewardFunctionError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardRefusedError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
     (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
     (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),
     (PoolNotPlacedError, Reason.POOL_NOT_PLACED, FailureKind.INFRASTRUCTURE),
-    # Of a collective that hangs, the phase and the call run out of the same limit, and either may be first. Both count
-    # as the cluster's: the next attempt then gets other pods, and not the connection that hung. A limit that is too
-    # short for the work looks the same; its message names the key.
+    # If a collective hangs, the phase and the call reach the same limit, and either may be first. Both count as
+    # infrastructure failures: the next attempt then gets other pods and a new connection. A limit that is too short for
+    # the work looks the same; its message names the key.
     (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
     (CallTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
     (WorkerLostError, Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE),
@@ -79,7 +79,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (BucketRefusedError, Reason.BUCKET_REFUSED, FailureKind.PERMANENT),
-    # The machine's own credentials can be away for a while, so trying again may help.
+    # The machine's own credentials can be unavailable for a while, so a retry may help.
     (CredentialsMissingError, Reason.BUCKET_REFUSED, FailureKind.USER),
     (BucketUnreachableError, Reason.BUCKET_UNREACHABLE, FailureKind.INFRASTRUCTURE),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
@@ -88,7 +88,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),
 )
 
-# The engines name the reason themselves; whom it counts against is decided here.
+# The engines give the reason themselves; this module decides whether it counts against the user.
 _ENGINE_KINDS = {
     Reason.INVALID_SPEC: FailureKind.PERMANENT,
     Reason.MODEL_NOT_FOUND: FailureKind.PERMANENT,
@@ -99,12 +99,12 @@ _ENGINE_KINDS = {
     Reason.BUCKET_UNREACHABLE: FailureKind.INFRASTRUCTURE,
 }
 
-# Classes of packages that this module must not load: torch's for a GPU, and Ray's for a node, whose message is a page.
+# Classes of packages that this module must not import: torch's for a GPU; Ray's for a node, whose message is a page.
 _NAMES_OF_FOREIGN = {"OutOfMemoryError": (Reason.OUT_OF_MEMORY, FailureKind.USER)}
 
 
 def failure_record(error: BaseException) -> FailureRecord:
-    """Return the name of a failure, with the sentence of the exception that gave it."""
+    """Return the record of a failure: its name and kind, and the message of the exception that gave the name."""
     if isinstance(error, JobFailedError):
         return error.record
     for link in _chain(error):
@@ -117,7 +117,7 @@ def failure_record(error: BaseException) -> FailureRecord:
 
 
 def interrupted(step: int) -> FailureRecord:
-    """Return the record of a run that was stopped in order."""
+    """Return the record of a run that was stopped gracefully."""
     return FailureRecord(
         reason=Reason.INTERRUPTED,
         message=f"stopped in order after step {step}; the run goes on from its last checkpoint",
@@ -138,7 +138,7 @@ def _name(error: BaseException) -> tuple[str, FailureKind] | None:
 
 
 def _sentence(error: BaseException, named: BaseException) -> str:
-    """The named exception's own words; a worker's role and rank go before them."""
+    """Return the message of the named exception, with a worker's role and rank before it."""
     text = str(named).strip() or type(named).__name__
     if type(named).__name__ in _NAMES_OF_FOREIGN:
         text = text.partition("\n")[0]

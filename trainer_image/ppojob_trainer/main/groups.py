@@ -1,7 +1,7 @@
-"""Starts the worker groups of a job and makes them ready: processes, checks, models, the way of the weights.
+"""Starts the worker groups of a job and prepares them: processes, checks, models, connections for the weights.
 
-Called by `run`, once. Paths, data and the reward function are checked before FSDP loads a model, in the processes that
-will use them, so that a typo costs seconds; the rollout's engine, which takes longest, loads its libraries meanwhile.
+`run` calls it once. Paths, data and the reward function are checked before FSDP loads a model, in the processes that
+will use them, so that a typo costs seconds. The rollout engine takes longest to load; it loads its libraries meanwhile.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a job; critic and ref where the algorithm reads them, and those of the user's own.
+    """The groups of a job: the roles that the algorithm reads, and the user-defined workers.
 
-    lent: the engines in pools that are lent to the rollout, by their role.
+    lent: the engines in pools that are shared with the rollout, by role.
     """
 
     data: DataGroup
@@ -84,7 +84,7 @@ class Groups:
 
     @property
     def own_ref(self) -> RefGroup | None:
-        """The reference where it has processes of its own."""
+        """The reference if it has separate processes, else None."""
         return self.ref if isinstance(self.ref, RefGroup) else None
 
     def all(self) -> list[WorkerGroup[Any]]:
@@ -99,7 +99,7 @@ class Groups:
 
     @property
     def rollouts(self) -> list[RolloutGroup]:
-        """The engines of each pool, the rollout's own first."""
+        """The engines of each pool; the rollout's own pool is first."""
         return [self.rollout, *self.lent.values()]
 
 
@@ -107,7 +107,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     """Start all processes, without waiting for them.
 
     Raises:
-        WorkerImportError: a class of the user's own cannot be had; no process is started.
+        WorkerImportError: a user-defined class cannot be imported; no process is started.
     """
     users = [UserWorkers.of(worker, index) for index, worker in enumerate(spec.workers)]
     where = {role: pools[name] for role, name in pools_of_roles(spec).items() if name in pools}
@@ -153,7 +153,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
 def _rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: PlacedPool) -> RolloutGroup:
     environment = rollout_environment(spec, pool.name)
-    # A CPU engine takes all cores of its node, so a second one there would only share them.
+    # A CPU engine uses all cores of its node, so a second one there would only compete for them.
     single = [(bundle,) for bundle in pool.one_per_node()] if spec.device is Device.CPU else None
     replicas = single or pool.in_replicas(spec.rollout.tensor_parallel_size)
     start = partial(launcher.start, pool=pool, gpu_fraction=pool.gpu_fraction, environment=environment)
@@ -173,10 +173,10 @@ def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> 
 
 @dataclass(frozen=True)
 class Ready:
-    """What is known of a job when all is loaded.
+    """Facts about a job that are known once everything is loaded.
 
-    connections: over what the ranks of each role, and the actor and the rollout, are connected. saves_in_background:
-    whether steps continue while a checkpoint is written.
+    connections: the transports among the ranks of each role, and between the actor and the rollout.
+    saves_in_background: whether steps continue while a checkpoint is written.
     """
 
     connections: list[Connections]
@@ -184,20 +184,20 @@ class Ready:
 
 
 async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
-    """Check everything, then load everything; each within the limit of a phase.
+    """Check everything, then load everything. Each check and each load has the time limit of a phase.
 
     Raises:
         PhaseTimeoutError: a check or a load took too long; names it and its role.
-        WorkerGroupError: a process did not start, a check or a load failed; the cause says why.
+        WorkerGroupError: a process did not start, or a check or a load failed; the cause says why.
     """
-    # vLLM takes longest by far, most of it for its libraries, and its own processes are enough for it to begin.
+    # vLLM takes longest by far, mostly to import its libraries. It can start as soon as its own processes are up.
     is_free = asyncio.Event()
     rollout = asyncio.create_task(_load_rollouts(groups, phases, is_free), name="load rollout")
     try:
-        # Not the rollout's: while it loads they answer nothing else.
+        # Except the rollout's: they answer no other call while they load.
         await wait_until_up([group for group in groups.all() if group not in groups.engines()])
         logger.info("all processes are up")
-        # A check names what is wrong with a path or the data, before an engine fails because of it.
+        # A check names a wrong path or wrong data before an engine fails because of it.
         await _check(groups, phases)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)
@@ -206,7 +206,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         gathered = stay_gathered(spec, sizes)
         if whole := [role for role, stays in gathered.items() if stays]:
             logger.info("whole on each rank through an optimizer step: %s", ", ".join(whole))
-        logger.info("model paths, data and reward are in order; loading the models")
+        logger.info("model paths, data and reward are valid; loading the models")
         joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered), rollout)
     finally:
         rollout.cancel()
@@ -220,7 +220,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
 
 
 async def _load_rollouts(groups: Groups, phases: Phases, is_free: asyncio.Event) -> None:
-    """Start the engines, which wait until the GPUs that they share are free (`is_free`)."""
+    """Start the engines. They wait until the GPUs that they share with other roles are free (`is_free`)."""
     loading = {OWN: groups.rollout, **groups.lent}
     await asyncio.gather(*(_load_rollout(role, rollout, phases, is_free) for role, rollout in loading.items()))
 
@@ -245,7 +245,7 @@ async def _check(groups: Groups, phases: Phases) -> None:
 
 
 async def _check_data_and_reward(groups: Groups, phases: Phases) -> None:
-    """Open the data, then load the reward function, which checks the names of the data sets."""
+    """Open the data, then load the reward function, which checks the names of the data sources."""
     sources = await phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
     if groups.reward.function is not None:
         loading = groups.reward.function.group.call(RewardWorker.load, sources)
@@ -253,7 +253,7 @@ async def _check_data_and_reward(groups: Groups, phases: Phases) -> None:
 
 
 async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
-    """Return what the roles will hold on GPUs, by role."""
+    """Return the model size of each role that uses GPUs, by role."""
     loading = {
         "actor": groups.actor,
         "critic": groups.critic,
@@ -268,12 +268,12 @@ async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
 async def _load_models(
     groups: Groups, spec: PPOJobSpec, phases: Phases, is_free: asyncio.Event, gathered: Mapping[str, bool]
 ) -> dict[str, list[Transports]]:
-    """Load all models but the rollout's; return over what the ranks of each role send to each other.
+    """Load all models except the rollout's. Return the transports among the ranks of each role.
 
-    `gathered` says whether a role stays gathered through a step.
-
-    vLLM measures the free memory while it starts, so nobody else may take some of that GPU's meanwhile: `is_free` is
-    set when those who share it are ready.
+    Args:
+        gathered: by role, whether its parameters stay gathered through an optimizer step.
+        is_free: set when the roles that share a GPU with an engine are loaded. vLLM measures the free memory while it
+            starts, so no other process may allocate on that GPU meanwhile.
     """
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load, gathered["actor"])}
     if groups.critic is not None:

@@ -1,7 +1,7 @@
-"""Whether what is offloaded fits into the hosts' memory, and a background save's copies beside it. Seen before loading.
+"""Checks before loading whether the hosts have enough memory for offloaded state and for background saves.
 
-What is refused could never have run: it counts the copies of offloaded parameters and moments alone. A save in the
-background also copies what is on the GPUs; where that would leave too little, checkpoints are written while the run
+A job is refused only if it could never run: the check counts only the copies of offloaded parameters and moments. A
+background save also copies what is on the GPUs. If that leaves too little memory, checkpoints are written while the run
 waits, which copies nothing. Called by `groups` on CUDA. Pure.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["HostNeed", "host_needs", "saves_in_background"]
 _GB = 1e9
 _FLOAT32, _BFLOAT16, _MOMENTS = 4, 2, 8
 _SPARE = 0.1
-"""Ray ends a process where more than 95 % of a host's memory is used."""
+"""Ray terminates a process when more than 95 % of a host's memory is used."""
 _OF_A_PROCESS = 4 * _GB
-"""About what libraries, CUDA and buffers of messages take of the host in each process."""
+"""Approximate host memory of each process for libraries, CUDA and message buffers, in bytes."""
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes of one role on its host: copies of what is offloaded, and of what a background save copies beside them."""
+    """Host memory of one role, in bytes: copies of offloaded state, and the further copies of a background save."""
 
     role: str
     offloaded: float
@@ -37,9 +37,9 @@ class HostNeed:
 
 
 def host_needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[HostNeed]]:
-    """Return what the roles in `sizes` take of the host of their first rank, by that host's address.
+    """Return the host memory that the roles in `sizes` need, by the address of the host of their first rank.
 
-    Each node of a pool has the same part of a role, and pools whose first ranks have one address share a host.
+    Each node of a pool has an equal part of a role. Pools whose first ranks have the same address share a host.
     """
     found: dict[str, list[HostNeed]] = {}
     pool_of = pools_of_roles(spec)
@@ -56,7 +56,7 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
     """Return whether checkpoints are written in the background, and a sentence for each host that is too small for it.
 
     Raises:
-        ModelMismatchError: a host has less memory than the copies of what is offloaded; has the numbers.
+        ModelMismatchError: a host has less memory than the copies of offloaded state need; the message has the numbers.
     """
     doubts: list[str] = []
     for host, roles in host_needs(spec, sizes).items():
@@ -82,13 +82,13 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
 
 
 def _bytes(spec: PPOJobSpec, role: str) -> tuple[int, int]:
-    """Return the bytes of a parameter that are offloaded, and that a background save copies from the GPU."""
+    """Return the bytes per parameter that are offloaded, and those that a background save copies from the GPU."""
     trained: dict[str, TrainedModel] = {"actor": spec.model.actor, "critic": spec.model.critic}
     model = trained.get(role)
     if model is None:
         return _BFLOAT16 * (role == "ref" and spec.model.ref.offload.parameters), 0
     if model.lora is not None:
-        # A checkpoint has adapters alone, which are small.
+        # With LoRA a checkpoint has only the adapters, which are small.
         return _BFLOAT16 * model.offload.parameters, 0
     offloaded = _FLOAT32 * model.offload.parameters + _MOMENTS * model.offload.optimizer
     return offloaded, _FLOAT32 + _MOMENTS - offloaded

@@ -1,7 +1,7 @@
-"""Sees that a pod of the run's RayCluster is being deleted: its hook (`ppojob hold`) leaves a file in the storage.
+"""Detects that a pod of the run's RayCluster is being deleted: the pod's hook (`ppojob hold`) writes a file to storage.
 
-`monitor.py` asks it. It looks from a thread, because a storage that hangs must not stop the run, and what the storage
-refuses it takes for "no pod is leaving": the run goes on, and the operator can ask for a stop too.
+Called by `monitor.py`. It polls from a thread, because storage that hangs must not stop the run. An error of the
+storage counts as "no pod is being deleted": the run continues, and the operator can still request a stop.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ _POLL_S = 1.0
 
 
 class LeavingPods:
-    """The file of the hook, and the one by which the hook knows that it was heard."""
+    """The file that the hook writes, and the file by which the driver acknowledges it."""
 
     def __init__(self, files: RunFiles, cluster: str | None) -> None:
-        """`cluster` is the RayCluster's name; None: the run is in none, and no pod ever leaves."""
+        """`cluster` is the RayCluster's name. None: the run is in no RayCluster, and nothing is ever detected."""
         self._sign = files.leaving(cluster) if cluster else None
         self._heard = files.heard(cluster) if cluster else None
 
     def forget(self) -> None:
-        """Take away what an earlier attempt in the same RayCluster was told: its pods are gone."""
+        """Delete the files of an earlier attempt in the same RayCluster: its pods are deleted."""
         for path in (self._sign, self._heard):
             if path is not None:
                 _tried(path, "unlink")
 
     async def seen(self) -> None:
-        """Return as soon as a pod is leaving, and let its hook know."""
+        """Return as soon as a pod is being deleted, after acknowledging it to the hook."""
         while not await asyncio.to_thread(self._look):
             await asyncio.sleep(_POLL_S)
 
@@ -42,7 +42,7 @@ class LeavingPods:
 
 
 def _tried(path: Path, what: str) -> bool:
-    """Return whether the storage did it."""
+    """Return whether the operation on the storage succeeded."""
     try:
         getattr(path, what)()
     except FileNotFoundError:

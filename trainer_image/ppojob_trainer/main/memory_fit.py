@@ -1,10 +1,10 @@
-"""Whether the models can fit on the GPUs of their pools, seen before any of them is loaded.
+"""Checks whether the models fit on the GPUs of their pools, before any of them is loaded.
 
-What is refused could never have run: it counts the least that a role needs, which is weights, gradients and AdamW's two
-moments, divided over the pool's GPUs, and vLLM's share. What activations take on top depends on how full the
-micro-batches are, so it is told as an estimate for full ones, and a pool that is too small for it gets a warning. Where
-there is room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called by `groups`
-on CUDA. Pure.
+A job is refused only if it could never run: the check counts the least that a role needs, which is weights, gradients
+and AdamW's two moments, divided over the pool's GPUs, and vLLM's share. The memory of activations depends on how full
+the micro-batches are, so it is estimated for full ones, and a pool that is too small for it gets a warning. If there is
+room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called by `groups` on CUDA.
+Pure.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["Need", "check_memory", "needs", "stay_gathered"]
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
 _SPARE, _SPARE_OF_A_PROCESS = 0.1, 2.25 * _GB
-"""What is left free beside models that stay gathered: for logits and fragments a share of the GPU, for CUDA, NCCL and
-messages on their way so much for each process, whichever is more."""
+"""Memory that is left free beside models that stay gathered: the larger of a share of the GPU (logits, fragmentation)
+and a number of bytes per process (CUDA, NCCL, message buffers)."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one role on each GPU of its pool.
+    """Memory of one role on each GPU of its pool, in bytes.
 
-    resident: what stays there between the role's phases. activations: about what a full micro-batch takes. gathered:
-    what more it takes to stay gathered through an optimizer step.
+    resident: stays allocated between the role's phases. activations: estimate for a full micro-batch. gathered: further
+    bytes if the model stays gathered through an optimizer step.
     """
 
     role: str
@@ -47,7 +47,7 @@ class Need:
 
     @property
     def total(self) -> float:
-        """Bytes within the role's own phases."""
+        """Bytes during the role's own phases."""
         return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
-            # Gradients of all parameters are summed up in float32 before they go to their ranks.
+            # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
             need = replace(need, gathered=_gathered(size, gpus, 0 if own.lora is not None else _FLOAT32))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
@@ -87,13 +87,13 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:
-    """Return the tokens of a full micro-batch on a GPU, if its part of so many prompts has as many."""
+    """Return the tokens of a full micro-batch on a GPU, at most those in its part of `prompts` prompts."""
     length = spec.data.max_prompt_length + spec.data.max_response_length
     return min(most, max(1.0, prompts * spec.rollout.samples_per_prompt / gpus) * length)
 
 
 def _layer(size: ModelSize, divided_by: int = 1) -> float:
-    """Return about the bytes that a decoder layer keeps of a token for its backward pass, in bfloat16.
+    """Estimate the bytes per token that a decoder layer keeps for its backward pass, in bfloat16.
 
     Korthikanti et al. 2022, section 4.1, for a gated MLP without dropout and attention that keeps no scores: the inputs
     of two norms, of the projections and of the output projection, queries, keys and values; gate, up and product.
@@ -102,20 +102,20 @@ def _layer(size: ModelSize, divided_by: int = 1) -> float:
 
 
 def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec) -> float:
-    """Return about the bytes that a forward pass keeps of a token."""
+    """Estimate the bytes per token that a forward pass keeps."""
     layer = _layer(size, training.tensor_parallel_size)
     kept = size.layers * layer
     if model.gradient_checkpointing or model.activation_offload:
         on_gpu = 0 if model.activation_offload else size.layers * _BFLOAT16 * size.hidden
-        # One layer at a time is computed again, or comes back.
+        # One layer at a time is recomputed or loaded back.
         kept = on_gpu + layer
     return kept
 
 
 def _gathered(size: ModelSize, gpus: int, gradients: int) -> float:
-    """Return the bytes of a model as it computes, and with so many bytes of a parameter for its gradients.
+    """Return the bytes of a gathered model, with `gradients` bytes per parameter for its gradients.
 
-    A GPU that has all of the model sums its gradients up where they stay.
+    On a single GPU the gradients are accumulated in place.
     """
     return size.num_parameters * (_BFLOAT16 + (gradients if gpus > 1 else 0))
 
@@ -134,11 +134,11 @@ def _trained(role: str, parameters: float, model: TrainedModel, activations: flo
 
 
 def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, bool]:
-    """Return whether actor, critic and ref stay gathered through a step, as the job says of each, else where they fit.
+    """Return whether actor, critic and ref stay gathered through a step: as the job sets it, else if they fit.
 
-    They fit if all roles of the pool fit with them at their largest at the same time: each is a process of its own,
-    whose allocator keeps what it once had. What is not in `sizes` is not known to fit, nor is a model without the sizes
-    of its layers, or one that is divided by tensor parallelism, which leaves embeddings whole.
+    They fit if all roles of the pool fit at their peaks at the same time: each is a separate process, whose allocator
+    keeps its memory. A model does not count as fitting if it is not in `sizes`, if the sizes of its layers are unknown,
+    or if it is divided by tensor parallelism, which leaves embeddings whole.
     """
     divided = {
         "actor": spec.actor.tensor_parallel_size > 1,
@@ -175,17 +175,17 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     """Refuse a placement that cannot hold its models.
 
     Returns:
-        A sentence for each pool that holds its models, and with full micro-batches probably not their activations.
+        A sentence for each pool that can hold its models, but probably not the activations of full micro-batches.
 
     Raises:
-        ModelMismatchError: a GPU of a pool has less than the roles there need at the least; has the numbers.
+        ModelMismatchError: a GPU of a pool has less memory than its roles need at least; the message has the numbers.
     """
     doubts, asked = [], _frees_asked_for(spec.model)
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         has_rollout = pool in spec.placement.rollout_pools
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
-        # Beside models that do not train it stays awake.
+        # Beside models that do not train, the engine does not sleep.
         beside = 0.0 if spec.engines_sleep_in(pool) else engine
         resident = sum(need.resident for need in roles)
         training = resident + max(need.total - need.resident for need in roles) + beside
@@ -200,7 +200,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
                 "the pool more GPUs, move a role to another pool, use lora or offload, or lower "
                 "rollout.gpuMemoryUtilization"
             )
-        # What stays gathered because there is room takes nobody's.
+        # Models that stay gathered use only memory that is left over.
         gathered = {need.role: need.gathered for need in roles if asked.get(need.role) is False}
         passes = (need.total - need.resident + need.activations + gathered.get(need.role, 0.0) for need in roles)
         full = resident + max(passes) + beside
@@ -216,10 +216,10 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
 
 
 def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:
-    """Return vLLM's share in words.
+    """Return a phrase for vLLM's share of the memory.
 
     Raises:
-        ModelMismatchError: not even the weights fit into it.
+        ModelMismatchError: the weights alone do not fit into it.
     """
     share, words = spec.rollout.gpu_memory_utilization, ""
     if "actor" in sizes:

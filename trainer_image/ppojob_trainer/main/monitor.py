@@ -1,8 +1,8 @@
-"""What a run tells the outside, and what the outside tells the run: files, console, the operator, a stop.
+"""Reports the run to files, the console and the operator, and receives settings and requests from outside.
 
-Implements `controller.ports.MonitorPort` for `run`. Live settings and requests for a checkpoint come with the
-operator's replies; a stop comes from a signal (an Event), from the operator, or from a pod of the RayCluster that is
-being deleted (`ppojob hold` leaves a file); being fenced out ends the run at once.
+Implements `controller.ports.MonitorPort` for `run`. Live settings and checkpoint requests arrive in the operator's
+replies. A stop request comes from a signal (an Event), from the operator, or from a pod of the RayCluster that is being
+deleted (`ppojob hold` writes a file). A reply that fences this attempt out ends the run at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FROM_THE_START = -1
 
 
 def live_settings(job: JobFile) -> LiveSettings:
-    """Return what the spec says of the settings that may change."""
+    """Return the spec's values of the settings that may change while the job runs."""
     spec = job.spec
     return LiveSettings(
         total_steps=spec.trainer.total_steps,
@@ -58,9 +58,9 @@ class Monitor:
 
     def __init__(self, job: JobFile, attempt: int, files: RunFiles, stop: threading.Event) -> None:
         self.observed: Callable[[int], Mapping[str, float]] | None = None
-        """Returns what the processes measured of themselves in a step; set before the loop begins."""
+        """Returns the metrics that the processes collected in a step; set before the loop starts."""
         self.once: Mapping[str, float] = {}
-        """What does not change from step to step: metrics of the first step that is recorded."""
+        """Metrics that do not change from step to step; added to the first step that is recorded."""
         self._job = job
         self._files = files
         self._attempt = attempt
@@ -77,10 +77,10 @@ class Monitor:
         self._leaving = LeavingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
 
     def start(self, resume_step: int | None = None) -> None:
-        """Begin to report; `resume_step` is that of the checkpoint that the run will go on from."""
+        """Start to report; `resume_step` is the step of the checkpoint that the run resumes from."""
         self._leaving.forget()
         if resume_step is not None:
-            # While the processes start and load, the job stands where it stood, and not at step 0.
+            # While the processes start and load, report the step of the checkpoint, not step 0.
             self._progress.restore(read_metrics(self._files.metrics), step=resume_step)
         if self._reporter is not None:
             self._reporter.start()
@@ -98,10 +98,10 @@ class Monitor:
                 logger.warning("the last report did not reach the operator; all of it is in the job's storage")
 
     async def watch(self) -> None:
-        """Look for a stop and for new settings, for ever.
+        """Watch for a stop request and for new settings; runs until it is cancelled.
 
         Raises:
-            FencedOutError: the operator says that this attempt no longer counts.
+            FencedOutError: the operator reports that a newer attempt replaced this one.
         """
         leaving = asyncio.create_task(self._leaving.seen())
         try:
@@ -153,7 +153,7 @@ class Monitor:
         """See `MonitorPort`."""
         await self._stopping.wait()
 
-    # What the loop tells.
+    # What the loop reports.
 
     def set_activity(self, activity: Activity) -> None:
         """See `MonitorPort`."""
@@ -173,7 +173,7 @@ class Monitor:
         metrics, self.once = {**metrics, **self.once}, {}
         self._progress.record(step, metrics)
         self._recommend(step, metrics)
-        # Begun afresh: what an attempt without a checkpoint has written, its step 0 too, is of another course.
+        # The run restarts from step 0: the records of an earlier attempt without a checkpoint are obsolete.
         self._open(FROM_THE_START).log(step, metrics)
         self._report()
 
@@ -181,7 +181,7 @@ class Monitor:
         """See `MonitorPort`."""
         logger.info("checkpoint of step %d: %s", step, location)
         self._progress.set_checkpoint(step, location, request=request)
-        # Somebody waits for the answer to a request.
+        # Report at once: a user may wait for the answer to the request.
         self._report(now=request is not None)
 
     def exported(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class Monitor:
         self._report()
 
     def _recommend(self, step: int, metrics: Mapping[str, float]) -> None:
-        # The first step allocates and compiles, and so it is after a restart, which begins with an empty list.
+        # The first step allocates and compiles, also after a restart, when the list is empty again.
         if self._seen_first and step > 0:
             self._steps = [*self._steps, metrics][-NUM_STEPS:]
         self._seen_first = self._seen_first or step > 0
@@ -204,7 +204,7 @@ class Monitor:
     def _open(self, resume_step: int) -> MetricLogger:
         if self._metrics is None:
             telemetry = self._job.spec.telemetry
-            # On a cluster Prometheus comes from another pod; on one's own machine nobody else has to see it.
+            # On a cluster Prometheus scrapes from another pod; on a local machine only this host needs access.
             address = "0.0.0.0" if self._job.reporting is not None else "127.0.0.1"
             self._metrics = MetricLogger.open(
                 self._files,
@@ -221,7 +221,7 @@ class Monitor:
         return TrackedRun(project, f"{job.namespace}-{job.name}", job.uid, shown(job.spec), self._files.root)
 
     def phase_is_done(self) -> None:
-        """Let the next report say that one more phase is over: within a long step too the run gets on."""
+        """Count one more finished phase in the next report: this shows progress within a long step too."""
         self._progress.phase_is_done()
         self._report()
 

@@ -2,7 +2,7 @@
 
     claim the checkpoints ─ connect Ray ─ place the pools ─ start the processes ─ check ─ load ─ loop ─ report ─ end
 
-Called by the command line and by `__main__`. A failure has its name when it leaves here (`JobFailedError`).
+Called by the command line and by `__main__`. A failure is raised with its name, as `JobFailedError`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACEMENT_TIMEOUT_S = 120.0
-"""The operator submits when the pods are ready, so their resources are there, or they will not come."""
+"""Seconds. The operator submits when the pods are ready, so their resources are there already or will not appear."""
 
 
 def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
@@ -54,25 +54,25 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
 
     Args:
         job: its spec is resolved.
-        attempt: its number; a higher one owns the storage.
-        stop: set it to stop in order: a step that has begun to change the models is finished, then a checkpoint is
-            written.
+        attempt: the attempt's number; the highest one owns the storage.
+        stop: set it for a graceful stop: a step that already changes the models is finished, then a checkpoint is
+            saved.
 
     Returns:
         How it ended.
 
     Raises:
-        JobFailedError: it failed; `record` has the name.
+        JobFailedError: the attempt failed; `record` has the name.
     """
     files = RunFiles(Path(job.root))
-    # tqdm's and the tokenizers' own threads only disturb the logs of many processes.
+    # The threads of tqdm and of the tokenizers only disturb the logs of many processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         check_installed(job.spec.telemetry.trackers)
         store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
         resume_from = job.spec.checkpoint.resume_from
         store.claim(adopts=resume_from is not None)
-        # Looked for before anything starts: a broken one costs no GPU time.
+        # Before anything starts, so that a broken checkpoint costs no GPU time.
         found = store.resume_point(job.resume, resume_from)
         with connected(job.spec):
             return asyncio.run(_Attempt(job, attempt, files, store, stop, found).run())
@@ -82,7 +82,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
 
 @dataclass(frozen=True)
 class _Watched:
-    """Each phase that is over goes to the trace, and the monitor learns that there was one."""
+    """Writes each finished phase to the trace, and notifies the monitor."""
 
     trace: TraceWriter
     monitor: Monitor
@@ -133,11 +133,11 @@ class _Attempt:
         finally:
             watch.cancel()
             self._end()
-            # After the processes have ended: the last report may take its time.
+            # After the processes have ended, because the last report may take long.
             await asyncio.to_thread(self._monitor.close)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None], watch: asyncio.Task[None]) -> bool:
-        """Do `work`; return False where a stop came first."""
+        """Await `work`; return False if a stop was requested first."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._monitor.wait_for_stop())
         try:
@@ -186,7 +186,7 @@ class _Attempt:
         return await loop.run()
 
     def _end(self) -> None:
-        """End the processes, then give the bundles back. What they had to write is written."""
+        """Terminate the processes, then release the bundles. All files are written by then."""
         if self._groups is not None:
             for group in self._groups.all():
                 group.kill()
@@ -196,7 +196,7 @@ class _Attempt:
 
 
 def loop_settings(spec: PPOJobSpec, *, saves_in_background: bool) -> LoopSettings:
-    """Return what the loop must know of the spec, and of what the hosts have room for."""
+    """Return the loop's settings, from the spec and from the memory of the hosts (`saves_in_background`)."""
     return LoopSettings(
         has_validation=spec.data.validation is not None,
         validates_first=spec.trainer.validate_before_training,
@@ -208,7 +208,7 @@ def loop_settings(spec: PPOJobSpec, *, saves_in_background: bool) -> LoopSetting
 
 
 async def _first(work: asyncio.Task[T], watch: asyncio.Task[None]) -> T:
-    """Await `work`; where `watch` ends first, it ends with an error, which is raised."""
+    """Await `work`; `watch` ends first only with an error, which is then raised."""
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

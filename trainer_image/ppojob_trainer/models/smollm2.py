@@ -25,9 +25,8 @@ class ModelPreparationError(RuntimeError):
 def prepare(output: Path) -> Path:
     """Convert the packaged GGUF into the folder `output` (config, bfloat16 safetensors, tokenizer, chat template).
 
-    The folder appears at once, complete, by a rename: a killed run leaves nothing at `output`. Where a finished
-    folder stands already this does nothing. Returns `output`. Takes about 30 s on two busy cores and
-    1.2 GiB of memory.
+    The complete folder appears by a rename: a killed run leaves nothing at `output`. If there is a finished folder
+    already, this does nothing. Returns `output`. Takes about 30 s on two busy cores and 1.2 GiB of memory.
 
     Raises:
         ModelPreparationError: the package is missing, or `output` holds something else.

@@ -1,4 +1,4 @@
-"""What a run tells the outside: metrics, progress, logs, trace, plot. Imports neither torch nor Ray."""
+"""What a run reports: metrics, progress, logs, trace, plot. Imports neither torch nor Ray."""
 
 from ppojob_trainer.telemetry.advice import write_advice
 from ppojob_trainer.telemetry.current_phase import CurrentPhase, current_phase, within_phase

@@ -1,4 +1,4 @@
-"""What the measured phases say about the layout, as a file of the run: for `ppojob plot --timing`, and for programs."""
+"""The recommendation for the layout, as a file of the run: for `ppojob plot --timing`, and for programs."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.status import LayoutAdvice
 
 
 def write_advice(path: Path, text: str, layouts: Sequence[LayoutAdvice]) -> None:
-    """Replace the file; who reads it meanwhile sees the one before."""
+    """Replace the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"recommendation": text, "layoutAdvice": [layout.to_wire() for layout in layouts]}
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -18,7 +18,7 @@ def write_advice(path: Path, text: str, layouts: Sequence[LayoutAdvice]) -> None
 
 
 def read_advice(path: Path) -> str:
-    """Return the sentences; empty where there is no such file, or nothing to say."""
+    """Return the sentences; empty if there is no such file or no recommendation."""
     if not path.exists():
         return ""
     return str(json.loads(path.read_text(encoding="utf-8"))["recommendation"])

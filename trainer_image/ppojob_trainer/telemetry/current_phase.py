@@ -1,7 +1,7 @@
-"""Which phase of which step the running code serves: set by the controller, sent with every call, set in the worker.
+"""The phase and step of the running code: set by the controller, sent with every call, set in the worker.
 
-It lets a call say what it is for without another argument of every method: profiles are taken of chosen steps,
-samples are written with their step, and a phase that takes too long is told who has not answered. It decides nothing.
+It passes this context without another argument of every method: profiles are taken of chosen steps, samples are written
+with their step, and the error of a phase that times out names the unanswered calls.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["CurrentPhase", "current_phase", "within_phase"]
 
 @dataclass(frozen=True)
 class CurrentPhase:
-    """A phase that runs.
+    """A running phase.
 
-    deadline: when its limit is over, in seconds since 1970. unanswered: whom it still waited for when it was given up;
-    filled in the controller by the calls themselves.
+    deadline: the end of its time limit, in seconds since 1970. unanswered: the calls that it still waited for when it
+    was cancelled; the calls themselves add them, in the controller.
     """
 
     phase: str
@@ -33,13 +33,13 @@ _current: ContextVar[CurrentPhase | None] = ContextVar("phase", default=None)
 
 
 def current_phase() -> CurrentPhase | None:
-    """Return the phase that the running code serves; None outside of any."""
+    """Return the phase of the running code; None outside any phase."""
     return _current.get()
 
 
 @contextmanager
 def within_phase(phase: CurrentPhase | None) -> Iterator[None]:
-    """Let `phase` be the current one, here and in the tasks that are begun here."""
+    """Make `phase` the current one, in the block and in tasks that are started there."""
     token = _current.set(phase)
     try:
         yield

@@ -1,26 +1,26 @@
-"""How long the run still takes, from the pace of its last steps. Used by the console and by the progress reports."""
+"""The remaining time of the run, from the pace of its last steps. Used by the console and by the progress reports."""
 
 from collections import deque
 
 WINDOW = 50
-"""Steps whose pace counts: enough to level out checkpoints and validations, few enough to follow a change."""
+"""Number of steps for the pace: enough to average over checkpoints and validations, few enough to follow a change."""
 
 
 class Eta:
-    """Estimated time to the end; knows nothing before it has seen two steps."""
+    """Estimates the time to the end; needs at least two steps."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
     def tick(self, step: int, time: float) -> None:
-        """Note that `step` was done at `time` (seconds)."""
+        """Record that `step` was done at `time` (seconds)."""
         if not self._seen or step > self._seen[-1][0]:
             self._seen.append((step, time))
 
     @property
     def seconds(self) -> float | None:
-        """Seconds to the end, at the pace of the last steps; None before two steps were seen."""
+        """Return the seconds to the end at the pace of the last steps; None before two steps were done."""
         if len(self._seen) < 2:
             return None
         (first, start), (last, end) = self._seen[0], self._seen[-1]
@@ -28,7 +28,7 @@ class Eta:
 
 
 def in_words(seconds: float | None) -> str:
-    """Return a duration for people: `42 s`, `7 min`, `3 h 05 min`; `-` where it is not known."""
+    """Return a duration for people: `42 s`, `7 min`, `3 h 05 min`; `-` if unknown."""
     if seconds is None:
         return "-"
     if seconds < 100:

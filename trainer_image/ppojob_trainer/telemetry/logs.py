@@ -1,9 +1,9 @@
 """Logs of a process: one line format, and a copy of all output in a file of the job's storage.
 
-Every role's process and the driver call `tee_output` first thing. The copy is made below Python, on the file
-descriptors, so it has what C++ libraries and child processes print, and the last words of a process that crashes:
-a `tee` child holds the other end of the pipe and outlives it. Where there are secrets to be taken out, `redaction` is
-that child. It refuses to be the only place of the output: what went to a terminal or to Ray's own log still goes there.
+Every role's process and the driver first call `tee_output`. The copy is made below Python, on the file descriptors, so
+it includes the output of C++ libraries and child processes, and the last output of a process that crashes: a `tee`
+child holds the other end of the pipe and outlives the process. If there are secrets to remove, `redaction` is that
+child. Output to a terminal or to Ray's own log still goes there too.
 """
 
 import atexit
@@ -25,7 +25,7 @@ _DRAIN_TIMEOUT_S = 10.0
 
 
 class OutputTee:
-    """The copying of one process's output; `close` undoes it. Made by `tee_output`."""
+    """The copying of one process's output; `close` undoes it. Created by `tee_output`."""
 
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,12 +39,12 @@ class OutputTee:
         self._copiers = [self._redirect(fd) for fd in (_STDOUT, _STDERR)]
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                # Into a pipe Python would write in blocks, and a kill would lose the last one.
+                # Python would write to a pipe in blocks, and a kill would lose the last one.
                 stream.reconfigure(line_buffering=True)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Write what is left and let the output go where it went before; calling it again does nothing."""
+        """Flush, and restore the original destination of the output; calling it again does nothing."""
         if not self._saved:
             return
         self._flush()
@@ -57,7 +57,7 @@ class OutputTee:
             try:
                 copier.wait(timeout=max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                # A child of ours lives on and holds the pipe open.
+                # A child process is still running and holds the pipe open.
                 copier.terminate()
                 copier.wait(timeout=_DRAIN_TIMEOUT_S)
         atexit.unregister(self.close)
@@ -71,7 +71,7 @@ class OutputTee:
         self.close()
 
     def _redirect(self, fd: int) -> subprocess.Popen[bytes]:
-        """Put a pipe to the copier in the place of `fd`; a session of its own keeps Ctrl-C from ending it before us."""
+        """Replace `fd` by a pipe to the copier, which has a separate session so that Ctrl-C does not end it first."""
         read_end, write_end = os.pipe()
         copier = subprocess.Popen(
             self._command,
@@ -96,7 +96,7 @@ def tee_output(path: Path, secrets: Sequence[str] = ()) -> OutputTee:
     """Append everything that this process and its children print from now on to `path` too, in both without `secrets`.
 
     Raises:
-        OSError: the folder cannot be made, or there is no `tee` program.
+        OSError: the folder cannot be created, or there is no `tee` program.
     """
     return OutputTee(path, secrets)
 

@@ -1,7 +1,7 @@
 """The metrics of each step, to every sink. The trainer's loop calls `log` once per step.
 
-A sink that fails is logged, once a minute at most, and does not stop the training; opening one may fail, because a run
-that cannot write its metrics from the start is not worth its GPUs.
+The error of a sink is logged, at most once a minute, and does not stop the training. An error on opening a sink does,
+because a run that cannot write its metrics from the start is not worth its GPUs.
 """
 
 import logging
@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_COMPLAINTS = 60.0
 
 
 class MetricLogger:
-    """Fans the metrics of each step out to its sinks."""
+    """Writes the metrics of each step to all sinks."""
 
     def __init__(self, sinks: Sequence[MetricSink], eta: Eta) -> None:
         self._sinks = list(sinks)
@@ -50,7 +50,7 @@ class MetricLogger:
             MetricsUnreadableError: metrics.jsonl holds something else than records.
             OSError: a file cannot be written.
         """
-        # TensorBoard takes a second to load, and Prometheus is for those who ask.
+        # TensorBoard takes a second to import, and Prometheus is optional.
         from ppojob_trainer.telemetry.sinks.tensorboard import TensorBoardSink
 
         eta = Eta(total_steps)
@@ -67,7 +67,7 @@ class MetricLogger:
         return cls(sinks, eta)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Note that the run's length was changed while it runs."""
+        """Set a new length of the run while it runs."""
         self._eta.total_steps = total_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

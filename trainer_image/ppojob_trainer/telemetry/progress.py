@@ -1,6 +1,6 @@
-"""What is known of the run, as one `ProgressReport`. The trainer's loop feeds it; `reporter.py` sends what it returns.
+"""The state of the run as one `ProgressReport`. The trainer's loop updates it; `reporter.py` sends the reports.
 
-State without input or output: it reads no file and no clock but the one it is given.
+No I/O: it reads no files, and only the clock that it is given.
 """
 
 import math
@@ -22,7 +22,7 @@ _BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
 
 
 class RunProgress:
-    """Collects what a report carries; each report has everything, so that a lost one does no harm."""
+    """Collects the content of reports; each report is complete, so that a lost one does no harm."""
 
     def __init__(self, *, uid: str, attempt: int, total_steps: int, clock: Callable[[], float] = time.time) -> None:
         self._uid = uid
@@ -58,37 +58,37 @@ class RunProgress:
                 continue
             values = {name: value for name, value in record.items() if value is not None}
             self._record(int(number), {name: v for name, v in values.items() if name not in ("step", "time")}, at)
-        # The pace of the attempt before, and the pause between the attempts, say nothing about this one.
+        # The pace of the previous attempt, and the pause between the attempts, do not predict this attempt's pace.
         self._eta = Eta(self.total_steps)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note that `step` is done (0: the validation before training); metrics that are not finite are dropped."""
+        """Record that `step` is done (0: the validation before training); non-finite metrics are dropped."""
         now = self._clock()
         self._eta.tick(step, now)
         self._record(step, metrics, now)
 
     def set_activity(self, activity: Activity) -> None:
-        """Note what the trainer does at the moment."""
+        """Set the trainer's current activity."""
         self._activity = activity
 
     def set_checkpoint(self, step: int, path: str, *, request: str | None = None) -> None:
-        """Note the newest checkpoint, complete now, and the request that it or an earlier one has answered."""
+        """Set the newest complete checkpoint, and the last request that it or an earlier one has answered."""
         self._checkpoint = CheckpointStatus(step=step, path=path, time=_rfc3339(self._clock()), request=request)
 
     def set_model(self, path: str) -> None:
-        """Note where the exported policy is."""
+        """Set the path of the exported policy."""
         self._model_path = path
 
     def set_recommendation(self, text: str, layouts: Sequence[LayoutAdvice] = ()) -> None:
-        """Note what the measured phases say about the layout, and the layouts that the text speaks of."""
+        """Set the recommendation for the layout, and the layouts that its text names."""
         self._recommendation, self._layout_advice = text, list(layouts)
 
     def phase_is_done(self) -> None:
-        """Note that one more phase is over."""
+        """Count one more finished phase."""
         self._phases += 1
 
     def report(self) -> ProgressReport:
-        """Return everything that is known."""
+        """Return the complete report."""
         return ProgressReport(
             uid=self._uid,
             attempt=self._attempt,

@@ -1,8 +1,8 @@
-"""Secrets taken out of what a process prints; as a program it is a `tee` that does so.
+"""Removes secrets from a process's output; as a program it is a `tee` that does so.
 
     python -I -S redaction.py FILE     with the secrets in the environment, where other processes cannot see them
 
-`logs.py` starts it. It stands on the standard library alone, because it is started without the path to anything else.
+`logs.py` starts it. It uses only the standard library, because it is started without a path to other packages.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ class Redactor:
 
     def __init__(self, secrets: Iterable[str]) -> None:
         forms = {form.encode() for secret in secrets for form in _forms(secret)}
-        # The longest first: one may begin with another.
+        # The longest first, because one may be a prefix of another.
         self._forms = sorted(forms, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, self._forms)) or rb"(?!)")
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return what can be written now: what may be the beginning of a secret is held back."""
+        """Return the bytes that can be written now; a possible beginning of a secret is held back."""
         text = self._pattern.sub(REDACTED.encode(), self._held + data)
         longest = min(len(text), len(self._forms[0]) - 1 if self._forms else 0)
         length = next((n for n in range(longest, 0, -1) if self._may_begin(text[-n:])), 0)
@@ -70,7 +70,7 @@ def _copy(path: str) -> None:
 
 def _write(data: bytes, *streams: BinaryIO) -> None:
     for stream in streams:
-        # As with tee: where one of the two fails, the other goes on.
+        # As with tee: if one of the two outputs fails, the other continues.
         with contextlib.suppress(OSError):
             stream.write(data)
             stream.flush()

@@ -1,8 +1,7 @@
-"""Sends the progress to the operator's status endpoint, from a thread of its own.
+"""Sends the progress to the operator's status endpoint, from a separate thread.
 
-The trainer's loop hands over the newest report and reads the newest reply; neither waits for the network. An endpoint
-that is away costs one log line a minute and nothing else. It never invents a report: what it repeats is the last one
-that the loop gave.
+The trainer's loop passes the newest report and reads the newest reply; neither waits for the network. An unavailable
+endpoint costs one log line a minute and nothing else. The reporter repeats only the loop's last report.
 """
 
 import logging
@@ -27,7 +26,7 @@ _SECONDS_BETWEEN_COMPLAINTS = 60.0
 
 
 class _NotDeliveredError(Exception):
-    """The report did not arrive; it is worth another try."""
+    """The report did not arrive; it can be retried."""
 
 
 class ProgressReporter:
@@ -35,7 +34,7 @@ class ProgressReporter:
 
     def __init__(self, reporting: Reporting) -> None:
         self.fenced_out = threading.Event()
-        """Set once the operator answered that this attempt no longer counts: stop at once, save nothing."""
+        """Set once the operator answered that a newer attempt replaced this one: stop at once, save nothing."""
         self._reporting = reporting
         self._changed = threading.Condition()
         self._report: ProgressReport | None = None
@@ -54,17 +53,17 @@ class ProgressReporter:
             return self._reply
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send."""
         self._thread.start()
 
     def update(self, report: ProgressReport, *, now: bool = False) -> None:
-        """Put `report` in the place of the one before it; with `now` it is sent at once, not at the next interval."""
+        """Replace the last report by `report`; with `now` it is sent at once, not at the next interval."""
         with self._changed:
             self._report, self._is_urgent = report, self._is_urgent or now
             self._changed.notify()
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Send the last report at once, trying again until `timeout_s` is over. Returns whether it arrived."""
+        """Send the last report at once, and retry until `timeout_s` is over. Return whether it arrived."""
         with self._changed:
             self._closes_at = time.monotonic() + timeout_s
             self._changed.notify()
@@ -106,7 +105,7 @@ class ProgressReporter:
         return (state.seconds_since_start or 0.0) >= self._reporting.interval_seconds
 
     def _pause(self, seconds: float) -> None:
-        """Wait between two tries; the beginning of `close` cuts it short."""
+        """Wait between two tries; `close` ends the wait."""
         with self._changed:
             before = self._closes_at
             self._changed.wait_for(lambda: self._closes_at != before, timeout=seconds)
@@ -115,7 +114,7 @@ class ProgressReporter:
         """Send the newest report.
 
         Raises:
-            _NotDeliveredError: the endpoint was away, or did not take the report.
+            _NotDeliveredError: the endpoint was unavailable, or did not accept the report.
         """
         with self._changed:
             report = self._report

@@ -1,4 +1,4 @@
-"""Where the files of a run are. Everybody who writes or names one asks here; nothing is created by asking."""
+"""The paths of a run's files. All code that writes or names one uses this module; it creates no files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ class RunFiles:
 
     @property
     def recommendation(self) -> Path:
-        """What the measured phases say about the layout, as a JSON object."""
+        """The recommendation for the layout, as a JSON object."""
         return self.root / "recommendation.json"
 
     @property
@@ -56,11 +56,11 @@ class RunFiles:
         return self.root / "model"
 
     def leaving(self, cluster: str) -> Path:
-        """Return the file by which the pods of a RayCluster say that they are being deleted."""
+        """Return the file by which the pods of a RayCluster report that they are being deleted."""
         return self.root / f"leaving-{cluster}"
 
     def heard(self, cluster: str) -> Path:
-        """Return the file by which the driver says that it has seen the other one, and is stopping."""
+        """Return the file by which the driver acknowledges the other one, and reports that it is stopping."""
         return self.root / f"leaving-{cluster}.heard"
 
     def log_of(self, who: str, *, attempt: int) -> Path:

@@ -19,7 +19,7 @@ MAX_EVENTS = 500_000
 
 
 class TraceWriter:
-    """Appends events to the file; a resumed run goes on in the same file."""
+    """Appends events to the file; a resumed run continues the same file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class TraceWriter:
 
     @contextmanager
     def span(self, name: str, *, pool: str, role: str, step: int) -> Iterator[None]:
-        """Record the time that the block takes, also where it raises."""
+        """Record the time of the block, even if it raises."""
         start = time.time()
         try:
             yield
@@ -76,7 +76,7 @@ class TraceWriter:
 
 
 def _whole_events(path: Path) -> list[str]:
-    """Return the events that an earlier attempt wrote whole; what a kill tore is left out."""
+    """Return the complete events of an earlier attempt; an event that a kill truncated is left out."""
     lines = path.read_text().split("\n") if path.exists() else []
     events = [line.removesuffix(",") for line in lines if line.startswith("{")]
     return events if not events or _is_json(events[-1]) else events[:-1]

@@ -1,6 +1,6 @@
-"""The services that a job asks for in `spec.telemetry.trackers`: whether their packages are there, and their sinks.
+"""The services in `spec.telemetry.trackers`: the check that their packages are installed, and their sinks.
 
-`main` asks before anything is loaded. Addresses and keys are environment variables of the services' own.
+`main` calls it before anything is loaded. Addresses and keys are the services' own environment variables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrackerMissingError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a service is told of the run.
+    """The information about the run that a service receives.
 
     project: W&B's project, MLflow's experiment. uid: the object's; all attempts of a job are one run there.
     config: the resolved spec. folder: where a service may write.
@@ -40,7 +40,7 @@ class TrackedRun:
 
 
 def check_installed(trackers: Sequence[Tracker]) -> None:
-    """Look for the packages, without loading them.
+    """Check that the packages are installed, without importing them.
 
     Raises:
         TrackerMissingError: names the tracker and the package.
@@ -55,7 +55,7 @@ def check_installed(trackers: Sequence[Tracker]) -> None:
 
 
 def open_trackers(trackers: Sequence[Tracker], run: TrackedRun) -> list[MetricSink]:
-    """Return a sink for each service, in a thread of its own. The services are met there, so that none delays a run."""
+    """Return a sink for each service, each with a thread that connects to the service, so that none delays a run."""
     return [BackgroundSink(_sink(tracker, run)) for tracker in dict.fromkeys(trackers)]
 
 

@@ -1,7 +1,7 @@
-"""Advantages, on the ranks of the critic's group (or the actor's, where there is no critic).
+"""Advantages, on the ranks of the critic's group (or the actor's, if there is no critic).
 
 Each rank has some rows; sums over ranks make whitening and statistics those of the whole batch. Called by the workers
-of both roles. It changes nothing and keeps nothing.
+of both roles. It has no state and changes none.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmSpec, kl_coefficien
     """Return advantages and returns [B, R]; the statistics are in meta_info. Collective.
 
     Args:
-        batch: needs response_mask, token_level_scores, and what the estimator reads: values, uid; with KL in the
-            reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies or were dropped, and count nowhere.
+        batch: needs response_mask, token_level_scores, and the fields of the estimator: values, uid; with KL in the
+            reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies or were dropped, and do not count.
         kl_coefficient: of the KL penalty in the reward.
 
     Raises:
@@ -89,7 +89,7 @@ def statistics(name: str, values: Tensor, mask: Tensor, ranks: Ranks) -> dict[st
 
 
 def with_metrics(tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> DataProto:
-    """Return a batch whose metrics, equal on all ranks, reach the controller beside it."""
+    """Return a batch that carries metrics to the controller; they must be equal on all ranks."""
     return DataProto.from_dict(tensors, meta_info={Meta.METRICS: {name: [value] for name, value in metrics.items()}})
 
 

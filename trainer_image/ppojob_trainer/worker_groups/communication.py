@@ -1,8 +1,8 @@
-"""Whether an exception says that processes no longer reach each other: NCCL, gloo, or torch's own store.
+"""Whether an exception means that processes no longer reach each other: NCCL, gloo, or torch's store.
 
-A peer that is gone, a network that is down, and a collective that ran out of its time look the same to the ranks that
-are left. So this explains nothing by itself: `futures` and `lost_objects` ask who is gone, and what nobody explains
-`main.failures` calls by its name. torch is not loaded here; its classes are known by their names.
+A lost rank, a network failure, and a collective that timed out look the same to the remaining ranks. So such an error
+is not an explanation: `futures` and `lost_objects` look for a lost process, and `main.failures` names the error if
+there is none. torch is not imported here; its classes are recognized by name.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ppojob_api.v1alpha1.constants import Reason
 
 __all__ = ["is_of_communication"]
 
-# torch.distributed's base class of what NCCL, a socket or a store did not do.
+# torch.distributed's base class for errors of NCCL, sockets and stores.
 _TORCHS: Final = "DistError"
-# gloo raises plain RuntimeErrors that begin with the place in its source.
+# gloo raises plain RuntimeErrors that start with the location in its source.
 _GLOOS: Final = re.compile(r"^\[\S*/gloo/transport/")
 
 
 def is_of_communication(error: BaseException | None) -> bool:
-    """Whether it is the words of a process that did not reach another one."""
+    """Whether the error comes from a process that could not reach another one."""
     if error is None:
         return False
     if isinstance(error, ConnectionError) or getattr(error, "reason", None) == Reason.COMMUNICATION_FAILED:

@@ -1,10 +1,10 @@
-"""Over what the processes of a job reach each other, for the log and the metrics: once, when all are connected.
+"""Reports the transports between the processes of a job in the log and the metrics, once all are connected.
 
     ranks of a role            actor -> actor      NCCL's transport, or gloo
     weights                    actor -> rollout    NCCL's transport, gloo, or the memory of a shared GPU
     batches between two pools  pool -> pool        Ray's object store: shared memory on a node, TCP between nodes
 
-Called by `main`. It decides nothing: a slow transport is said, not refused.
+Called by `main`. A slow transport is reported, not refused.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FOREIGN = re.compile(r"[^a-zA-Z0-9]+")
 
 @dataclass(frozen=True)
 class Connections:
-    """What goes from processes to processes, and the number of connections by transport.
+    """One kind of traffic between processes, and its number of connections by transport.
 
-    name: in the metrics. what: in the log. pools: whose processes they are.
+    name: in the metrics. what: in the log. pools: the pools of the processes.
     """
 
     name: str
@@ -51,14 +51,14 @@ def of_ranks(role: str, pool: str, sent: Sequence[Transports]) -> Connections | 
 
 
 def of_weights(actor_pool: str, rollout_pools: Sequence[str], sent: Sequence[Transports]) -> Connections:
-    """Return those that carry the weights from the actor's ranks to the rollout's engines."""
+    """Return the connections that carry the weights from the actor's ranks to the rollout's engines."""
     where = f"pool{'s' if len(rollout_pools) > 1 else ''} {' and '.join(rollout_pools)}"
     what = f"weights from actor in pool {actor_pool} to rollout in {where}"
     return Connections("actor_to_rollout", what, (actor_pool, *rollout_pools), _sum(sent))
 
 
 def between_pools(pools: Iterable[PlacedPool]) -> list[Connections]:
-    """Return, for each two pools, over what batches go between their nodes; pairs of nodes are counted."""
+    """Return the transports of batches between the nodes of each two pools; a pair of nodes is one connection."""
     found = []
     for one, other in combinations(pools, 2):
         nodes = product(*({bundle.node_id for bundle in pool.bundles} for pool in (one, other)))
@@ -84,7 +84,7 @@ def report(connections: Iterable[Connections], pools: Mapping[str, Pool], log_fo
 
 
 def connection_metrics(connections: Iterable[Connections]) -> dict[str, float]:
-    """Return `comm_transport/<name>/<transport>`: the number of connections: a metric is a number only."""
+    """Return `comm_transport/<name>/<transport>`: the number of connections."""
     return {
         f"comm_transport/{found.name}/{_FOREIGN.sub('_', transport)}": float(count)
         for found in connections
@@ -93,7 +93,7 @@ def connection_metrics(connections: Iterable[Connections]) -> dict[str, float]:
 
 
 def _sum(sent: Sequence[Transports]) -> Transports:
-    """Add the processes' own up. Several processes that are connected over nothing have a NCCL that logs nothing."""
+    """Add up the connections of all processes. None at all among several processes means that NCCL logged nothing."""
     total: Counter[str] = Counter()
     for transports in sent:
         total.update(transports)

@@ -1,13 +1,14 @@
-"""Worker groups of the user's own: the class that `spec.workers` names, and its methods at the points of a step.
+"""User-defined worker groups: the class that `spec.workers` names, and its methods at the points of a step.
 
     workers:
       - {name: shaper, path: /data/shaper.py, className: Shaper, pool: critic, numWorkers: 2,
          hooks: [{after: Score, method: shape}]}
 
-A method is called as its `@register` says. It gets the batch so far: with DP_COMPUTE_PROTO and DP_COMPUTE_METRIC each
-process a part of the rows, with ONE_TO_ALL every process and with RANK_ZERO the first one all of them. `meta_info` has
-the step (`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are laid over the batch; the others metrics or
-None. Called by `main`: `UserWorkers.of` before any process is started, so that a typo costs seconds.
+A method is called as its `@register` says. It receives the current batch: with DP_COMPUTE_PROTO and DP_COMPUTE_METRIC
+each process gets a part of the rows; with ONE_TO_ALL every process gets all rows; with RANK_ZERO the first process gets
+all rows. `meta_info` has the step (`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are merged into the
+batch; the others return metrics or None. Called by `main`: `UserWorkers.of` before any process is started, so that a
+typo costs seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class UserWorkers:
 
     @classmethod
     def of(cls, spec: WorkerSpec, index: int) -> UserWorkers:
-        """Import the class and look its methods up.
+        """Import the class and look up its methods.
 
         Raises:
             WorkerImportError: says which entry is wrong, why, and what to do.
@@ -72,7 +73,7 @@ class UserWorkers:
 
 
 def make_user_worker(seat: Seat, spec: WorkerSpec, where: str) -> Any:
-    """Build the user's object in its process."""
+    """Create the user's object in its process."""
     return _user_class(spec, where)(seat, **spec.kwargs)
 
 
@@ -94,7 +95,7 @@ class HookCall:
         """See `HookPort`.
 
         Raises:
-            HookFailedError: the method raised or returned something else than it should; names worker and hook.
+            HookFailedError: the method raised or returned a wrong type; names worker and hook.
             WorkerGroupError: a process was lost, or its node ran out of memory.
         """
         try:
@@ -151,7 +152,7 @@ def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
 
 def _method(owner: type[Any], hook: Hook, where: str) -> Method:
     what = f"{where}, hook after {hook.after.value}: {owner.__name__}"
-    # The class is the user's, so its method has a name only.
+    # The class is the user's, so its method is known only by name.
     found = inspect.getattr_static(owner, hook.method, None)
     if not isinstance(found, RemoteMethod):
         registered = [name for name, value in inspect.getmembers_static(owner) if isinstance(value, RemoteMethod)]

@@ -1,4 +1,4 @@
-"""How a worker's method is called on a group: which rank gets which arguments, and how the answers become one.
+"""How a worker's method is called on a group: which rank gets which arguments, and how the answers are merged.
 
     class CriticWorker:
         @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
@@ -7,9 +7,9 @@
     future = critics.call(CriticWorker.compute_values, table)
 
 On an instance the method is an ordinary method. On the class it is a `RemoteMethod`, which carries two signatures:
-the worker's own, and the caller's, which the dispatch mode derives from it. So a call names the method, an editor can
-jump to it, and mypy checks the arguments. Worker classes import this module; `worker_group` reads the modes. The
-functions that split and merge are pure: they never talk to Ray.
+the worker's, and the caller's, which the dispatch mode derives from it. So a call names the method, an editor can jump
+to it, and mypy checks the arguments. Worker classes import this module; `worker_group` reads the modes. The functions
+that split and merge are pure: they never call Ray.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ M_co = TypeVar("M_co", covariant=True)
 class Dispatch(Enum):
     """How arguments are split over the ranks and answers are merged.
 
-    ONE_TO_ALL: the same arguments to all; a list of answers by rank.
-    RANK_ZERO: to rank 0 alone; its answer.
-    ALL_TO_ALL: one argument, a list with an entry for each rank; a list of answers by rank.
+    In each entry, the arguments are before the arrow and the answer is after it. "Peers" are the ranks of the same
+    tensor- or sequence-parallel group.
+
+    ONE_TO_ALL: the same arguments to all ranks -> a list of answers by rank.
+    RANK_ZERO: only to rank 0 -> its answer.
+    ALL_TO_ALL: one argument, a list with an entry for each rank -> a list of answers by rank.
     DP_COMPUTE: as ALL_TO_ALL, with an entry for each data-parallel rank, which its peers get too.
-    DP_COMPUTE_PROTO: a table's rows over all ranks; a table with as many rows, in the same order.
-    DP_COMPUTE_METRIC: a table's rows over the data-parallel ranks; metrics, merged by `merge_metrics`.
-    MESH_COMPUTE_PROTO: a table's rows over the data-parallel ranks of a device mesh, the same rows to their peers
-        (tensor or sequence parallel); a table of what the first of the peers answered.
+    DP_COMPUTE_PROTO: a table, its rows divided over all ranks -> a table with as many rows, in the same order.
+    DP_COMPUTE_METRIC: a table, its rows divided over the data-parallel ranks -> metrics, merged by `merge_metrics`.
+    MESH_COMPUTE_PROTO: a table, its rows divided over the data-parallel ranks of a device mesh, with the same rows to
+        all peers -> a table of the answers of the first of the peers.
     """
 
     ONE_TO_ALL = "one to all"
@@ -75,7 +78,7 @@ class Dispatch(Enum):
 
     @property
     def knows_peers(self) -> bool:
-        """Whether peers are asked the same, and the first of them answers."""
+        """Whether the ranks of a tensor- or sequence-parallel group get the same rows, and only the first answers."""
         return self in (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO)
 
 
@@ -109,7 +112,7 @@ class RemoteMethod(Generic[W_contra, P, R, C, M_co]):
         return self if instance is None else self.function.__get__(instance, owner)
 
     def __reduce__(self) -> tuple[Callable[[str, str], Any], tuple[str, str]]:
-        # By name: a worker has the class already, and a method pickled by value would be another one there.
+        # Pickled by name: the worker already has the class, and a method pickled by value would be a different object.
         return _find, (self.function.__module__, self.function.__qualname__)
 
     def __repr__(self) -> str:
@@ -186,11 +189,11 @@ def register(*, dispatch: Dispatch, execute: Execute = Execute.ALL, blocking: bo
 
     Args:
         dispatch: how arguments are split and answers merged.
-        execute: which ranks run it; RANK_ZERO only where the arguments are not split.
-        blocking: True gives the caller the merged answer itself, within the group's time limit; else a future.
+        execute: which ranks run it; RANK_ZERO only if the arguments are not split.
+        blocking: True returns the merged answer, within the group's time limit; False returns a future.
 
     Raises:
-        ValueError: `dispatch` and `execute` do not go together.
+        ValueError: `dispatch` and `execute` cannot be combined.
     """
     return lambda function: RemoteMethod(function, dispatch, execute, blocking)
 
@@ -199,7 +202,7 @@ def split_all_to_all(arguments: Sequence[A], num_ranks: int, method: str) -> lis
     """Return the argument of each rank.
 
     Raises:
-        ValueError: there is not exactly one for each.
+        ValueError: the number of arguments is not the number of ranks.
     """
     if len(arguments) != num_ranks:
         raise ValueError(f"{method} takes one argument for each of {num_ranks} ranks, got {len(arguments)}")
@@ -207,9 +210,9 @@ def split_all_to_all(arguments: Sequence[A], num_ranks: int, method: str) -> lis
 
 
 def merge_metrics(answers: Sequence[Metrics]) -> dict[str, float]:
-    """Merge the metrics of all ranks: the largest of names that end in `max`, the smallest of `min`, else the mean.
+    """Merge the metrics of all ranks: the maximum for names that end in `max`, the minimum for `min`, else the mean.
 
-    verl's rule. Where a mean must count tokens, the ranks have summed it before they answer.
+    This is verl's rule. For a mean over tokens, the workers reduce it over all ranks before they answer.
     """
     values: dict[str, list[float]] = {}
     for answer in answers:

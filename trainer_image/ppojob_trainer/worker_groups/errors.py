@@ -1,7 +1,7 @@
-"""What can go wrong between the controller and the role processes.
+"""Errors between the controller and the role processes.
 
-Raised by this package, mapped to named failures of the job by `main`. The exception of the user's own code or of an
-engine is always the `__cause__`.
+Raised by this package, mapped to named failures of the job by `main`. The exception of the user's code or of an engine
+is always the `__cause__`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class PoolNotPlacedError(WorkerGroupError):
 
 
 class WorkerLostError(WorkerGroupError):
-    """A role process died or cannot be reached."""
+    """A role process exited or cannot be reached."""
 
 
 class WorkerOutOfMemoryError(WorkerGroupError):
-    """A role process was ended because its node ran out of memory."""
+    """A role process was terminated because its node ran out of memory."""
 
 
 class WorkerFailedError(WorkerGroupError):
@@ -32,8 +32,8 @@ class CallTimeoutError(WorkerGroupError):
 
 
 class WorkerImportError(WorkerGroupError):
-    """A user's own worker class cannot be had, or has not the method that a hook names; the message says where."""
+    """A user-defined worker class cannot be imported, or lacks the method that a hook names; the message says where."""
 
 
 class HookFailedError(WorkerGroupError):
-    """A user's own worker failed in a hook; `__cause__` tells of the process in which it did."""
+    """A user-defined worker failed in a hook; `__cause__` names the process."""

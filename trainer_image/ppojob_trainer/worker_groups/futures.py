@@ -1,7 +1,7 @@
-"""Answers that are still on their way: awaited by the controller, or fed to another group as they are.
+"""Pending answers: the controller awaits them, or passes them to another group unresolved.
 
-Made by `worker_group`. A future says whose answer it waits for, and turns Ray's errors into this package's; of
-several ranks' failures it raises the one that explains the others.
+Created by `worker_group`. A future knows whose answer it waits for, and turns Ray's errors into this package's. If
+several ranks fail, it raises the failure that explains the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Future", "Origin", "TableFuture", "rank_of_explanation"]
 
 T = TypeVar("T")
 
-# When one rank fails, its peers fail in their collectives a moment later, or earlier than Ray tells of its death.
+# When one rank fails, the others fail in their collectives shortly after, or before Ray reports that it exited.
 GRACE_S = 5.0
 
 
@@ -64,10 +64,10 @@ class Future(Generic[T]):
         return self._gather().__await__()
 
     def result(self, timeout_s: float) -> T:
-        """Wait here for the answer.
+        """Block until the answer arrives.
 
         Raises:
-            CallTimeoutError: it did not come in time.
+            CallTimeoutError: it did not arrive in time.
             WorkerGroupError: a rank failed.
         """
         rank_of = dict(zip(self._refs, self._origin.ranks, strict=True))
@@ -99,7 +99,7 @@ class Future(Generic[T]):
             self._note_unanswered([answer.done() for answer in answers])
             raise
         finally:
-            # Where the caller gave up, or a rank failed, nobody waits for the others any more.
+            # If the caller was cancelled or a rank failed, nobody awaits the others any more.
             for answer in answers:
                 answer.cancel()
                 answer.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -112,7 +112,7 @@ class Future(Generic[T]):
         raise failure from failure.__cause__
 
     def _note_unanswered(self, is_answered: Sequence[bool]) -> None:
-        """Tell the phase that is given up whom it waited for."""
+        """Add the unanswered calls to the current phase, for the message of its timeout."""
         phase = current_phase()
         late = [str(rank) for rank, done in zip(self._origin.ranks, is_answered, strict=True) if not done]
         if phase is not None and late:
@@ -125,7 +125,7 @@ class Future(Generic[T]):
     def _explain(self, error: BaseException, rank: int) -> WorkerGroupError:
         who = f"{self._origin.role} rank {rank}"
         cause = _cause(error)
-        # Of a peer that was ended the process that missed it can only tell.
+        # A broken connection only shows that another process exited, not why.
         is_of_a_peer = cause is not error and isinstance(cause, RayError)
         of_memory = None if is_of_a_peer else explain_memory(cause, self._origin.role, rank, self._origin.method)
         explained: WorkerGroupError
@@ -136,7 +136,7 @@ class Future(Generic[T]):
                 f"{who} failed in {self._origin.method}: {type(cause).__name__}: {_first_line(cause)}"
             )
         elif isinstance(error, RayActorError) and error.actor_init_failed:
-            # Ray tells the traceback as text; its last line is the exception.
+            # Ray passes the traceback as text; its last line is the exception.
             explained = WorkerFailedError(f"{who} could not start: {str(error).strip().splitlines()[-1]}")
         elif isinstance(error, (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)):
             explained = WorkerLostError(f"{who} was lost during {self._origin.method}: {_first_line(error)}")
@@ -147,10 +147,10 @@ class Future(Generic[T]):
 
 
 class TableFuture(Future[Table]):
-    """A table that is not computed yet. `table` can be given to another group's call at once."""
+    """A table that is not computed yet. `table` can be passed to another group's call at once."""
 
     def __init__(self, refs: Sequence[ObjectRef[StoredRows]], table: Table, origin: Origin, num_peers: int = 1) -> None:
-        """Wait for all of `refs`; `table` is of every `num_peers`-th of them, the first of the peers."""
+        """Wait for all `refs`; `table` consists of every `num_peers`-th, the first rank of each parallel group."""
         super().__init__(refs, self._known, origin)
         self.table = table
         self._num_peers = num_peers
@@ -164,7 +164,7 @@ async def _wait_for(ref: ObjectRef[T]) -> T:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what the worker raised, out of Ray's wrapper: it is what people want to read."""
+    """Return the worker's exception without Ray's wrapper, because it names the root cause."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, BaseException) else error
 
@@ -174,9 +174,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def rank_of_explanation(failure: WorkerGroupError) -> int:
-    """Tell which of several failures is told, the least: memory explains a death, a named error a lost peer.
+    """Rank failures by how much they explain; the lowest is reported when several ranks fail.
 
-    A peer's broken connection explains nothing, not even beside an error without a name.
+    The order is: out of memory (explains a lost process), a named error (explains a lost connection), a lost process,
+    an error without a name, a broken connection to another rank.
     """
     if isinstance(failure, WorkerOutOfMemoryError):
         return 0

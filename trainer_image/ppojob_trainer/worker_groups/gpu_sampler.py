@@ -1,7 +1,7 @@
-"""How full and how busy a process's GPU is, sampled by a thread through NVML; nothing touches CUDA.
+"""Samples memory and utilization of a process's GPU in a thread, through NVML; it does not use CUDA.
 
-Started by `observation` in each process that has a GPU. Where NVML's Python package is missing there is no sampler, and
-where the driver does not tell the utilization (MIG), only the memory is known.
+Started by `observation` in each process that has a GPU. Without NVML's Python package there is no sampler. If the
+driver does not report utilization (MIG), only memory is sampled.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ INTERVAL_S = 0.25
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Samples of one GPU: the most bytes in use by anybody, and how many it has (0: not known); sum and number of the
-    utilizations, each from 0 to 1."""
+    """Samples of one GPU: peak bytes in use by all processes, total bytes (0: unknown), and sum and number of the
+    utilization samples, each from 0 to 1."""
 
     memory_peak_bytes: int = 0
     memory_total_bytes: int = 0
@@ -54,7 +54,7 @@ class GpuSampler:
 
     @classmethod
     def open(cls, gpu_ids: Sequence[int | str]) -> Self | None:
-        """Return a sampler of the first GPU (its index or UUID), or None where there is none or NVML does not know."""
+        """Return a sampler of the first GPU (by index or UUID); None if there is no GPU or NVML does not know it."""
         if not gpu_ids:
             return None
         try:
@@ -72,7 +72,7 @@ class GpuSampler:
             return None
 
     def take(self) -> GpuUse:
-        """Return the samples since the last call of this, and one of now."""
+        """Return the samples since the last call, and one that is taken now."""
         self._sample()
         with self._lock:
             use, self._use = self._use, GpuUse()
@@ -87,7 +87,7 @@ class GpuSampler:
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         except self._nvml.NVMLError:
-            # A GPU that fell off the bus is the training's affair to report.
+            # If the GPU failed, the training reports it.
             return
         utilization = self._utilization()
         with self._lock:

@@ -1,6 +1,6 @@
 """Starts the processes of a role in its pool's bundles and waits until they are up.
 
-Called by the roles' groups. A process that cannot start is named with its role and rank; nothing is started twice.
+Called by the roles' groups. The error of a process that cannot start names its role and rank; nothing is restarted.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["Launcher", "wait_until_up"]
 W = TypeVar("W")
 
 START_TIMEOUT_S = 600.0
-"""Longest time for a process to start and import what it needs; on busy cores that takes minutes."""
+"""Longest time for a process to start and import its libraries; on busy cores that takes minutes."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What all groups of a job have in common.
+    """The settings that all groups of a job have in common.
 
     log_folder: where each process writes `<role>-<rank>.log`.
-    timeout_s: limit of one phase.
-    run_folder: the job's own, for what processes write beside their logs.
-    profile: which roles torch's profiler looks into, and when.
-    observations: gathers what the processes see of themselves.
+    timeout_s: time limit of one phase.
+    run_folder: the job's folder, for files other than logs.
+    profile: which roles and steps torch's profiler records.
+    observations: collects the measurements of the processes.
     """
 
     log_folder: Path
@@ -59,9 +59,9 @@ class Launcher:
         """Start one process for each of `bundles`; rank r is in bundles[r]. Does not wait: see `wait_until_up`.
 
         Args:
-            make: builds the worker in its process; must be importable there.
-            gpu_fraction: part of the bundle's GPU; 0 hides it from the process.
-            environment: variables of the processes.
+            make: creates the worker in its process; must be importable there.
+            gpu_fraction: share of the bundle's GPU; 0 hides the GPU from the process.
+            environment: environment variables of the processes.
         """
         processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles):
@@ -80,7 +80,7 @@ class Launcher:
                 "num_cpus": CPUS_PER_PROCESS,
                 "num_gpus": gpu_fraction,
                 "scheduling_strategy": pool.strategy(bundle),
-                # A lost process is the end of the attempt: its peers hold shards that fit no other.
+                # No restarts: the shards of the other ranks need those of the lost process, so the attempt ends.
                 "max_restarts": 0,
             }
             if environment:
@@ -94,7 +94,7 @@ async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:
     """Wait for all processes of the groups.
 
     Raises:
-        WorkerGroupError: one did not start, or not in time; names its role.
+        WorkerGroupError: a process did not start in time or failed; names its role.
     """
     await asyncio.gather(*(_up(group) for group in groups))
 

@@ -1,9 +1,8 @@
-"""A process did not get what another one had for it, because that one is gone: which one, and why?
+"""Finds the lost process behind the error of another process that could not get data from it.
 
-Rows stay where they were computed, and go from there to whom the next phase is of. Ray tells the reader no more than
-that the owner died, and the owner may have nothing to do at that moment, so no call on it fails. It is the same with
-the weights, where one end's call may fail before the other's; of a receiver, which is vLLM's, the error's class is lost
-on its way here. `run` asks here.
+Rows stay where they were computed, and the next phase's processes fetch them from there. Ray reports to the reader only
+that the owner exited. The owner may have been idle, so no call on it fails. The same holds for weights: one end's call
+may fail before the other's, and the error class of vLLM's receiver is lost on the way here. Called by `run`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 __all__ = ["explained"]
 
 _ASK_S: Final = 20.0
-"""Who computes answers when he is done; who is gone is known at once."""
+"""Seconds. A process that computes answers when it is done; a process that exited is known at once."""
 
 
 async def explained(error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]]) -> WorkerGroupError:
-    """Return the failure of the process that was missed; any other error, and an unclear one, as it is."""
+    """Return the failure of the lost process; any other error, or one without explanation, is returned unchanged."""
     cause = error.__cause__
     if not isinstance(cause, ObjectLostError) and type(cause) is not RolloutError and not is_of_communication(cause):
         return error

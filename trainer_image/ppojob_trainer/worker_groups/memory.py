@@ -1,7 +1,7 @@
-"""A role that ran out of memory: whose memory it was, when, and which settings take less of it.
+"""Explains an out-of-memory error: which memory was full, in which call, and which settings reduce its use.
 
-Called by `futures`. Five can say that memory is short: torch (of a GPU, or of the process), NCCL, vLLM, Python, and
-Ray, which ends a process before its node is full. The settings are named as the user writes them.
+Called by `futures`. Such errors come from torch (GPU or host memory), NCCL, vLLM, Python, and Ray, which terminates a
+process before its node is full. The settings are named as the user writes them.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ LESS_OF = {
     "reward": "reward.function.numWorkers",
     "reward_model": "model.reward.maxTokensPerGPU",
 }
-"""Role -> the settings that make it take less."""
+"""Role -> the settings that reduce its memory."""
 
 
 def explain_memory(error: BaseException, role: str, rank: int, method: str) -> WorkerOutOfMemoryError | None:
-    """Return what to say of an error that a call met, or None where memory was not the matter."""
-    # Engines in a pool that is lent are rollout_<pool>.
+    """Return the explanation of a call's error, or None if memory was not the cause."""
+    # Engines in a pool that is shared with the rollout have the role rollout_<pool>.
     setting = LESS_OF.get("rollout" if role.startswith("rollout_") else role)
     who, lower = f"{role} rank {rank}", f"lower {setting}, or " if setting else ""
     if isinstance(error, NodeOutOfMemoryError):
-        # Ray's message is a page long; the numbers are what matters of it.
+        # Ray's message is a page long; only the numbers in it matter.
         found = _USAGE_OF_NODE.search(str(error))
         usage = f" ({found[1]})" if found else ""
         said = f"{who} was ended because its node ran out of memory{usage} during {method}"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
     of_gpu = _words_of_gpu(error)
     if of_gpu is not None:
-        # Without `lower` the role is of the user's own, and only making room is left.
+        # Without `lower` the role is user-defined; freeing memory is the only remedy.
         room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
         free = f"set model.{role}.reshardAfterForward: true, " if role in _MAY_STAY_GATHERED else ""
         return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {free}{lower}{room}")
@@ -66,7 +66,7 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
 
 
 def _words_of_gpu(error: BaseException) -> str | None:
-    """Return what torch, or NCCL with its buffers beside torch's, says of a GPU that is full; None: it is not."""
+    """Return the message of torch, or of NCCL (whose buffers are not torch's), about a full GPU; None if not full."""
     if isinstance(error, torch.OutOfMemoryError):
         return _beginning(error)
     return memory_shortage(str(error)) if is_of_communication(error) else None

@@ -1,8 +1,8 @@
-"""What the calls of a process do: its GPU's memory and utilization, the data that they move, profiles, stacks.
+"""Measures the calls of a process: GPU memory and utilization, transferred data, profiles, stacks.
 
-In a process, an `Observer` goes around each call. Its `Observed` comes back as a small answer of its own beside the
-call's, so it costs no call; in the controller, `Observations` gathers them and makes metrics of a step. On CPU only the
-data that a call moved is seen.
+In a process, an `Observer` wraps each call. Its `Observed` is returned as a small second answer of the call, so it
+needs no further call. In the controller, `Observations` collects them and computes the metrics of a step. On CPU only
+the transferred data is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _MAX_PENDING = 10_000
 
 @dataclass
 class Moved:
-    """What one call took to fetch its rows and to put its answer into the node's store. num_bytes: of the rows."""
+    """Seconds that one call took to fetch its rows and to store its answer in the node's object store.
+
+    num_bytes: of the rows.
+    """
 
     seconds: float = 0.0
     num_bytes: int = 0
@@ -52,8 +55,8 @@ class Moved:
 class Observed:
     """One call of one process.
 
-    allocated_peak_bytes: the most that torch had allocated during the call; None without CUDA. gpu: samples since the
-    process's last call; None without a GPU. phase: which the call served. moved: its data; None where it had none.
+    allocated_peak_bytes: torch's peak allocation during the call; None without CUDA. gpu: samples since the process's
+    last call; None without a GPU. phase: the phase of the call. moved: its data transfer; None if it had none.
     """
 
     role: str
@@ -65,7 +68,7 @@ class Observed:
 
 
 class Observer:
-    """Goes around the calls of one process."""
+    """Wraps the calls of one process."""
 
     def __init__(self, role: str, rank: int, profile: ProfileSpec | None, profile_folder: Path | None) -> None:
         self._role = role
@@ -77,7 +80,7 @@ class Observer:
 
     @contextmanager
     def around(self, method: str, phase: CurrentPhase | None) -> Iterator[None]:
-        """Let the block know its phase, and look at it."""
+        """Set the current phase for the block, and measure the block."""
         with ExitStack() as stack:
             stack.enter_context(within_phase(phase))
             stack.enter_context(watched(self._who, method, phase))
@@ -86,7 +89,7 @@ class Observer:
             yield
 
     def observed(self, phase: CurrentPhase | None, moved: Moved) -> Observed:
-        """Return what was seen since the last call of this."""
+        """Return the measurements since the last call of this method."""
         step, name = (0, "") if phase is None else (phase.step, phase.phase)
         data = moved if moved.num_bytes else None
         if not self._has_gpu:
@@ -105,18 +108,18 @@ class Observer:
 
 
 class Observations:
-    """What the calls of all groups of a job gave, until it is asked for."""
+    """Collects the measurements of all groups' calls until they are taken."""
 
     def __init__(self) -> None:
         self._refs: deque[ObjectRef[Observed]] = deque(maxlen=_MAX_PENDING)
         self._later: list[Observed] = []
 
     def add(self, ref: ObjectRef[Any]) -> None:
-        """Note a call that was sent."""
+        """Add a call that was sent."""
         self._refs.append(ref)
 
     def take(self, step: int) -> list[Observed]:
-        """Return what is known of the calls up to `step`, once; what belongs to later steps is kept. Never waits."""
+        """Remove and return the measurements that arrived for steps up to `step`; keep later ones. Never waits."""
         refs = list(self._refs)
         if refs:
             ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -128,11 +131,11 @@ class Observations:
 
 
 def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -> dict[str, float]:
-    """Return the metrics of a step's calls; memory in GB (1e9 bytes), the largest over ranks and GPUs.
+    """Return the metrics of a step's calls; memory in GB (1e9 bytes), the maximum over ranks and GPUs.
 
     perf/max_memory_allocated_gb/<role>: by torch. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
-    processes, and memory_total_gb: what the GPU has. pool/<name>/gpu_utilization: mean share of the time in which a
-    kernel ran, from 0 to 1.
+    processes. pool/<name>/memory_total_gb: memory of that GPU. pool/<name>/gpu_utilization: mean share of the time in
+    which a kernel ran, from 0 to 1.
     comm_s/<phase>: seconds that the slowest rank took to fetch its rows and to store its answer, which are part of
     timing_s/<phase>. comm_mb/<phase>: the rows that all ranks fetched, in MB (1e6 bytes).
     """

@@ -1,8 +1,8 @@
 """Which rows of a batch go to which rank: pure arithmetic on row numbers and lengths.
 
 Called by `dispatch` (equal contiguous parts) and by the roles (balanced parts, minibatches, whole groups). It never
-sees a row's content. Where the rows do not divide, a share is filled up with copies whose response mask the receiver
-zeroes: they weigh nothing in sums and losses, and their results are never read.
+reads a row's content. If the rows cannot be divided evenly, a share is padded with copies. The receiver sets their
+response mask to zero, so they have no weight in sums and losses, and their results are never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Partition", "Share", "balanced", "contiguous", "in_groups", "in_mini
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one rank, in the order in which it gets them; `padding` holds positions of copies in it."""
+    """The rows of one rank, in the order in which it gets them; `padding` holds the positions of copies."""
 
     rows: tuple[int, ...]
     padding: frozenset[int] = frozenset()
@@ -28,11 +28,11 @@ class Share:
 
 
 Partition = tuple[Share, ...]
-"""One share for each data-parallel rank; every row of the batch is in exactly one of them, copies aside."""
+"""One share for each data-parallel rank; apart from copies, every row of the batch is in exactly one of them."""
 
 
 def contiguous(num_rows: int, num_ranks: int) -> Partition:
-    """Cut into equal parts in order; the last rows are copies of the first ones where `num_rows` does not divide.
+    """Divide into equal consecutive parts, padded at the end with copies of the first rows.
 
     Raises:
         ValueError: no rows or no ranks.
@@ -44,9 +44,9 @@ def contiguous(num_rows: int, num_ranks: int) -> Partition:
 
 
 def spread(num_rows: int, num_ranks: int) -> Partition:
-    """Cut into parts in order that differ by one row at most; without copies, so a part may be empty.
+    """Divide into consecutive parts that differ by at most one row; without copies, so a part may be empty.
 
-    For ranks that do not wait for each other: copies would be generated or scored for nothing.
+    For ranks without collectives: copies would be generated or scored in vain.
 
     Raises:
         ValueError: no rows or no ranks.
@@ -72,10 +72,10 @@ def balanced(lengths: Sequence[int], num_ranks: int) -> Partition:
 
 
 def in_minibatches(lengths: Sequence[int], minibatch_rows: int, num_ranks: int) -> Partition:
-    """Balance each minibatch by itself, so that every rank holds its part of minibatch 0, then of minibatch 1, ...
+    """Balance each minibatch separately, so that every rank holds its part of minibatch 0, then of minibatch 1, ...
 
-    Minibatch k is rows k * minibatch_rows and following whatever the number of ranks is, so the optimizer steps do
-    not depend on it.
+    Minibatch k starts at row k * minibatch_rows for any number of ranks, so the optimizer steps do not depend on that
+    number.
 
     Raises:
         ValueError: `minibatch_rows` does not divide the rows.
@@ -90,7 +90,7 @@ def in_minibatches(lengths: Sequence[int], minibatch_rows: int, num_ranks: int) 
 
 
 def in_groups(num_rows: int, group_rows: int, num_ranks: int) -> Partition:
-    """Cut into parts of whole groups (the samples of one prompt lie side by side); copies are whole groups too.
+    """Divide into parts of whole groups (the samples of one prompt are consecutive); copies are whole groups too.
 
     Raises:
         ValueError: `group_rows` does not divide the rows.

@@ -1,9 +1,9 @@
-"""From a PPOJob's pools to bundles that role processes can be started in.
+"""Reserves bundles for a PPOJob's pools, in which role processes are started.
 
-Each pool becomes one placement group with one bundle for each GPU (with device cpu: for each worker), held by the
-pool's own Ray resource, so that it lands on the pool's pods. Roles that share a pool share every bundle, on cuda by
-fractions of its GPU. Called by `main` at start. Ray waits for ever, without a word, for a group that can never be
-placed; this waits with a limit and says what is missing.
+Each pool becomes one placement group with one bundle for each GPU (with device cpu: for each worker). The bundles
+request the pool's Ray resource, so they are placed on the pool's pods. Roles that share a pool share every bundle, on
+cuda by fractions of its GPU. Called by `main` at start. Ray waits forever, without a message, for a group that can
+never be placed; this module waits with a time limit and reports what is missing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["CPUS_PER_PROCESS", "Bundle", "PlacedPool", "bundle_resources", "expl
 logger = logging.getLogger(__name__)
 
 CPUS_PER_PROCESS = 0.001
-"""What a role process asks of Ray. Ray's CPUs are tickets only: a pod may have asked for 0.3 of a core, and hundreds of
-reward processes must fit."""
+"""CPUs that a role process requests from Ray. They are only for scheduling: a pod may request 0.3 of a core, and
+hundreds of reward processes must fit."""
 
 _GPU_ROLES = (Role.ACTOR, Role.ROLLOUT, Role.REF, Role.CRITIC)
 
@@ -53,7 +53,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """A pool whose bundles are reserved, in the order of ranks: the bundles of a node lie side by side."""
+    """A pool whose bundles are reserved, in the order of ranks: the bundles of a node are consecutive."""
 
     name: str
     group: PlacementGroup
@@ -61,7 +61,7 @@ class PlacedPool:
     gpu_fraction: float
 
     def strategy(self, bundle: Bundle) -> PlacementGroupSchedulingStrategy:
-        """Return what an actor is started with to land in the bundle."""
+        """Return the scheduling strategy that places an actor in the bundle."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle.index)
 
     def one_per_node(self) -> tuple[Bundle, ...]:
@@ -86,7 +86,7 @@ class PlacedPool:
         return replicas
 
     def release(self) -> None:
-        """Give the bundles back; processes that still run in them are ended."""
+        """Release the bundles; processes that still run in them are terminated."""
         remove_placement_group(self.group)
 
 
@@ -98,7 +98,7 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     """
     pools = {pool.name: pool for _, pool in roles(spec)}
     pools |= {worker.pool: spec.pool(worker.pool) for worker in spec.workers}
-    # All are asked for before the first is waited for: together they have `timeout_s`, not each.
+    # Request all pools before waiting for the first: `timeout_s` is for all of them together, not for each.
     groups = {name: _ask(spec, pool) for name, pool in pools.items()}
     deadline = time.monotonic() + timeout_s
     placed: dict[str, PlacedPool] = {}
@@ -122,7 +122,7 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
 def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
     """Return the Ray resources of each of the pool's bundles."""
     in_pool = [role for role, placed in roles(spec) if placed.name == pool.name]
-    # Each role at most once in a bundle, the data worker, and the workers that are spread over the bundles.
+    # Each role at most once per bundle, the data worker, and the user-defined workers spread over the bundles.
     processes = len(in_pool) + 1
     if Role.REWARD in in_pool and spec.reward.function is not None:
         processes += math.ceil(spec.reward.function.num_workers / pool.gpus)
@@ -132,7 +132,7 @@ def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
 
 
 def gpu_fraction(spec: PPOJobSpec, pool_name: str) -> float:
-    """Return the part of a GPU of the pool that each role and each user's process on it has; 0 with device cpu."""
+    """Return the fraction of a GPU of the pool that each role and each user process gets; 0 with device cpu."""
     gpu_roles = {*_GPU_ROLES, Role.REWARD} if spec.reward.uses_model else set(_GPU_ROLES)
     if spec.model.reference_is_actor:
         gpu_roles.remove(Role.REF)
@@ -153,7 +153,7 @@ def explain_shortage(
     total: Mapping[str, float],
     free: Mapping[str, float],
 ) -> str:
-    """Say why the pool's bundles do not fit into a cluster with these resources.
+    """Return a message why the pool's bundles do not fit into a cluster with these resources.
 
     Args:
         total, free: Ray's resources of the whole cluster.
@@ -188,7 +188,7 @@ def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
 
 
 async def _is_placed(group: PlacementGroup, deadline: float) -> bool:
-    """Wait until the deadline, in turns of a second, so that a stop need not wait for it."""
+    """Wait until the deadline, polling every second, so that a stop request is not blocked."""
     while not await asyncio.to_thread(group.wait, 1):
         if time.monotonic() >= deadline:
             return False

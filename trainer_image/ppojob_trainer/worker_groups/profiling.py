@@ -1,7 +1,7 @@
 """Profiles of chosen steps: torch's profiler, and the history of the CUDA allocator, around each call of a process.
 
-`observation` calls it in the processes of the roles that `spec.telemetry.profile` names. A call of another step passes
-through without a cost. Each call gives files of its own, so none depends on a later call to be finished:
+`observation` calls it in the processes of the roles that `spec.telemetry.profile` names. Calls of other steps have no
+overhead. Each call writes separate files, so none depends on a later call:
 `<role>-rank<r>-step<n>-<method>.json.gz` and `.memory.pickle`.
 """
 
@@ -29,8 +29,8 @@ class Profiler:
     def __init__(self, who: str, settings: ProfileSpec, folder: Path) -> None:
         """
         Args:
-            who: beginning of the files' names, `actor-rank0`.
-            folder: where they go; made when the first one is written.
+            who: prefix of the file names, such as `actor-rank0`.
+            folder: where the files go; created when the first one is written.
         """
         self._who = who
         self._steps = frozenset(settings.steps)
@@ -54,7 +54,7 @@ class Profiler:
 
 @contextmanager
 def _activities(target: Path) -> Iterator[None]:
-    """Write what the block's operators and kernels took, in Chrome's trace format; also where the block raises."""
+    """Write the times of the block's operators and kernels in Chrome's trace format, even if the block raises."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -67,7 +67,7 @@ def _activities(target: Path) -> Iterator[None]:
         yield
     finally:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Kernels that still run belong to the call.
+            # Kernels that still run are part of the call.
             torch.cuda.synchronize()
         profiler.stop()
         profiler.export_chrome_trace(str(target))

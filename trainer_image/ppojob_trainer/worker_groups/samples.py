@@ -1,7 +1,7 @@
-"""Which process keeps samples of responses, and of which calls: the first of a role that gives the final scores.
+"""Writes samples of responses to a file: only on the first rank of the role that computes the final scores.
 
-The reward's workers call it with every batch that they have scored. It knows the step from the phase that the call
-serves; a call outside of any phase keeps nothing.
+The reward's workers call it with every batch that they have scored. The step is that of the call's phase; a call
+outside of any phase writes nothing.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["SampleKeeper"]
 
 
 class SampleKeeper:
-    """Keeps `spec.telemetry.samplesPerStep` rows of a batch; none on the other ranks."""
+    """Writes `spec.telemetry.samplesPerStep` rows per step; on other ranks it writes nothing."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         self._number = spec.telemetry.samples_per_step
         is_asked = seat.rank == 0 and seat.run_folder is not None and self._number > 0
         self._log = SampleLog(RunFiles(seat.run_folder).samples) if is_asked and seat.run_folder else None
-        # A step's rows may come in parts.
+        # A step's rows may arrive in parts.
         self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
 
     def keep(
         self, batch: DataProto, scores: Tensor, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write some rows of a scored batch; scores [B, R], and what the reward function returned beside each."""
+        """Write some rows of a scored batch: scores [B, R], and the reward function's further values for each row."""
         phase = current_phase()
         if self._log is None or phase is None:
             return

@@ -1,9 +1,9 @@
-"""A batch whose rows lie in the workers: what the controller holds in place of tensors.
+"""A batch whose rows stay in the workers; the controller handles it instead of tensors.
 
-A worker's result stays in the object store of its node, cut into blocks of rows; a `Table` knows, for every row,
-which rank's result holds it and at which position. Joining columns, taking and reordering rows are arithmetic on row
-numbers, done before the results even exist. A receiver gets `Rows`, and `pull` fetches only the blocks in which its
-rows lie, straight from the producer's node.
+A worker's result stays in the object store of its node, divided into blocks of rows. A `Table` knows, for every row,
+which rank's result has it and at which position. Joining columns, taking and reordering rows are arithmetic on row
+numbers, and are possible before the results exist. A receiver gets `Rows`, and `pull` fetches only the blocks with its
+rows, directly from the producer's node.
 
     prompts   = data.call(DataWorker.next_batch, 3)               1 result
     rollout   = rollouts.call(RolloutWorker.generate, prompts)    2 results, of 8 rows each
@@ -30,19 +30,19 @@ from ppojob_trainer.worker_groups.partition import Share
 __all__ = ["Rows", "StoredRows", "Table", "store_rows"]
 
 MAX_BLOCKS = 32
-"""Blocks of one result. More would let a receiver of scattered rows fetch less, and cost an object each."""
+"""Blocks of one result. With more, a receiver of scattered rows would fetch less, but each block costs an object."""
 MIN_BLOCK_BYTES = 1_048_576
-"""Below this an object costs its writer and each reader more time than its bytes."""
+"""For a smaller object, the overhead for its writer and each reader exceeds the time to copy its bytes."""
 
 Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A worker's answer in place of a DataProto: where its rows lie, and the small values the controller reads.
+    """A worker's answer in place of a DataProto: references to its rows, and small values for the controller.
 
-    starts holds the first row of each block, and the number of rows at the end. lengths holds, for each row, the
-    tokens of the whole sequence and of the response, where the batch has masks.
+    starts: the first row of each block, and the number of rows at the end. lengths: for each row, the tokens of the
+    whole sequence and of the response, if the batch has masks.
     """
 
     blocks: tuple[ObjectRef[DataProto], ...]
@@ -52,7 +52,7 @@ class StoredRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this result, copies included."""
+        """Number of rows of this result, copies included."""
         return self.starts[-1]
 
 
@@ -75,7 +75,7 @@ def store_rows(batch: DataProto) -> StoredRows:
 
 
 def rows_of_block(num_rows: int, num_bytes: int) -> int:
-    """Return how many rows a block of a result shall have, so that it is neither one of too many nor too small."""
+    """Return the number of rows of each block, so that blocks are neither too many nor too small."""
     of_many = -(-num_rows // MAX_BLOCKS)
     of_small = -(-num_rows * MIN_BLOCK_BYTES // max(1, num_bytes))
     return max(1, of_many, min(num_rows, of_small))
@@ -92,9 +92,9 @@ def _lengths(batch: DataProto) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Source:
-    """One group's results and where each row of the table lies in them: result number and position, int64 [rows].
+    """One group's results, and the location of each row of the table in them: result number and position, int64 [rows].
 
-    replaces: whether its columns take the place of those of the same name in the sources before it.
+    replaces: whether its columns replace those of the same name in earlier sources.
     """
 
     results: tuple[ObjectRef[StoredRows], ...]
@@ -108,7 +108,7 @@ class Source:
         return replace(self, result_of=self.result_of[index], position_of=self.position_of[index])
 
     def compact(self) -> Source:
-        """Return it without the results that no row needs, so that a receiver does not wait for them."""
+        """Return the source without the results that no row needs, so that a receiver does not wait for them."""
         used = np.unique(self.result_of)
         numbers = np.searchsorted(used, self.result_of)
         return replace(self, results=tuple(self.results[number] for number in used), result_of=numbers)
@@ -116,7 +116,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Rows:
-    """One rank's part of a table, as it travels to the rank: references and row numbers."""
+    """One rank's part of a table, as it is sent to the rank: references and row numbers."""
 
     sources: tuple[Source, ...]
     padding: frozenset[int]
@@ -126,7 +126,7 @@ class Rows:
         """Fetch the rows and join their columns. The response mask of copies is 0.
 
         Raises:
-            ray.exceptions.GetTimeoutError: a source was not there in time.
+            ray.exceptions.GetTimeoutError: a source was not available in time.
         """
         parts = [_pull(source, timeout_s) for source in self.sources]
         batch = parts[0]
@@ -143,7 +143,7 @@ class Rows:
 def _pull(source: Source, timeout_s: float) -> DataProto:
     results = ray.get(list(source.results), timeout=timeout_s)
     wanted: list[ObjectRef[DataProto]] = []
-    # Row in the concatenation of the fetched blocks, for each row of the table.
+    # For each row of the table, its row in the concatenation of the fetched blocks.
     places = np.empty(len(source.result_of), dtype=np.int64)
     fetched_rows = 0
     for number, result in enumerate(results):
@@ -171,23 +171,23 @@ def _one_below_the_other(sources: Sequence[Source]) -> Source:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows in canonical order (prompts as the data gives them, a prompt's samples side by side), columns by source."""
+    """Rows in canonical order (prompts in the order of the data, a prompt's samples consecutive), columns by source."""
 
     sources: tuple[Source, ...]
     lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each mask that a known source holds, the tokens of every row."""
+    """For each mask that a known source has, the tokens of every row."""
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
-    """What the call that made this table measured, of all ranks in their order."""
+    """Metrics of the call that created this table, of all ranks in order."""
 
     @classmethod
     def of_stored(cls, stored: StoredRows) -> Table:
-        """A table of one result that is known already."""
+        """Return a table of one result that is available already."""
         share = Share(tuple(range(stored.num_rows)))
         return cls.of_results([ray.put(stored)], [share]).known([stored])
 
     @classmethod
     def of_results(cls, results: Sequence[ObjectRef[StoredRows]], shares: Sequence[Share]) -> Table:
-        """The results of a call over `shares`, put back into the order of the rows that were sent."""
+        """Return the results of a call over `shares`, in the order of the rows that were sent."""
         num_rows = sum(len(share.rows) - len(share.padding) for share in shares)
         result_of = np.empty(num_rows, dtype=np.int64)
         position_of = np.empty(num_rows, dtype=np.int64)
@@ -205,14 +205,14 @@ class Table:
         """Tokens of each sequence, prompt and response.
 
         Raises:
-            ValueError: no source that is known has sequences.
+            ValueError: no available source has sequences.
         """
         if Keys.ATTENTION_MASK not in self.lengths:
             raise ValueError("the lengths of this table's rows are not known: await the rollout first")
         return self.lengths[Keys.ATTENTION_MASK]
 
     def union(self, *others: Table) -> Table:
-        """Put the columns of all tables side by side.
+        """Return one table with the columns of all tables.
 
         A column that two of them have must be equal in both, unless the later table is `replacing`.
 
@@ -227,7 +227,7 @@ class Table:
         return Table(tuple(source for table in tables for source in table.sources), lengths)
 
     def replaced_by(self, other: Table) -> Table:
-        """Return the columns of both; of those that both have, the other's.
+        """Return the columns of both tables; `other` wins where both have a column.
 
         Raises:
             ValueError: the tables do not have the same number of rows.
@@ -235,16 +235,16 @@ class Table:
         return Table(self.union(other.replacing()).sources, {**self.lengths, **other.lengths})
 
     def replacing(self) -> Table:
-        """Return a table whose columns take the place of those of the same name where it is joined to another one."""
+        """Return a table whose columns replace those of the same name when it is joined to another one."""
         return replace(self, sources=tuple(replace(source, replaces=True) for source in self.sources))
 
     def take(self, rows: Sequence[int]) -> Table:
-        """Return these rows, in this order; a row may come several times."""
+        """Return these rows, in this order; a row may occur several times."""
         lengths = {key: tuple(value[row] for row in rows) for key, value in self.lengths.items()}
         return Table(tuple(source.take(rows) for source in self.sources), lengths)
 
     def known(self, stored: Sequence[StoredRows]) -> Table:
-        """Return the table of one source with what its results say of themselves."""
+        """Return the table of one source with the lengths and metrics of its results."""
         (source,) = self.sources
         lengths = {
             key: tuple(
@@ -260,12 +260,12 @@ class Table:
         return Table(self.sources, lengths, metrics)
 
     def join_rows(self, others: Sequence[Table], numbers: Sequence[int]) -> Table:
-        """Return the rows of this table and of the others as one.
+        """Return the rows of this table and of the others as one table.
 
-        All have the same columns, from as many sources. Metrics are joined as they come.
+        All have the same columns, from the same number of sources. Metrics are joined in the order of the tables.
 
         Args:
-            numbers: the number of each row in the result, in the order in which the rows come.
+            numbers: row numbers in the result, for the rows of this table and then of `others` in order.
 
         Raises:
             ValueError: the tables do not have the same number of sources, or `numbers` is no permutation of all rows.
@@ -302,6 +302,6 @@ class Table:
         return self.take(order)
 
     def rows(self, share: Share, meta: Mapping[str, Any] | None = None) -> Rows:
-        """Return what the rank with this share is sent."""
+        """Return the rows that are sent to the rank with this share."""
         sources = tuple(source.take(share.rows).compact() for source in self.sources)
         return Rows(sources, share.padding, meta or {})

@@ -1,8 +1,8 @@
-"""Tells where a process hangs: shortly before the limit of a phase, all stacks go to the process's log.
+"""Shows where a process hangs: shortly before a phase's time limit, it writes all stacks to the process's log.
 
-`observation` puts every call of a process under it. The own threads are written by `faulthandler`, which needs no
-Python code to run and so works while the process hangs within C code; child processes (vLLM's engine) by py-spy, where
-that is installed. It ends nothing: that is the controller's part.
+`observation` runs every call of a process under it. `faulthandler` writes the process's own threads; it runs no Python
+code, so it works while the process hangs in C code. py-spy, if installed, writes the child processes (vLLM's engine).
+The watchdog terminates nothing: the controller does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["watched"]
 logger = logging.getLogger(__name__)
 
 BEFORE_S = 30.0
-"""How long before the limit; a tenth of what is left where that is less. The controller then ends the process."""
+"""Seconds before the limit; at most a tenth of the remaining time. The controller then terminates the process."""
 
 _PY_SPY_TIMEOUT_S = 10.0
 _OUTPUT_FD = 2
@@ -44,7 +44,7 @@ def watched(who: str, method: str, phase: CurrentPhase | None) -> Iterator[None]
     timer = threading.Timer(after, _tell, (text,))
     timer.daemon = True
     timer.start()
-    # The file descriptor, which stays when Python's streams are replaced; the tee copies it to the log.
+    # Use the file descriptor, because Python's streams may be replaced; the tee copies it to the log.
     faulthandler.dump_traceback_later(after + 0.1, file=_OUTPUT_FD)
     try:
         yield
@@ -75,5 +75,5 @@ def _python_children() -> list[int]:
     import psutil  # type: ignore[import-untyped]
 
     children = psutil.Process().children(recursive=True)
-    # The tees of our own output are no Python.
+    # The `tee` children that copy our output are not Python.
     return [child.pid for child in children if child.is_running() and child.name() != "tee"]

@@ -1,7 +1,7 @@
-"""A role's processes as one thing to call.
+"""A role's processes as one object to call.
 
-`WorkerGroup.call(ActorWorker.update_actor, table)` splits the arguments as the method's dispatch mode says, sends
-each rank its part, and returns a future of the merged answer. Made by the roles' groups at start; it never computes.
+`WorkerGroup.call(ActorWorker.update_actor, table)` splits the arguments as the method's dispatch mode says, sends each
+rank its part, and returns a future of the merged answer. Created by the roles' groups at start; it does not compute.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class WorkerGroup(Generic[W]):
     ) -> None:
         """
         Args:
-            timeout_s: limit of blocking calls, and of a worker's wait for the rows it is sent.
+            timeout_s: time limit of blocking calls, and of a worker's wait for its rows.
             partition: which rank gets which rows in calls that send a table; None: equal contiguous parts.
             meta: entries for the meta_info of every batch that is sent.
-            observations: who gathers what the processes see of themselves.
-            num_peers: ranks that work on the same rows; they lie side by side.
+            observations: collects the measurements of the processes.
+            num_peers: size of a tensor- or sequence-parallel group, whose consecutive ranks work on the same rows.
             first_rank: number of the first process among those of the role, for messages.
 
         Raises:
-            ValueError: the peers do not divide the processes.
+            ValueError: the number of processes is not a multiple of `num_peers`.
         """
         if len(processes) % num_peers:
             raise ValueError(f"{num_peers} peers do not divide the {len(processes)} processes of role {role}")
@@ -69,19 +69,19 @@ class WorkerGroup(Generic[W]):
 
     @property
     def num_shards(self) -> int:
-        """Data-parallel ranks: into how many parts the rows of a table are divided where peers get the same ones."""
+        """Number of data-parallel ranks; ranks of the same tensor- or sequence-parallel group get the same rows."""
         return len(self) // self._num_peers
 
     def over(self, partition: Partition) -> WorkerGroup[W]:
-        """Return the same group, which sends the rows of tables as `partition` says."""
+        """Return the same group with another `partition` for the rows of tables."""
         return self._with(partition, self._meta, self._num_peers)
 
     def using(self, meta: Mapping[str, Any]) -> WorkerGroup[W]:
-        """Return the same group, which adds these entries to the meta_info of the batches that it sends."""
+        """Return the same group, with these entries added to the meta_info of the batches that it sends."""
         return self._with(self._partition, {**self._meta, **meta}, self._num_peers)
 
     def only(self, rank: int) -> WorkerGroup[W]:
-        """Return the process of that rank as a group of its own; in messages it keeps its number."""
+        """Return the process of that rank as a separate group; it keeps its rank in messages."""
         process = self._processes[rank : rank + 1]
         return WorkerGroup(
             self.role,
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[W]):
         )
 
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
-        """Return the same group, of which `num_peers` ranks each work on the same rows."""
+        """Return the same group, in which each `num_peers` consecutive ranks work on the same rows."""
         return self._with(self._partition, self._meta, num_peers)
 
     def _with(self, partition: Partition | None, meta: Mapping[str, Any], num_peers: int) -> WorkerGroup[W]:
@@ -110,10 +110,10 @@ class WorkerGroup(Generic[W]):
         )
 
     def call(self, method: RemoteMethod[W, Any, Any, C, M], *args: C.args, **kwargs: C.kwargs) -> M:
-        """Call a registered method on the ranks. What comes back is the method's affair: see `dispatch.Dispatch`.
+        """Call a registered method on the ranks. `dispatch.Dispatch` defines the type of the answer.
 
         Raises:
-            ValueError: arguments that do not fit the number of ranks.
+            ValueError: the arguments do not fit the number of ranks.
             WorkerGroupError: a blocking call failed.
         """
         if method.dispatch.sends_rows:
@@ -142,7 +142,7 @@ class WorkerGroup(Generic[W]):
         shares = self._partition or contiguous(len(table), num_shards)
         if len(shares) != num_shards:
             raise ValueError(f"a partition over {len(shares)} ranks for {self.role} with {num_shards} ranks")
-        # A rank without rows is left out: only groups without collectives get such a partition.
+        # Ranks without rows are not called: only groups without collectives get such a partition.
         ranks = tuple(rank for rank in range(len(self)) if shares[rank // peers].rows)
         rows = {rank: table.rows(shares[rank // peers], self._meta) for rank in ranks[::peers]}
         stores = method.dispatch.returns_rows
@@ -182,7 +182,7 @@ class WorkerGroup(Generic[W]):
         return self._addresses("start")
 
     def is_there(self) -> Future[list[str]]:
-        """Be done when all processes have answered; fails with the reason for which one is gone."""
+        """Return a future that completes when all processes have answered; it fails with the reason if one was lost."""
         return self._addresses("an earlier phase")
 
     def _addresses(self, when: str) -> Future[list[str]]:
@@ -190,7 +190,7 @@ class WorkerGroup(Generic[W]):
         return Future(refs, list, Origin(self.role, when, tuple(range(len(self)))))
 
     def kill(self) -> None:
-        """End all processes of the group at once; they write nothing more."""
+        """Terminate all processes of the group at once; they write nothing more."""
         for process in self._processes:
             ray.kill(process)
 

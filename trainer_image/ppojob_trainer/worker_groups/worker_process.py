@@ -1,9 +1,8 @@
 """The Ray actor that holds one worker: one process for each (role, rank).
 
-It fetches the rows that it is sent, runs the worker's method, and keeps big answers in its node's object store; what
-was seen of the process meanwhile is a second, small answer (`observation`).
-Methods run one after the other in the order of the calls, so collectives meet their peers. Started by `launch`; it
-knows no role.
+It fetches its rows, runs the worker's method, and keeps large answers in its node's object store. Measurements of the
+process are a second, small answer (`observation`). Methods run one after the other in the order of the calls, so that
+all ranks enter collectives in the same order. Started by `launch`; it is independent of the role.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ THREADS_BESIDE_GPU = 4
 
 @dataclass(frozen=True)
 class Seat:
-    """Which process of which group this is, and where it writes.
+    """The rank of a process in its group, and where it writes.
 
-    local_ranks: processes of the role on the same node, among which its cores are divided.
+    local_ranks: number of the role's processes on the same node; they share its cores.
     timeout_s: longest wait for the rows of a call.
-    address: of the process's node, as others reach it; known once it runs.
-    run_folder: the job's own; None where nothing but the log is written.
-    profile: what torch's profiler shall look into, if this role is one of those.
+    address: network address of the process's node; set once it runs.
+    run_folder: the job's folder; None if only the log is written.
+    profile: settings of torch's profiler, if this role is profiled.
     """
 
     role: str
@@ -55,10 +54,10 @@ class Seat:
 
 
 class WorkerProcess:
-    """Holds the worker that `make` builds; see the module's docstring."""
+    """Holds the worker that `make` creates; see the module's docstring."""
 
     def __init__(self, seat: Seat, make: Callable[[Seat], object]) -> None:
-        # Before the worker exists: all that it and its children write goes to the storage too.
+        # Before the worker is created, so that all output of it and its children is copied to the storage.
         self._tee = tee_output(seat.log_file)
         configure_logging()
         _limit_threads(num_threads(seat.local_ranks, has_gpu=bool(ray.get_gpu_ids())))
@@ -83,7 +82,9 @@ class WorkerProcess:
     ) -> tuple[Any | StoredRows, Observed]:
         """Run a registered method of the worker.
 
-        `stores` keeps the answer here and returns where it lies; `is_wanted` False drops it, because a peer has it too.
+        Args:
+            stores: keep the answer on this node and return references to it.
+            is_wanted: False drops the answer, because another rank of the same parallel group returns it.
         """
         moved = Moved()
         with self._observer.around(method.__name__, phase):
@@ -98,7 +99,7 @@ class WorkerProcess:
 
 
 def _with_each_row(answer: Any, sent: Any) -> DataProto:
-    """Return the answer, which must have a row for each row that was sent: the table counts on it."""
+    """Return the answer, after checking that it has one row for each row that was sent."""
     if not isinstance(answer, DataProto) or len(answer) != len(sent):
         found = f"{len(answer)} rows" if isinstance(answer, DataProto) else f"a {type(answer).__name__}"
         raise TypeError(f"the method returned {found}, wanted a DataProto with a row for each of the {len(sent)}")
@@ -108,14 +109,14 @@ def _with_each_row(answer: Any, sent: Any) -> DataProto:
 def num_threads(local_ranks: int, *, has_gpu: bool = False) -> int:
     """Return how many threads a process may use when its role has `local_ranks` processes on this node.
 
-    A process with a GPU only cuts batches on the CPU: many threads of many such processes would wait for each other.
+    A process with a GPU uses the CPU only to divide batches: many threads of many such processes would contend.
     """
     threads = max(1, _num_cores() // max(1, local_ranks))
     return min(threads, THREADS_BESIDE_GPU) if has_gpu else threads
 
 
 def _num_cores() -> int:
-    """Cores of this node, or of its control group where that is less (a pod's limit)."""
+    """Cores of this node, or of its control group if that has fewer (a pod's limit)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -125,8 +126,8 @@ def _num_cores() -> int:
 
 
 def _limit_threads(count: int) -> None:
-    # Ray sets OMP_NUM_THREADS to 1 for actors with less than a CPU. The variable is for child processes (vLLM's
-    # engine core); torch is loaded already and is told directly.
+    # Ray sets OMP_NUM_THREADS to 1 for actors with less than one CPU. The variable is for child processes (vLLM's
+    # engine core); torch is loaded already, so its number of threads is set directly.
     os.environ["OMP_NUM_THREADS"] = str(count)
     import torch
 

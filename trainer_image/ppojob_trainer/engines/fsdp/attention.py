@@ -1,10 +1,9 @@
-"""Attention over packed sequences, registered with transformers: no token sees another sequence, none is padding.
+"""Attention over packed sequences, registered with transformers: no token attends to another sequence, no padding.
 
-On CUDA one call of `torch.nn.attention.varlen` for all sequences; on the CPU, which has no such kernel, causal SDPA for
-each sequence in turn, which does no work on what a block-diagonal mask would hide. Where the tokens are divided over
-ranks (`engines.sequence`), slices of them are exchanged for heads before it, and back after it. Called by
-transformers' decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs
-unrepeatable.
+On CUDA it is one call of `torch.nn.attention.varlen` for all sequences. The CPU has no such kernel, so there it is
+causal SDPA for each sequence in turn, which avoids the masked part of a block-diagonal mask. If the tokens are divided
+over ranks (`engines.sequence`), slices are exchanged for heads before it, and back after it. Called by transformers'
+decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers import AttentionInterface
 from ppojob_trainer.engines.batch import Segments
 
 IMPLEMENTATION: Final = "ppojob_packed"
-# torch 2.11 wants as many key heads as query heads.
+# torch 2.11 needs as many key heads as query heads.
 _KNOWS_GQA: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -36,11 +35,11 @@ def packed_attention(
     """Causal attention within each sequence.
 
     Args:
-        query: [1, H, T, D]; key, value: [1, K, T, D], where the K key heads divide the H query heads. With peers T
-            is this rank's slice.
-        attention_mask: None; what may be seen follows from the segments.
-        options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token sees this many, itself
-            included; None all), as the decoder layers hand them on.
+        query: [1, H, T, D]; key, value: [1, K, T, D], where H is a multiple of K. With sequence parallelism T is this
+            rank's slice.
+        attention_mask: None; the segments define the mask.
+        options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token attends to this many tokens,
+            itself included; None: all), as the decoder layers pass them on.
 
     Returns:
         [1, T, H, D], and None in place of the weights.

@@ -1,9 +1,9 @@
-"""A checkpoint that a thread writes from the host's memory while the training goes on.
+"""Writes a checkpoint from the host's memory in a thread, while the training continues.
 
-Each trained worker holds one; `checkpoint.save` starts it and the worker's `is_saved` asks after it. At most one is
-under way. The ranks meet in a process group of their own, because collectives of two threads in one group would meet
-each other's. Based on `torch.distributed.checkpoint.async_save`, without its copy of everything: `checkpoint.save` has
-copied what would change (`Residence.as_it_lies`).
+Each trained worker has one `BackgroundSaves`; `checkpoint.save` starts a save and the worker's `is_saved` polls it. At
+most one save runs at a time. The ranks use a separate process group, because collectives of two threads in one group
+would be mixed up. Based on `torch.distributed.checkpoint.async_save`, without its copy of everything: `checkpoint.save`
+has copied the tensors that would change (`Residence.as_it_lies`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["BackgroundSaves", "bucket_failed", "first_line", "unwritable"]
 
 
 class _Staged(AsyncStager):
-    """Takes a state as it is."""
+    """Stages a state without copying it."""
 
     _synchronize_after_execute = False
 
@@ -41,17 +41,17 @@ class _Staged(AsyncStager):
 
 
 class BackgroundSaves:
-    """The save that is under way, if there is one."""
+    """The save that is running, if any."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[str | Path, Future[Any]] | None = None
 
     def start(self, state: dict[str, Any], location: str | Path, writer: FileSystemWriter) -> None:
-        """Begin to write a state to the new location. Collective.
+        """Start to write a state to the new location. Collective.
 
         Args:
-            state: on the host; nothing of it may change before `wait` has returned.
+            state: in host memory; it must not change before `wait` has returned.
         """
         assert self._running is None, "one save is still under way"
         if self._group is None and dist.get_world_size() > 1:
@@ -61,16 +61,16 @@ class BackgroundSaves:
         self._running = (location, future)
 
     def wait(self) -> None:
-        """Wait until nothing is under way any more; `is_done` says whether it failed."""
+        """Wait until no save is running; `is_done` raises if it failed."""
         if self._running is not None:
             wait([self._running[1]])
 
     def is_done(self) -> bool:
-        """Whether nothing is under way any more.
+        """Whether no save is running.
 
         Raises:
-            CheckpointUnwritableError: the last save failed; told once.
-            BucketFailedError: the object store failed it.
+            CheckpointUnwritableError: the last save failed; raised once.
+            BucketFailedError: the last save failed because of the object store; raised once.
         """
         if self._running is None:
             return True
@@ -85,7 +85,7 @@ class BackgroundSaves:
 
 
 def unwritable(location: str | Path, error: BaseException) -> EngineError:
-    """Return what is told of a save that failed."""
+    """Return the error for a failed save."""
     if is_of_store(error):
         return bucket_failed(location, "written", error)
     return CheckpointUnwritableError(
@@ -95,7 +95,7 @@ def unwritable(location: str | Path, error: BaseException) -> EngineError:
 
 
 def bucket_failed(location: str | Path, done: str, error: BaseException) -> BucketFailedError:
-    """Return what is told where the object store failed; `done` is what was to be done."""
+    """Return the error for a failure of the object store; `done` describes the operation."""
     return BucketFailedError(
         f"checkpoint {location} cannot be {done}: {first_line(error)}. Look after the object store, the network to it "
         "and the credentials of this pod; the checkpoints before it are whole"
@@ -103,7 +103,7 @@ def bucket_failed(location: str | Path, done: str, error: BaseException) -> Buck
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's own words, in a line; of a failure of several ranks the first one's."""
+    """Return the first line of an error's message; if several ranks failed, of the first rank's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {type(cause).__name__}: {first_line(cause)}"

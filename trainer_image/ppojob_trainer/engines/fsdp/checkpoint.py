@@ -1,8 +1,8 @@
 """Checkpoints of one model in training.
 
-Called by the engines; where the folders lie, and which of them counts, is for the caller. A checkpoint can be read by
-any number of ranks (`torch.distributed.checkpoint`). Frozen weights are not in it: with adapters it holds these alone,
-and the model comes from its own path again. It refuses a folder that exists: what an older save left there would be
+Called by the engines; the caller decides where the folders are and which checkpoint is valid. A checkpoint can be read
+by any number of ranks (`torch.distributed.checkpoint`). It has no frozen weights: with LoRA it has only the adapters,
+and the model is loaded from its path again. It refuses a folder that exists, because files of an older save would be
 read as part of the new one.
 """
 
@@ -37,7 +37,7 @@ from ppojob_trainer.engines.fsdp.offload import Residence
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
-# Frozen weights are not loaded, so torch must not ask for all; what the checkpoint lacks is found in reading it.
+# Frozen weights are not loaded, so torch must not require all keys; missing ones are found when the checkpoint is read.
 _TRAINED: Final = StateDictOptions(strict=False)
 
 
@@ -49,17 +49,17 @@ def save(
     residence: Residence,
     background: BackgroundSaves | None = None,
 ) -> None:
-    """Write model, optimizer, schedule and this rank's random numbers into a new place. Collective.
+    """Write model, optimizer, schedule and this rank's random state to a new location. Collective.
 
     Args:
         location: a folder, or an address in an object store.
-        residence: what is offloaded is written from the host's memory.
-        background: with it, this returns when all that is on the device is copied to the host. A thread writes these
-            copies, and what is offloaded from where it is: the end of the next update waits for it.
+        residence: offloaded tensors are written from its host memory.
+        background: if given, this returns when all tensors on the device are copied to the host. A thread writes these
+            copies, and offloaded tensors without a copy: the end of the next update waits for it.
 
     Raises:
-        FileExistsError: there is something already.
-        CheckpointUnwritableError: the storage refused it.
+        FileExistsError: the location is not empty.
+        CheckpointUnwritableError: the storage refused the write.
         BucketFailedError: the object store failed.
     """
     try:
@@ -81,9 +81,9 @@ def save(
 
 
 def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
-    """Read what `save` wrote, on any number of ranks. Collective.
+    """Read a checkpoint of `save`, on any number of ranks. Collective.
 
-    Random numbers go on only on ranks that were there at the save.
+    The random state is restored only on ranks that existed at the save.
 
     Raises:
         CheckpointUnreadableError: it is missing, incomplete or of another model.
@@ -119,15 +119,15 @@ def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel
 
 
 def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a checkpoint holds but for random numbers, sharded."""
+    """Return the sharded state of a checkpoint, without the random state."""
     has_stepped = bool(optimizer.adamw.state)
     model_state, optimizer_state = get_state_dict(module, optimizer.adamw)
     if not has_stepped:
-        # torch has made the moments by a step that changes nothing else, but it counts, and the first update would be
-        # another one after a save.
+        # torch creates the moments by a step that changes nothing else but increments the step count, so the first
+        # update after a save would differ.
         for state in optimizer.adamw.state.values():
             state["step"].zero_()
-    # Both names of tied weights: torch's own option to leave out what is frozen forgets the second.
+    # Both names of tied weights: torch's own option to leave out frozen weights forgets the second.
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
     trained = {name: value for name, value in model_state.items() if name not in frozen}
@@ -142,9 +142,9 @@ def _has_metadata(location: str | Path) -> bool:
 
 
 def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
-    """Raise FileExistsError where there is something. Collective."""
+    """Raise FileExistsError if the location is not empty. Collective."""
     has_something = is_used(location)
-    # All ranks look before any of them writes.
+    # All ranks check before any of them writes.
     parallel.barrier()
     if has_something:
         raise FileExistsError(f"{location} exists: a checkpoint or an export goes into a new folder")

@@ -1,4 +1,4 @@
-"""The critic: values of response tokens and their update. One rank's part, in one process.
+"""The critic: values of response tokens and their update. Each rank runs one engine, in one process.
 
 Called by the critic role. All methods but `destroy` are collective: every rank calls them with its own shard.
 """
@@ -29,11 +29,11 @@ from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.protocol import DataProto, Keys
 
 _FIELDS = (Keys.RESPONSE_MASK, Keys.VALUES, Keys.RETURNS)
-"""What the loss reads."""
+"""The fields that the loss reads."""
 
 
 class CriticEngine:
-    """The value model that is trained."""
+    """The value model, which is trained."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class CriticEngine:
         stays_gathered: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Load and shard the model, and make its optimizer. Collective.
+        """Load and shard the model, and create its optimizer. Collective.
 
         Args:
-            model: where its path is absent, the actor's weights are taken.
+            model: without a path, the actor's weights are loaded.
             total_steps: updates of the run, for the learning-rate schedule.
-            seed: of a new value head, where the checkpoint has none, and of new adapters.
+            seed: of new adapters, and of a new value head if the checkpoint has none.
             stays_gathered: see `PolicyEngine`.
-            dtype: of the computation but for the value head, which is float32.
+            dtype: of the computation, except for the value head, which is float32.
 
         Raises:
             ModelNotFoundError, ModelUnsupportedError: see `model.load_critic`.
@@ -88,18 +88,18 @@ class CriticEngine:
         return self._metrics(result, self._explained_variance(batch))
 
     def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile what the first step would have to, see `rehearsal`. Collective."""
+        """Compile the layers before the first step, see `rehearsal`. Collective."""
         for batch in made_up_batches(prompt_tokens, response_tokens):
             self.compute_values(batch)
             with self._residence.on_device():
                 self._passes.rehearse(batch, _FIELDS, self._loss)
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
-        """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
+        """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""
         checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
 
     def load(self, location: str | Path) -> None:
-        """Go on from such a folder, written by any number of ranks. Collective.
+        """Resume from such a location, written by any number of ranks. Collective.
 
         Raises:
             CheckpointUnreadableError: it is missing, incomplete or of another model.
@@ -126,7 +126,7 @@ class CriticEngine:
         )
 
     def _explained_variance(self, batch: DataProto) -> float:
-        """Of the values before the update, over all ranks."""
+        """Return the explained variance of the values before the update, over all ranks."""
         returns, mask = batch.tensor(Keys.RETURNS), batch.tensor(Keys.RESPONSE_MASK)
         residuals = returns - batch.tensor(Keys.VALUES)
         both = torch.stack([Moments.of(returns, mask).to_tensor(), Moments.of(residuals, mask).to_tensor()])

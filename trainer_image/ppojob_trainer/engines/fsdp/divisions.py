@@ -1,7 +1,7 @@
-"""Whether a model can be divided over the peers that the spec asks for, from its configuration alone.
+"""Checks from its configuration whether a model can be divided by the tensor- and sequence-parallel sizes of the spec.
 
-Called by the roles' checks, before anything is loaded. It refuses a model by the name of the spec's field and the
-number that does not divide.
+Called by the roles' checks, before anything is loaded. The error names the field of the spec and the size that is not
+divisible.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
     """Check each size by the path of its field, such as `actor.tensorParallelSize`.
 
     Raises:
-        ModelMismatchError: a part of the model cannot be divided so.
+        ModelMismatchError: a part of the model is not divisible by a size.
     """
     text: Any = config.get_text_config()
     for field, size in sizes.items():
         if size == 1:
             continue
         if field.startswith(_ROLLOUT):
-            # vLLM repeats key heads, and knows more families.
+            # vLLM repeats key heads, and supports more families.
             _check_heads(text, field, size)
         elif field.endswith(_SEQUENCE):
             _check_heads(text, field, size)
@@ -60,7 +60,7 @@ def _check_heads(text: Any, field: str, size: int) -> None:
 
 
 def _check_key_heads(text: Any, field: str, size: int) -> None:
-    """Key heads may be fewer than ranks: then each is computed on several of them."""
+    """Check the key heads. There may be fewer than ranks: each is then computed on several ranks."""
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     if heads % size and size % heads:
         remedy = f"{heads} nor is divided by it: use a divisor or a multiple"

@@ -1,8 +1,8 @@
-"""The policy as a HuggingFace folder, which is the product of a run.
+"""Exports the policy as a HuggingFace folder, the result of a run.
 
 Called by the policy engine. The weights are gathered a layer at a time, and rank 0 writes a file when it has all of its
 tensors: it holds at most about `SHARD_BYTES`, however large the model is. Files and index have the names that
-`from_pretrained` and vLLM read. It refuses a folder that has something in it.
+`from_pretrained` and vLLM read. It refuses a folder that is not empty.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 T = TypeVar("T")
 
 SHARD_BYTES: Final = 5 * 10**9
-"""The size of a file of weights, as in most folders on the HuggingFace hub."""
+"""Size of a weight file in bytes, as in most folders on the HuggingFace hub."""
 
 _FILES: Final = "model{suffix}.safetensors"
 _LAYER: Final = re.compile(r".*?\blayers\.\d+\.")
-# Weights are written anew; everything else of the model's folder belongs to the tokenizer or to remote code.
+# The weights are not copied; everything else in the model's folder belongs to the tokenizer or to remote code.
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "config.json")
 
 
@@ -51,7 +51,7 @@ def export(
     Adapters are merged into the weights. The subfolder `adapter` has them once more, in peft's format and float32.
 
     Raises:
-        FileExistsError: the folder has something in it.
+        FileExistsError: the folder is not empty.
     """
     refuse_existing(folder, parallel)
     is_writer = parallel.rank == 0
@@ -67,7 +67,7 @@ def export(
             write_adapters(folder / ADAPTER_FOLDER, adapters, lora, base=str(source))
     if is_writer:
         for file in folder.rglob("*.safetensors"):
-            # safetensors writes 0600, and who serves the model may be another user.
+            # safetensors writes files with mode 0600, but another user may serve the model.
             file.chmod(0o644)
     parallel.barrier()
 
@@ -97,7 +97,7 @@ def _write_weights(folder: Path | None, language_model: PreTrainedModel, weights
 
 
 def _empty(language_model: PreTrainedModel, weights: ShardedWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and shapes of what is written."""
+    """Yield the names and shapes of the tensors that are written."""
     for spec in weights.specs():
         yield spec.name, torch.empty(spec.shape, dtype=torch.bfloat16, device="meta")
     for name, buffer in _buffers(language_model):
@@ -107,9 +107,9 @@ def _empty(language_model: PreTrainedModel, weights: ShardedWeights) -> Iterator
 def _values(
     language_model: PreTrainedModel, weights: ShardedWeights, *, is_kept: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the same with its values, on the host where they are kept."""
+    """Yield the same tensors with their values, in host memory on the rank that keeps them."""
     for spec, tensor in zip(weights.specs(), weights.gather(), strict=True):
-        # What was gathered is freed with its layer.
+        # A gathered tensor is freed with its layer.
         yield spec.name, tensor.to("cpu", copy=True) if is_kept else None
     for name, buffer in _buffers(language_model):
         yield name, buffer.to("cpu", torch.bfloat16, copy=True) if is_kept else None
@@ -121,9 +121,9 @@ def _buffers(language_model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def _groups(tensors: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
-    """Yield a decoder layer's tensors together: where a file has other tensors than the model, they are made of these.
+    """Yield the tensors of a decoder layer together, because a checkpoint's tensors may combine or split them.
 
-    Transformers fuses the experts of a layer, for one.
+    For example, transformers fuses the experts of a layer.
     """
 
     def layer(named: tuple[str, T]) -> str:
@@ -135,13 +135,13 @@ def _groups(tensors: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
 
 
 def _of_checkpoint(language_model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the names that a checkpoint of the family has; fused experts are divided again."""
+    """Return tensors by the names of the family's checkpoints; fused experts are split again."""
     reverted: dict[str, Tensor] = revert_weight_conversion(language_model, group)
     return reverted
 
 
 def _write_configs(language_model: PreTrainedModel, folder: Path) -> None:
-    """Write the configurations: the model's own says float32, and no cache."""
+    """Write the configurations, because the loaded one says float32 and no cache."""
     config = copy.deepcopy(language_model.config)
     config.dtype, config.use_cache = torch.bfloat16, True
     config.architectures = [type(language_model).__name__]

@@ -14,13 +14,13 @@ from transformers import PretrainedConfig
 
 from ppojob_trainer.engines.errors import ModelUnsupportedError
 
-# Settings that change the result outside what is computed, and the values that change nothing.
+# Settings that change the result outside the supported computation, and their neutral values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
-    # Log-probs must be the same each time they are taken.
+    # Log-probs must be the same each time they are computed.
     "attention_dropout": (None, 0, 0.0),
     "hidden_dropout": (None, 0, 0.0),
     "resid_pdrop": (None, 0, 0.0),
@@ -30,12 +30,12 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 # Parts that no setting shows.
 _PARTS: Final[dict[str, str]] = {"gpt_oss": "attention sinks"}
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
-# Their angles depend on the longest sequence of a batch, which is another one when it is packed.
+# Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
 _ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Look for what is not computed.
+    """Refuse a configuration with unsupported settings or parts.
 
     Raises:
         ModelUnsupportedError: names the family and the setting.

@@ -4,7 +4,7 @@
 
 N: the decoder layers' parameters. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
 L: layers, W: width of all heads together; attention takes 12 * L * W operations for each pair of tokens, half of which
-the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: they have no gradient of their own.
+the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: no gradient is computed for them.
 Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
 counts embeddings, and the output layer for all tokens, so its figure is the higher one for small models. Called by the
 engines after an update; unknown accelerators and the CPU get no figure.

@@ -68,7 +68,7 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
 
 
 def initial_adapters(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return A and B of all adapters as they begin, whole, by their names in `module`."""
+    """Return the initial full A and B of all adapters, by their names in `module`."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():

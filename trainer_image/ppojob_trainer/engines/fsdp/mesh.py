@@ -1,12 +1,13 @@
-"""The processes that train one model together: rendezvous, device mesh, small sums on the host, and the end.
+"""The processes that train one model together: rendezvous, device mesh, small sums on the host, and shutdown.
 
-Ranks lie as (data-parallel rank, peer), peers side by side. Peers have the same sequences: as tensor-parallel peers
-each holds a part of every layer, as sequence-parallel ones (Ulysses) each computes a slice of the tokens.
+Ranks are ordered as (data-parallel rank, peer). Peers are the ranks of the same tensor- or sequence-parallel group;
+they are consecutive and have the same sequences. A tensor-parallel peer holds a part of every layer; a
+sequence-parallel peer (Ulysses) computes a slice of the tokens.
 
     4 ranks, tensor 2      FSDP shards over {0, 2} and {1, 3}      each layer is divided over {0, 1} and {2, 3}
     4 ranks, sequence 2    FSDP shards over {0, 1, 2, 3}           tokens are divided over {0, 1} and {2, 3}
 
-Called by the FSDP engines' owner, once in a process, before an engine is made. It waits for nothing without a limit.
+Called by the FSDP engines' owner, once per process, before an engine is created. All waits have a time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PEER_AXIS = "peer"
 
 @dataclass(frozen=True)
 class PeerSizes:
-    """Ranks that compute the same sequences together; at most one of the two is above 1."""
+    """The sizes of the tensor- and sequence-parallel groups; at most one of the two is above 1."""
 
     tensor: int = 1
     sequence: int = 1
@@ -44,10 +45,10 @@ class PeerSizes:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """This process's place among those that train a model together.
+    """This process's position among those that train a model together.
 
-    mesh: the ranks over which FSDP shards parameters and averages gradients. sums: one rank of each data-parallel
-    rank, this one among them; None: all ranks. tensor_mesh, sequence: the peers, where there are any.
+    mesh: the ranks over which FSDP shards parameters and averages gradients. sums: the group with this rank and one
+    rank of every other data-parallel rank; None: all ranks. tensor_mesh, sequence: the peers, if there are any.
     """
 
     device: torch.device
@@ -60,18 +61,18 @@ class DataParallel:
 
     @property
     def num_averaged(self) -> int:
-        """Over how many ranks FSDP averages a gradient."""
+        """Number of ranks over which FSDP averages a gradient."""
         return self.mesh.size()
 
     @property
     def sequence_size(self) -> int:
-        """Ranks over which the tokens of a micro-batch are divided."""
+        """Number of ranks over which the tokens of a micro-batch are divided."""
         return 1 if self.sequence is None else self.sequence.size
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks of a small tensor on the CPU; peers have equal ones. Collective.
 
-        It never touches the accelerator.
+        It does not use the accelerator.
         """
         return self._reduce(values, dist.ReduceOp.SUM, self.sums)
 
@@ -84,9 +85,9 @@ class DataParallel:
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)
 
     def connect(self) -> Transports:
-        """Have NCCL make this rank's connections, and return over what it sends to others. Collective.
+        """Make NCCL open this rank's connections; return the transports by which it sends to others. Collective.
 
-        NCCL connects at the first collective of a group: a network that does not work is found here, not in a step.
+        NCCL connects at the first collective of a group: a broken network is found here, not in a step.
 
         Raises:
             RendezvousError: NCCL could not connect.
@@ -133,11 +134,11 @@ def init_process_group(
     Args:
         master_address, master_port: where rank 0 listens, see `network.free_port`.
         timeout_seconds: for the rendezvous and for every collective afterwards.
-        sizes: default no peers, every rank a data-parallel one.
+        sizes: by default no peers; every rank is a data-parallel rank.
 
     Raises:
-        ValueError: the sizes do not divide the ranks, or both are above 1.
-        RendezvousError: not all ranks came in time.
+        ValueError: the number of ranks is not divisible by a size, or both sizes are above 1.
+        RendezvousError: not all ranks joined in time.
     """
     sizes = sizes or PeerSizes()
     _check(sizes, world_size)
@@ -145,7 +146,7 @@ def init_process_group(
     backend = "cpu:gloo,cuda:nccl" if device is Device.CUDA else "gloo"
     local = torch.device("cuda", 0) if device is Device.CUDA else torch.device("cpu")
     if device is Device.CUDA:
-        # The process sees one GPU: its bundle's.
+        # Only the GPU of its bundle is visible to the process.
         torch.cuda.set_device(local)
     try:
         dist.init_process_group(
@@ -154,7 +155,7 @@ def init_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            # With it NCCL connects at once, but groups of peers would be split off it, which have no gloo then.
+            # With a device id NCCL connects at once, but groups of peers would be split from it and have no gloo.
             device_id=local if device is Device.CUDA and sizes.peers == 1 else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -173,7 +174,7 @@ def _with_peers(
 ) -> DataParallel:
     world_size = whole.size()
     ranks = torch.arange(world_size).view(-1, sizes.peers)
-    # Made by hand, because the groups that torch makes for a mesh wait as long as torch thinks right.
+    # Created explicitly, because the groups that torch creates for a mesh have torch's default timeout.
     sums = _group_of(rank, ranks.t().tolist(), timeout)
     peers = _group_of(rank, ranks.tolist(), timeout)
     if sizes.tensor > 1:
@@ -184,7 +185,7 @@ def _with_peers(
 
 
 def _group_of(rank: int, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Make all groups, as every rank must, and return this rank's."""
+    """Create all groups, as every rank must, and return this rank's."""
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
     mine: dist.ProcessGroup = next(group for ranks, group in made.items() if rank in ranks)
     return mine

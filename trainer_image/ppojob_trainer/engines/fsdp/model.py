@@ -39,10 +39,10 @@ from ppojob_trainer.maths.log_probs import linear_log_probs
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
 
 MESSAGE_BYTES: Final = 256 * 2**20
-"""Layers that stay gathered travel together until they are so many bytes: NVLink takes about a millisecond for them, as
-the processor does to launch a message of any size and to wait for the other ranks' launch."""
+"""Layers that stay gathered are sent in one message up to this many bytes: NVLink takes about a millisecond for them,
+as the CPU does to launch a message of any size and to wait for the other ranks' launch."""
 
-# A bar for every rank would fill the logs.
+# A progress bar for every rank would fill the logs.
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
@@ -131,7 +131,7 @@ class ValueModule(nn.Module):
         with activations_on_host(is_asked=self.activation_offload):
             hidden = _hidden(self.backbone, tokens)
         values: Tensor = self.value_head(hidden.float())
-        # FSDP hooks what a module returns, and warns of a view there.
+        # FSDP adds hooks to a module's outputs, and warns if they are views.
         return values.squeeze(-1).clone()
 
 
@@ -180,7 +180,7 @@ def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     module = ValueModule(_skeleton(AutoModel, config, options), head, activation_offload=options.activation_offload)
     divide(module, module.language_model, module.backbone, parallel)
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # So small that a second message for it would cost more than keeping it.
+    # It is so small that a second message for it would cost more than keeping it.
     fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
     _shard(module, module.backbone, options, parallel)
     _fill(module, source | _adapters(module, parallel, seed))
@@ -209,7 +209,7 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
 
 
 def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
-    """Hidden states [N, D] at the places that speak about a token of the policy."""
+    """Return hidden states [N, D] at the positions that predict a token of the policy."""
     output = backbone(
         input_ids=tokens.input_ids, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments
     )
@@ -232,7 +232,7 @@ def _read(auto: Any, path: str, config: PretrainedConfig, options: LoadOptions) 
 
 
 def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Build the architecture with memory that nobody has touched, so that it costs no pages."""
+    """Build the architecture with untouched memory, so that no pages are allocated."""
     config.use_cache = False
     is_kept = (options.is_frozen or options.lora is not None) and config.dtype == options.dtype
     with no_init_weights():
@@ -261,7 +261,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces).
         if options.compile and parallel.tensor_mesh is None:
             layer.compile()
-    # A rank that holds everything itself gathers nothing by gathering again.
+    # A single rank holds everything, so it has nothing to gather again.
     is_freed = parallel.num_averaged > 1 and not options.stays_gathered
     messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
     for together in messages:
@@ -283,7 +283,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[list[nn.Module]]:
-    """Yield the layers in their order, cut where `MESSAGE_BYTES` are reached."""
+    """Yield the layers in order, in groups of about `MESSAGE_BYTES`."""
     together: list[nn.Module] = []
     size = 0
     for layer in layers:
@@ -297,13 +297,13 @@ def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[li
 
 
 def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
-    """Hand rank 0's tensors out as shards. Collective."""
+    """Distribute rank 0's tensors as shards. Collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(module, cast("dict[str, Any]", source), options=options)
 
 
 def _adapters(module: nn.Module, parallel: DataParallel, seed: int) -> dict[str, Tensor]:
-    """Return new adapters' values on rank 0, which hands them out."""
+    """Return the values of new adapters on rank 0, which distributes them."""
     return initial_adapters(module, seed) if parallel.rank == 0 else {}
 
 

@@ -47,14 +47,14 @@ class ObjectStoreError(OSError):
 
 
 def is_of_store(error: BaseException) -> bool:
-    """Return whether the store failed one of the ranks, which says nothing of what is stored."""
+    """Return whether the store failed for one of the ranks; the stored checkpoint may still be valid."""
     if isinstance(error, CheckpointException):
         return any(isinstance(cause, ObjectStoreError) for cause, _ in error.failures.values())
     return isinstance(error, ObjectStoreError)
 
 
 def reader_of(location: str | Path) -> FileSystemReader:
-    """Return what reads a checkpoint in a folder or at an address.
+    """Return the reader for a checkpoint in a folder or at an address.
 
     Raises:
         ObjectStoreError: the object store cannot be used.
@@ -63,7 +63,7 @@ def reader_of(location: str | Path) -> FileSystemReader:
 
 
 def writer_of(location: str | Path) -> FileSystemWriter:
-    """Return what writes a checkpoint into a new folder or below a new address.
+    """Return the writer for a checkpoint into a new folder or below a new address.
 
     Raises:
         ObjectStoreError: the object store cannot be used.
@@ -109,7 +109,7 @@ class _Writer(FileSystemWriter):
     """Writes a rank's part of a checkpoint one tensor after the other, into files of at most `FILE_BYTES`."""
 
     def __init__(self, path: str | Path, *, sync_files: bool = True) -> None:
-        # To copy ahead, torch takes pinned memory, in powers of two, and keeps it.
+        # To copy ahead, torch allocates pinned memory in powers of two and keeps it.
         super().__init__(path, sync_files=sync_files, thread_count=1, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -170,7 +170,7 @@ class ObjectFiles(FileSystemBase):
                 with io.BufferedReader(_Parts(self._store, str(path)), _READ_AHEAD) as stream:
                     yield stream
             else:
-                # Left by an error, the writer drops the upload.
+                # If the block raises, the writer aborts the upload.
                 with obstore.open_writer(self._store, str(path)) as writer:
                     yield _Upload(writer)
 
@@ -211,7 +211,7 @@ class ObjectFiles(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: torch is always told which reader and writer to take."""
+        """Return False: torch always receives the reader and writer explicitly."""
         return False
 
 
@@ -276,7 +276,7 @@ def _connected(address: str) -> Bucket:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """What a store refuses is told like what a disk refuses, without the body of its answer."""
+    """Raise errors of the store as OSError, like errors of a disk, without the body of the answer."""
     try:
         yield
     except FileNotFoundError as error:

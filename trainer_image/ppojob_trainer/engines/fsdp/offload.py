@@ -1,11 +1,11 @@
 """Parameters and moments in the host's memory while their role does not compute.
 
-Called by the engines around each of their methods. What is put away keeps its tensors, whose storage is emptied and
-filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`), so both ways
-run at the speed of the bus. It changes no number.
+Called by the engines around each of their methods. Offloaded tensors stay the same objects: only their storage is
+emptied and filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`),
+so both directions run at the speed of the bus. No value changes.
 
-A checkpoint is written from the host's copies where they are, in the background too. They change at the end of an
-update only, which therefore waits until such a checkpoint is written.
+A checkpoint is written directly from the host's copies, in the background too. They change only at the end of an
+update, which therefore waits until such a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppojob_trainer.engines.fsdp.pinned import host_buffer
 
 
 class Residence:
-    """Where a sharded module and its optimizer's moments are: on the device inside of `on_device`."""
+    """Moves a sharded module and its optimizer's moments: they are on the device inside `on_device`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Residence:
         device: torch.device,
         adamw: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Put away what `offload` names."""
+        """Offload what `offload` names."""
         self._module, self._device, self._adamw = module, device, adamw
         self._parameters = _Luggage(module.parameters) if offload.parameters else None
         wants_moments = isinstance(offload, Offload) and offload.optimizer
@@ -47,10 +47,10 @@ class Residence:
 
     @contextmanager
     def on_device(self, *, moments: bool = False) -> Iterator[None]:
-        """Hold the parameters on the device meanwhile.
+        """Keep the parameters on the device inside the block.
 
         Args:
-            moments: hold the optimizer's too. Without them nothing may change, and nothing is copied back.
+            moments: keep the optimizer's moments there too. Without them nothing may change and nothing is copied back.
         """
         chosen = self._chosen(moments=moments)
         for luggage in chosen:
@@ -66,10 +66,10 @@ class Residence:
 
     @contextmanager
     def as_it_lies(self, *, is_copied: bool = False) -> Iterator[Callable[[Any], Any]]:
-        """Yield what puts the host's copies into a state's tensors in place of storages that are away.
+        """Yield a function that replaces a state's offloaded tensors by the host's copies.
 
-        A checkpoint is written from where everything is: the device's memory may be somebody else's by then, vLLM's
-        above all. Before the first update torch makes the moments, which it can do on the device alone.
+        A checkpoint is written without loading anything back, because another process, mostly vLLM, may use the
+        device's memory by then. Before the first update torch creates the moments, which it can do only on the device.
 
         Args:
             is_copied: replace all other tensors by copies on the host, which no update changes.
@@ -104,17 +104,17 @@ class Residence:
 
 
 class _Luggage:
-    """Storages that go to the host's memory and back."""
+    """Storages that are moved to the host's memory and back."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self.away: list[tuple[UntypedStorage, Tensor]] = []
-        """Each storage that is empty now, and its bytes."""
+        """Each storage that is emptied now, and its size in bytes."""
         self._fetched: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
 
     def put_away(self, *, is_changed: bool) -> None:
-        """Empty the storages. If they changed, copy them first; a tensor that came since the last time goes too."""
+        """Empty the storages. If they changed, copy them first; tensors added since the last call are offloaded too."""
         self.away, self._fetched = self._copied() if is_changed else self._fetched, []
         for storage, _ in self.away:
             storage.resize_(0)
@@ -140,7 +140,7 @@ class _Luggage:
 
 
 class _Staging:
-    """Replaces the tensors of a state by what a checkpoint is written from."""
+    """Replaces the tensors of a state by the tensors from which a checkpoint is written."""
 
     def __init__(self, copies: Mapping[int, Tensor]) -> None:
         self._copies = copies
@@ -148,7 +148,7 @@ class _Staging:
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def of_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose storage is away as a view of the host's copy; any other as it is."""
+        """Return an offloaded tensor as a view of the host's copy; any other unchanged."""
         local = _local(tensor)
         copy = self._copies.get(local.untyped_storage()._cdata)
         if copy is None:
@@ -159,7 +159,7 @@ class _Staging:
         return _in_place_of(tensor, view)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose storage is away as a view of the host's copy; of any other a copy on the host."""
+        """Return an offloaded tensor as a view of the host's copy; of any other a copy on the host."""
         found = self.of_host(tensor)
         if found is not tensor:
             return found
@@ -207,7 +207,7 @@ def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:
 def activations_on_host(*, is_asked: bool) -> AbstractContextManager[object]:
     """Keep what a forward pass saves for backward in the host's pinned memory, if asked.
 
-    As torch's `save_on_cpu`, which fails for DTensors: of those, this rank's part is kept.
+    Like torch's `save_on_cpu`, which fails for DTensors: of those, this rank's part is kept.
     """
     return saved_tensors_hooks(_to_host, _from_host) if is_asked else nullcontext()
 

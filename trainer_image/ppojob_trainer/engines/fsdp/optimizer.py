@@ -2,7 +2,7 @@
 
 Called by the update loop, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
 arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. The device itself decides
-whether a step is skipped, so the host waits for no norm before the end of the update. It refuses to go on after
+whether a step is skipped, so the host waits for no norm before the end of the update. It raises an error after
 `maxNonFiniteSteps` skipped steps in a row.
 """
 
@@ -24,7 +24,7 @@ class Optimizer:
     """See the module's docstring."""
 
     def __init__(self, module: nn.Module, training: ActorSpec | CriticSpec, total_steps: int) -> None:
-        """Make the optimizer of what a sharded module trains; `total_steps` is the number of updates of the run."""
+        """Create the optimizer for a sharded module's trainable parameters; `total_steps`: updates of the run."""
         self.training = training
         self.parameters: list[nn.Parameter] = [
             parameter for parameter in module.parameters() if parameter.requires_grad
@@ -44,11 +44,11 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the update under way."""
+        """The learning rate of the current update."""
         return self.training.learning_rate * self._factor(self.num_updates)
 
     def step(self) -> Tensor:
-        """Clip the gradient, change the parameters unless it is not finite, and clear it. Collective.
+        """Clip the gradient, update the parameters if it is finite, and clear it. Collective.
 
         Returns:
             The gradient's norm before clipping, float32 [] on the device, for `finish_update`.
@@ -57,17 +57,17 @@ class Optimizer:
         norm = _full(torch.nn.utils.get_total_norm(gradients))
         if self.training.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
-        # The fused kernel looks at it: 1 leaves parameters, moments and their count of steps as they are.
+        # The fused kernel reads it: 1 leaves parameters, moments and their step count unchanged.
         self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return norm
 
     def finish_update(self, norms: Sequence[Tensor]) -> list[float]:
-        """Move the learning rate on, once for each update; return the norms of its steps. Waits for the device.
+        """Advance the learning rate, once for each update; return the norms of its steps. Waits for the device.
 
         Raises:
-            NonFiniteError: one of its steps was one skipped step too many in a row.
+            NonFiniteError: too many steps in a row were skipped.
         """
         found: list[float] = torch.stack(list(norms)).tolist()
         for norm in found:
@@ -77,11 +77,11 @@ class Optimizer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint holds beside AdamW's moments."""
+        """Return the state for a checkpoint, without AdamW's moments."""
         return {"num_updates": self.num_updates, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, after AdamW's moments were loaded."""
+        """Resume from a checkpoint, after AdamW's moments were loaded."""
         self.num_updates = int(state["num_updates"])
         self.num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
         self._set_learning_rate()

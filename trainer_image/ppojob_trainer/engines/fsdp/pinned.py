@@ -1,8 +1,8 @@
-"""Pinned memory of the host in exactly the size that is asked for, which is given back when it is no longer used.
+"""Pinned host memory in exactly the requested size, which is released when it is no longer used.
 
 Called by `offload` for copies of parameters and moments. torch's own pinned memory (`pin_memory=True`) comes in powers
-of two and stays in a cache: a shard of 136 MB takes 268 MB, and AdamW's moments of a Qwen2 of 7 B parameters take 107
-GB of the host where they have 57 GB.
+of two and stays in a cache: a shard of 136 MB takes 268 MB, and the 57 GB of AdamW's moments for a Qwen2 of 7 B
+parameters take 107 GB of host memory.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 
 __all__ = ["host_buffer"]
 
-# What CUDA calls `cudaHostRegisterPortable`.
+# CUDA's `cudaHostRegisterPortable`.
 _PORTABLE = 1
 
 
 def host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Return uint8 [num_bytes] on the host, not filled.
+    """Return uint8 [num_bytes] on the host, uninitialized.
 
     Args:
-        pinned: the device reads and writes it at the speed of the bus.
+        pinned: pin it, so that the device reads and writes it at the speed of the bus.
 
     Raises:
         torch.cuda.CudaError: the driver cannot pin so much.
     """
     if not pinned:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    # Whole pages of its own: CUDA pins no page twice.
+    # Separate whole pages: CUDA cannot pin a page twice.
     pages = mmap.mmap(-1, num_bytes)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     address = buffer.data_ptr()
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))
-    # Before the pages are unmapped; when the process ends the driver gives everything back by itself.
+    # Before the pages are unmapped; when the process ends, the driver releases everything.
     weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     return buffer

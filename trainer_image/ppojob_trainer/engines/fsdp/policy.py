@@ -1,4 +1,4 @@
-"""The policy: log-probs of responses, PPO's update, and the frozen reference. One rank's part, in one process.
+"""The policy: log-probs of responses, PPO's update, and the frozen reference. Each rank runs one engine.
 
 Called by the actor and ref roles. All methods but `destroy` are collective: every rank of the process group calls them
 with its own shard. Suffixes as in `engines.batch`.
@@ -34,7 +34,7 @@ from ppojob_trainer.protocol import DataProto, Keys
 
 
 class PolicyEngine:
-    """The policy that is trained."""
+    """The policy, which is trained."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PolicyEngine:
         stays_gathered: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Load and shard the model, and make its optimizer. Collective.
+        """Load and shard the model, and create its optimizer. Collective.
 
         Args:
             parallel: from `mesh.init_process_group`.
@@ -78,7 +78,7 @@ class PolicyEngine:
             return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `ref_log_prob` as of a `ReferenceEngine`: of the model without its adapters."""
+        """Return `ref_log_prob` as a `ReferenceEngine` does, from the model without its adapters."""
         assert self.lora is not None, "only a policy with adapters holds its own reference"
         with self._residence.on_device(), adapters_off(self.module):
             return _ref_log_prob(self._passes, self.module, batch)
@@ -109,11 +109,11 @@ class PolicyEngine:
                 self._passes.rehearse(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
-        """Write model, optimizer, schedule and random numbers to a new location, see `checkpoint.save`."""
+        """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""
         checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
 
     def load(self, location: str | Path) -> None:
-        """Go on from such a folder, written by any number of ranks. Collective.
+        """Resume from such a location, written by any number of ranks. Collective.
 
         Raises:
             CheckpointUnreadableError: it is missing, incomplete or of another model.
@@ -127,7 +127,7 @@ class PolicyEngine:
             export(folder, self.module.language_model, Path(self.path), self.parallel, self.lora)
 
     def weights(self) -> ShardedWeights:
-        """Return the parameters as the rollout engine wants them, for a `WeightSender`."""
+        """Return the parameters in the rollout engine's format, for a `WeightSender`."""
         return ShardedWeights(self.module.language_model, on_device=self._residence.on_device, dtype=self._dtype)
 
     def destroy(self) -> None:
@@ -135,7 +135,7 @@ class PolicyEngine:
         self.parallel.destroy()
 
     def _fields(self, batch: DataProto) -> list[str]:
-        """What the loss reads of this batch."""
+        """Return the fields of this batch that the loss reads."""
         fields = [Keys.RESPONSE_MASK, Keys.ADVANTAGES]
         if Keys.OLD_LOG_PROBS in batch.tensors():
             fields.append(Keys.OLD_LOG_PROBS)
@@ -154,7 +154,7 @@ class PolicyEngine:
         fields, training = micro.fields, self.training
         mask, aggregation = fields[Keys.RESPONSE_MASK], training.loss_aggregation.value
         clipping = Clipping(training.clip_ratio_low, training.clip_ratio_high, training.clip_ratio_dual)
-        # Without them this is the only update on the batch, so they are those of now.
+        # Without old_log_probs this is the only update on the batch, so the current log-probs are used instead.
         old_log_prob, advantages = fields.get(Keys.OLD_LOG_PROBS, log_prob.detach()), fields[Keys.ADVANTAGES]
         loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask, denominators, clipping, aggregation)
         if training.entropy_coefficient == 0:
@@ -240,7 +240,7 @@ def _ref_log_prob(passes: Passes, module: PolicyModule, batch: DataProto) -> Dat
 
 
 def step_metrics(role: str, result: UpdateResult) -> dict[str, float]:
-    """Return the metrics that actor and critic have in common."""
+    """Return the metrics that are common to actor and critic."""
     finite = [norm for norm in result.grad_norms if norm == norm and norm != float("inf")]
     return {
         f"{role}/grad_norm": sum(finite) / len(finite) if finite else float("nan"),

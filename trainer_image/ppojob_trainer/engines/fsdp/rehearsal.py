@@ -1,7 +1,7 @@
-"""Sequences that nobody wrote, on which an engine's layers are compiled before the first step, while vLLM loads.
+"""Synthetic sequences, on which an engine's layers are compiled before the first step, while vLLM loads.
 
-Called by the engines' `rehearse`, which run them forward and backward and drop the gradients: no parameter, no
-optimizer and no random number is touched.
+Called by the engines' `rehearse`, which run them forward and backward and drop the gradients: parameters, optimizer and
+random state do not change.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _READ_BY_LOSSES = (Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES, Keys.
 
 
 def made_up_batches(prompt_tokens: int, response_tokens: int) -> Iterator[DataProto]:
-    """Yield two batches of different sizes: torch compiles for the first size alone, for any only at the second.
+    """Yield two batches of different sizes: torch compiles for one fixed size first, and for any size at the second.
 
-    None is larger than what a micro-batch of the job may be. They have what log-probs, values and losses read.
+    Neither is larger than a micro-batch of the job may be. They have the fields that log-probs, values and losses read.
     """
     full, half = [0] * prompt_tokens, [0] * max(1, prompt_tokens // 2)
     for prompts in ([full], [full, half]):

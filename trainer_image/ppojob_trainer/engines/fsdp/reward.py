@@ -65,7 +65,7 @@ class RewardModelEngine:
         most = int(self.parallel.max(torch.tensor([len(parts)])).item())
         found: list[tuple[list[int], Tensor]] = []
         for number in range(most):
-            # A rank that is done computes its last part again: the others need its shards.
+            # A rank that is done repeats its last part, because the others need its shards.
             rows = parts[min(number, len(parts) - 1)]
             found.append((rows, self._logits([token_lists[row] for row in rows])))
         scores = torch.zeros(len(token_lists))
@@ -159,7 +159,7 @@ def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: D
         fully_shard(layer, mesh=parallel.mesh)
     fully_shard(model, mesh=parallel.mesh)
     model.to(parallel.device)
-    # Rank 0's tensors are handed out as shards.
+    # Distribute rank 0's tensors as shards.
     handing_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, cast("dict[str, Any]", source), options=handing_out)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Divides every decoder layer over tensor-parallel peers, by the plan that transformers keeps for a model's family.
+"""Divides every decoder layer over the ranks of a tensor-parallel group, by transformers' plan for the model's family.
 
     q, k, v, gate, up     by their outputs: a rank computes its heads and its part of the hidden layer
     o, down               by their inputs: the ranks' results are summed
@@ -48,14 +48,14 @@ class _Whole(ParallelStyle):
 _STYLES: Final[dict[str, type[ColwiseParallel] | type[RowwiseParallel] | partial[_Whole]]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Norms of single heads. On which dimension the heads lie does not matter to a norm over the last one.
+    # Norms of single heads. The dimension of the heads does not matter to a norm over the last dimension.
     "replicated_with_grad_allreduce": partial(_Whole, Shard(2)),
 }
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
 
 def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Module, parallel: DataParallel) -> None:
-    """Divide `module`, which holds the language model with this decoder; without tensor-parallel peers leave it."""
+    """Divide `module`, which holds the language model with this decoder; without tensor parallelism do nothing."""
     mesh = parallel.tensor_mesh
     if mesh is None:
         return
@@ -77,13 +77,13 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
-    """Return how transformers divides the layers of this family; empty where it does not know."""
-    # The class's: a model adds its embedding to that of its own configuration, which is whole on each rank here.
+    """Return transformers' plan for the layers of this family; empty if it has none."""
+    # The plan of the class: an instance adds its embedding, which is whole on each rank here.
     return getattr(type(config), "base_model_tp_plan", None) or {}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor; of one that is whole on each rank that is all of it. Differentiable."""
+    """Return this rank's part of a tensor; all of it if the tensor is replicated. Differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,9 +1,9 @@
-"""The two ways of going through a batch: computing something for every sequence, and PPO's minibatch updates.
+"""The two kinds of passes over a batch: computing a result for every sequence, and PPO's minibatch updates.
 
-Called by the policy and critic engines with the one thing that differs, what is done with a micro-batch. All ranks cut
-their shards into equally many micro-batches and minibatches, because each is a collective. Losses and metrics are
-shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
-changes a gradient. The host reads nothing from the device before the end of an update.
+Called by the policy and critic engines with the function for a micro-batch, which is all that differs. All ranks divide
+their shards into the same number of micro-batches and minibatches, because each involves collectives. Losses and
+metrics are shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number
+of ranks changes a gradient. The host reads nothing from the device before the end of an update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LossOf = Callable[[MicroBatch, Denominators], Loss]
 
 @dataclass
 class UpdateResult:
-    """What an update did, over all ranks.
+    """The result of an update, over all ranks.
 
     shares: for each metric the sum over the optimizer steps. grad_norms: of every step, skipped ones too.
     num_tokens, num_policy_tokens, num_token_pairs: sums over all passes of the sequences' lengths, of their
@@ -60,7 +60,7 @@ class UpdateResult:
 
 
 class Passes:
-    """Goes through batches with one sharded module."""
+    """Runs passes over batches with one sharded module."""
 
     def __init__(
         self, parallel: DataParallel, module: nn.Module, max_tokens: int, *, stays_gathered: bool = False
@@ -68,7 +68,7 @@ class Passes:
         self.parallel = parallel
         self.module = module
         self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
-        # Of a micro-batch, of which a rank computes a slice where the tokens are divided over ranks.
+        # Of a whole micro-batch; with sequence parallelism a rank computes a slice of it.
         self.max_tokens = max_tokens * parallel.sequence_size
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Passes:
         for indices, values in found:
             for name, value in zip(names, values, strict=True):
                 outputs[name][indices] = value.float().cpu()
-        # A pass without backward leaves parameters gathered, and they would not see the next change.
+        # A pass without backward leaves parameters gathered, and the copies would be stale after the next update.
         _reshard(self.module)
         return DataProto.from_dict(outputs)
 
@@ -110,7 +110,7 @@ class Passes:
             for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
                 for micro in self._of_step(part, cut, fields):
                     self._backward(micro, denominator, loss_of, sums)
-                # What stayed gathered would not see the change, and the optimizer wants the shards.
+                # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
                 norms.append(optimizer.step())
         result.grad_norms = optimizer.finish_update(norms)
@@ -120,7 +120,7 @@ class Passes:
         return result
 
     def rehearse(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
-        """Go forward and backward as an update does, and drop the gradients. Collective."""
+        """Run forward and backward as an update does, and drop the gradients. Collective."""
         self.module.train()
         denominators = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))
         (cut,) = self._cuts([batch])
@@ -130,7 +130,7 @@ class Passes:
         self.module.zero_grad(set_to_none=True)
 
     def _of_step(self, minibatch: DataProto, cut: Cut, fields: Sequence[str]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an optimizer step; where asked, gradients are summed over ranks in the last."""
+        """Yield the micro-batches of an optimizer step; if requested, gradients are reduced only in the last one."""
         micros = build_micro_batches(minibatch, cut, fields, self.parallel.device, self.parallel.sequence)
         for number, micro in enumerate(micros, start=1):
             if self._is_reduced_once:
@@ -161,7 +161,7 @@ class Passes:
 
 
 def temperature_of(batch: DataProto) -> float:
-    """Return the temperature that the responses were sampled at.
+    """Return the temperature at which the responses were sampled.
 
     Raises:
         ProtocolError: the batch does not say.

@@ -52,7 +52,7 @@ class ShardedWeights:
         names = (name for name, _ in self._parameters())
         with self._on_device(), ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
-                # A layer may have come with the one before it.
+                # A layer may have been gathered together with the previous one.
                 if layer is not None and _is_sharded(layer):
                     gathered.close()
                     gathered.enter_context(_unsharded(layer))
@@ -75,7 +75,7 @@ class ShardedWeights:
         return merge(weight, down, up, adapted.factor).to(self._dtype)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        # A list, because gathering a layer puts other parameters in the place of its shards.
+        # A list, because gathering a layer replaces its shards by other parameters.
         named = list(self._language_model.named_parameters())
         return ((name, parameter) for name, parameter in named if not is_adapter(name))
 
@@ -93,7 +93,7 @@ def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
 
 
 def _is_sharded(layer: FSDPModule) -> bool:
-    # With tensor parallelism what is gathered is still divided, over the peers' axis.
+    # With tensor parallelism a gathered parameter is still divided over the tensor-parallel axis.
     parts = (one for one in cast(nn.Module, layer).parameters() if isinstance(one, DTensor))
     return any(MESH_AXIS in (part.device_mesh.mesh_dim_names or ()) for part in parts)
 

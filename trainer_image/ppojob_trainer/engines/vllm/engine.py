@@ -1,7 +1,7 @@
-"""One rollout replica: vLLM's asynchronous engine, its weights and its sleep.
+"""One rollout replica: vLLM's asynchronous engine, its weights and its sleep mode.
 
-Called by the rollout role, in an event loop. The work is done in a child process of vLLM's; this object sends requests
-and weights to it. It refuses to take weights while it generates, and to generate without weights.
+Called by the rollout role, in an event loop. A child process of vLLM computes; this object sends requests and weights
+to it. It refuses to receive weights while it generates, and to generate without weights.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ppojob_trainer.engines.vllm.options import (
 )
 from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
 
-# Weights and cache are given up: the next weights come from the trainer anyhow.
+# Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One response: its tokens, their log-probs under the distribution they were drawn from (nats), why it ended.
+    """One response: its tokens, their log-probs (nats) under the distribution they were sampled from, why it ended.
 
-    log_probs is None where the sampling did not ask for them.
+    log_probs is None if the sampling options did not request them.
     """
 
     token_ids: list[int]
@@ -57,7 +57,7 @@ class RolloutEngine:
     def __init__(self, options: RolloutOptions) -> None:
         self.options = options
         self.weights_version = 0
-        """Version of the weights in use; 0 are those of the model's folder."""
+        """Version of the loaded weights; 0: those of the model's folder."""
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._num_running = 0
@@ -66,9 +66,9 @@ class RolloutEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
 
     def let_measure(self) -> None:
-        """Let a patient `start` on CUDA go on: the other roles' models are on the GPU and at rest.
+        """Let a patient `start` on CUDA continue: the other roles' models are loaded and idle.
 
-        vLLM takes its share of the whole memory, and refuses to start where so much is not free.
+        vLLM allocates its share of the GPU's whole memory, and refuses to start if less is free.
         """
         self._is_free.touch()
 
@@ -80,21 +80,21 @@ class RolloutEngine:
         """Load the model and make the engine ready; 20 to 60 s.
 
         Args:
-            is_patient: on CUDA, load libraries and wait for `let_measure` before the GPU is looked at.
+            is_patient: on CUDA, import libraries and wait for `let_measure` before the GPU's memory is measured.
 
         Raises:
             EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
             RolloutError: vLLM could not start; the cause is chained.
         """
-        # Where Inductor loads what it compiled before, it leaves the folder of Triton's own kernels as it is, and where
-        # it compiles it moves it: vLLM would look for its kernels, ten seconds of compilation, where they are not.
+        # Inductor moves Triton's kernel folder when it compiles, but not when it loads cached code. vLLM would then
+        # look for its kernels in the wrong folder and compile them again, which takes ten seconds.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         arguments = checked_arguments(self.options)
         if is_patient and self.options.device is Device.CUDA:
             os.environ[MAY_MEASURE] = str(self._is_free)
             arguments.worker_cls = GPU_WORKER
         try:
-            # It blocks for long, and the event loop serves the owner's other calls meanwhile.
+            # It blocks for long; the event loop must serve the owner's other calls meanwhile.
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
@@ -102,7 +102,7 @@ class RolloutEngine:
     async def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
     ) -> list[Generation]:
-        """Return a response to each prompt, in their order. See `stream`."""
+        """Return a response to each prompt, in the order of the prompts. See `stream`."""
         found: list[Generation | None] = [None] * len(prompts)
         async for index, generation in self.stream(prompts, seeds, sampling):
             found[index] = generation
@@ -111,14 +111,14 @@ class RolloutEngine:
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
     ) -> AsyncIterator[tuple[int, Generation]]:
-        """Yield (index of the prompt, its response) as each is finished.
+        """Yield (index of the prompt, its response) as each response finishes.
 
         Args:
             prompts: token ids, each with at least one token and room for `max_tokens` more.
-            seeds: one for each; a prompt with its seed gives the same response in any company.
+            seeds: one for each; a prompt with its seed gives the same response in any batch.
 
         Raises:
-            RolloutError: weights are missing, a request was refused, or the engine died.
+            RolloutError: weights are missing, a request was refused, or the engine exited.
             GenerationTimeoutError: the last response took longer than `timeout_seconds` of the options.
         """
         self._check_ready()
@@ -142,13 +142,13 @@ class RolloutEngine:
             await _cancel(tasks)
 
     async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
-        """Meet the trainer's senders, whose `prepare` runs at the same time.
+        """Connect to the trainer's senders, whose `prepare` runs at the same time.
 
         Args:
-            places: for each of vLLM's workers its link, and from 1 its place among the receivers of that link.
+            places: for each vLLM worker its link, and its number among the receivers of that link, from 1.
 
         Returns:
-            Over what each of them passes weights on to others.
+            For each worker, the transports by which it passes weights on to others.
         """
         return await self._workers("ppojob_connect_weights", [[link.to_wire(), number] for link, number in places])
 
@@ -160,7 +160,7 @@ class RolloutEngine:
         """
         self._refuse_while_running("weights cannot change under them")
         receipts = await self._workers("ppojob_receive_weights", version)
-        # The cache of common prefixes holds what the old weights computed.
+        # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         self.weights_version, self._has_weights = version, True
         first = receipts[0]
@@ -169,11 +169,11 @@ class RolloutEngine:
         return Receipt(**{**first, "checksums": tuple(first["checksums"])})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the cache of common prefixes."""
+        """Clear the prefix cache."""
         await self._running().reset_prefix_cache()
 
     async def sleep(self) -> None:
-        """Give weights and cache up, if the options say that the GPU is shared. The next weights must be pushed."""
+        """Release weights and cache if the GPU is shared (see the options). New weights must then be sent."""
         if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
             return
         self._refuse_while_running("the engine cannot sleep now")
@@ -181,18 +181,18 @@ class RolloutEngine:
         self._is_asleep, self._has_weights = True, False
 
     async def wake(self, part: str | None = None) -> None:
-        """Take memory back: `weights` before a push, then `kv_cache`; None takes both."""
+        """Allocate memory again: `weights` before a push, then `kv_cache`; None allocates both."""
         if not self._is_asleep:
             return
         await self._running().wake_up(tags=None if part is None else [part])
         self._is_asleep = part == "weights"
 
     async def shutdown(self) -> None:
-        """End the engine and its child process. Nothing can be asked of it afterwards."""
+        """Terminate the engine and its child process. It cannot be used afterwards."""
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
-        # In this thread: vLLM's task that reads answers must not see the child go before it is cancelled itself.
+        # In this thread: vLLM's task that reads answers must be cancelled before it sees the child exit.
         llm.shutdown()
         self._folder.cleanup()
 
@@ -225,7 +225,7 @@ class RolloutEngine:
                 f"vLLM's workers did not finish {method} within {self.options.timeout_seconds:g} s"
             ) from error
         except Exception as error:
-            # vLLM hands a worker's failure on as a plain Exception with the worker's words.
+            # vLLM passes a worker's failure on as a plain Exception with the worker's message.
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
         return results
 
@@ -266,7 +266,7 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
 
 
 def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """Return how one response is drawn, in vLLM's words."""
+    """Return vLLM's sampling parameters for one response."""
     return SamplingParams(
         n=1,
         max_tokens=sampling.max_tokens,
@@ -275,7 +275,7 @@ def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
         top_k=sampling.top_k,
         stop=list(sampling.stop) or None,
         ignore_eos=sampling.ignore_eos,
-        # A greedy request draws nothing; a generator for it would only cost time.
+        # A greedy request samples nothing; a random generator for it would only cost time.
         seed=None if sampling.temperature == 0 else seed,
         logprobs=0 if sampling.log_probs else None,
         flat_logprobs=sampling.log_probs,

@@ -1,7 +1,7 @@
-"""What a rollout engine is told: its settings, those of sampling, and the environment that vLLM needs.
+"""The settings of a rollout engine, its sampling options, and the environment that vLLM needs.
 
-Called by the rollout role, before vLLM is imported: this module does not import it. It refuses nothing; the spec was
-checked before.
+Called by the rollout role before vLLM is imported; this module does not import it. It refuses nothing, because the spec
+was checked before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightRe
 GPU_WORKER: Final = "ppojob_trainer.engines.vllm.patient_worker.PatientWorker"
 
 MAY_MEASURE: Final = "PPOJOB_MAY_MEASURE"
-"""Variable with the file that says to vLLM's processes that their GPU's memory may be measured."""
+"""Variable with the path of a file. When the file exists, vLLM's processes may measure their GPU's memory."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn. temperature 0 takes the likeliest token; top_k -1 takes all.
+    """How responses are sampled. temperature 0 takes the most likely token; top_k -1 keeps all tokens.
 
-    log_probs: whether the log-prob of each token comes with it.
+    log_probs: whether the log-prob of each token is returned.
     """
 
     max_tokens: int
@@ -41,7 +41,7 @@ class SamplingOptions:
 
     @classmethod
     def training(cls, spec: PPOJobSpec) -> SamplingOptions:
-        """Sampling of the responses that are trained on."""
+        """Sampling for training."""
         rollout = spec.rollout
         return cls(
             max_tokens=spec.data.max_response_length,
@@ -67,7 +67,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Settings of one replica. Lengths count tokens; `sleeps`: it gives memory back, because the GPU is shared.
+    """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
     tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts.
     """
@@ -88,7 +88,7 @@ class RolloutOptions:
     seed: int = 0
     timeout_seconds: float = 1800.0
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own arguments of vLLM's AsyncEngineArgs; none that `engine_arguments` sets."""
+    """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
 
     @classmethod
     def from_spec(cls, spec: PPOJobSpec, pool: str) -> RolloutOptions:
@@ -115,7 +115,7 @@ class RolloutOptions:
 
 
 def environment(options: RolloutOptions, num_threads: int | None = None) -> dict[str, str]:
-    """Return the variables that the engine's process must be started with; see `engines.environment`."""
+    """Return the environment variables for the engine's process; see `engines.environment`."""
     common = base_environment(options.device, num_threads) | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -123,23 +123,23 @@ def environment(options: RolloutOptions, num_threads: int | None = None) -> dict
     }
     if options.device is Device.CPU:
         return common | {
-            # One process less; the engine's core has one of its own either way.
+            # One process less; the engine's core has a separate process in either case.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # Ray and the other roles share the cores: vLLM must not pin its threads to some of them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_cache_gib),
-            # Eager still compiles a few small functions with g++, seven seconds of each start, and gains nothing by it.
+            # Eager mode still compiles a few small functions with g++: seven seconds more for each start, for no gain.
             "TORCHDYNAMO_DISABLE": "1",
         }
     return common | {
-        # Its processes wait for the other roles' models too.
+        # vLLM's processes wait for the other roles' models too.
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(options.timeout_seconds)),
         # FlashInfer builds its sampler at the first use, which needs a compiler in the image.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # The first runner draws the samples of seeded requests one by one, which costs more than the model's step at
-        # some hundred sequences; the second draws them in one kernel. It is the default of later versions.
+        # The first runner samples seeded requests one by one, which takes longer than the model's step at a few hundred
+        # sequences; the second samples them in one kernel. It is the default of later versions.
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        # Sums over a replica's GPUs without NVLink's multicast, which many machines lack; NCCL's is off as well.
+        # All-reduce over a replica's GPUs without NVLink multicast, which many machines lack; NCCL's is off as well.
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     }
 
@@ -156,7 +156,7 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": max(options.max_num_batched_tokens, longest_prefill),
-        # On the CPU a prompt prefilled in parts breaks the generator of its request's seed.
+        # On the CPU, chunked prefill of a prompt breaks the random generator of its request's seed.
         "enable_chunked_prefill": options.enable_chunked_prefill and is_cuda,
         "enable_prefix_caching": options.enable_prefix_caching,
         "enforce_eager": options.enforce_eager or not is_cuda,
@@ -172,12 +172,12 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enable_sleep_mode": options.sleeps,
             "tensor_parallel_size": options.tensor_parallel_size,
-            # Inside a placement group of more than one worker vLLM would take its Ray executor.
+            # Inside a placement group of more than one worker, vLLM would choose its Ray executor.
             "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }
     arguments |= options.engine_args
     if options.tensor_parallel_size > 1:
-        # The fused kernel is FlashInfer's, which is built at the first use and wants NVLink's multicast.
+        # The fused kernel is FlashInfer's, which is built at the first use and needs NVLink multicast.
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         arguments["compilation_config"] = {**passes, **arguments.get("compilation_config", {})}
     return arguments

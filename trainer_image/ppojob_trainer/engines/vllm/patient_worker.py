@@ -1,7 +1,7 @@
-"""vLLM's worker on a GPU, which waits for those who load their models there before it looks how much memory is free.
+"""vLLM's GPU worker, which waits until the other roles have loaded their models before it measures the free memory.
 
-vLLM names it by `worker_cls` and makes it in the engine's own processes, tens of seconds after they were started: until
-then they load libraries. Whoever started them says by a file that the GPU is free; see `RolloutEngine.let_measure`.
+vLLM gets its name in `worker_cls` and creates it in the engine's processes, tens of seconds after their start: until
+then they import libraries. The replica's process creates a file when the GPU is free (`RolloutEngine.let_measure`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PatientWorker(Worker):
     """See the module's docstring."""
 
     def init_device(self) -> None:
-        """Wait for the file, for as long as the engine has to start, then go on as vLLM does."""
+        """Wait for the file, at most until the engine's start times out, then continue as vLLM does."""
         file = Path(os.environ[MAY_MEASURE])
-        # Whoever waits for this process ends it when it takes too long.
+        # No limit here: the process that waits for this one terminates it when it takes too long.
         while not file.exists():
             time.sleep(_POLL_S)
         super().init_device()

@@ -1,9 +1,9 @@
-"""Whether vLLM's model holds the weights that came: its own parameters are read again after they were copied into.
+"""Checks whether vLLM's model holds the received weights, by reading its parameters after they were copied.
 
-The checksums of a transfer are of the bytes that arrived. What a model's `load_weights` does with them is vLLM's: it
-renames, fuses and pads. All of that keeps one number, the sum of all parameters' bit patterns, and it is compared. Some
-models leave weights out on purpose, such as layers for speculative decoding: that is told and nothing is compared.
-Called by the worker extension. Pure torch, and exact.
+The checksums of a transfer cover the bytes that arrived. Then vLLM's `load_weights` renames, fuses and pads them. All
+of this preserves one number, the sum of all parameters' bit patterns, which is compared here. Some models leave out
+weights on purpose, such as layers for speculative decoding: this is logged, and nothing is compared. Called by the
+worker extension. Pure torch, and exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReadBack:
-    """Goes through one transfer of weights: `passing` on their way into the model, then `check`."""
+    """Follows one weight transfer: `passing` while the weights are loaded, then `check`."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -35,7 +35,7 @@ class ReadBack:
         self._num_numbers = 0
 
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass (name, tensor) on, and take note of the tensors."""
+        """Yield (name, tensor) unchanged, and add up the tensors."""
         for name, tensor in tensors:
             self._sums.append(_bits(tensor))
             self._dtypes.add(tensor.dtype)
@@ -43,13 +43,12 @@ class ReadBack:
             yield name, tensor
 
     def check(self, model: nn.Module) -> bool:
-        """Compare with the parameters of the whole model; return whether they could be. Waits for the device.
+        """Compare with the parameters of the whole model; return whether this was possible. Waits for the device.
 
-        A model that computes in another dtype than the weights came in is not compared, nor is one that has room for
-        fewer numbers than came.
+        A model is not compared if its dtype differs from that of the weights, or if it has fewer numbers than arrived.
 
         Raises:
-            WeightSyncError: some of the weights are not in the model, or the model has some that did not come.
+            WeightSyncError: some of the weights are not in the model, or the model has some that were not sent.
         """
         parameters = [parameter.detach() for parameter in model.parameters()]
         if {parameter.dtype for parameter in parameters} != self._dtypes:

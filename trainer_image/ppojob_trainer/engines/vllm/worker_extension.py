@@ -1,10 +1,10 @@
-"""The side of vLLM's worker process: it receives weights. vLLM mixes this class into its worker.
+"""Receives weights in vLLM's worker process. vLLM mixes this class into its worker.
 
 Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, because vLLM refuses an extension that
-hides a method of the worker. Where vLLM keeps weights as checkpoints have them they are copied into their places.
-Elsewhere it loads by `reload_weights`, six times as slow, which knows how vLLM laid a weight out (on the CPU it keeps
+hides a method of the worker. If vLLM keeps weights in the format of the checkpoint, they are copied in place. Otherwise
+they are loaded with `reload_weights`, which takes six times as long but handles vLLM's own layouts (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
-What was copied is read back every few times (`read_back`).
+Copied weights are read back every few times (`read_back`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppojob_trainer.engines.vllm.read_back import ReadBack
 from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
 
 READ_BACK_EVERY: Final = 10
-"""At the first and at each tenth copy after it vLLM's parameters are read again."""
+"""vLLM's parameters are read back at the first copy and at every tenth copy after it."""
 
 
 class WeightReceiverExtension:
@@ -37,9 +37,10 @@ class WeightReceiverExtension:
     model_runner: Any
 
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
-        """Meet the sender, as `places` says of this worker: the link, and which receiver it is.
+        """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.
 
-        Returns over what this worker passes weights on.
+        Returns:
+            The transports by which this worker passes weights on.
         """
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
@@ -61,7 +62,7 @@ class WeightReceiverExtension:
     def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
         """Copy weights into vLLM's model; return whether they were read back and compared."""
         model = self.model_runner.get_model()
-        # A part of a model that is divided over GPUs has other sums.
+        # A tensor-parallel part of a model has other sums.
         is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         is_read_back = is_whole and self.ppojob_num_copied % READ_BACK_EVERY == 0
         self.ppojob_num_copied += 1
@@ -73,14 +74,14 @@ class WeightReceiverExtension:
         return read_back.check(model)
 
     def ppojob_disconnect_weights(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         receiver = self.__dict__.pop("ppojob_receiver", None)
         if receiver is not None:
             receiver.close()
 
 
 def keeps_weights_as_they_come(model: nn.Module) -> bool:
-    """Whether vLLM on CUDA does nothing to a model's weights after loading: no quantization, no experts, no MLA."""
+    """Whether vLLM on CUDA leaves a model's weights unchanged after loading: no quantization, no experts, no MLA."""
     plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return all(
         type(getattr(module, "quant_method", None)) in plain

@@ -1,4 +1,4 @@
-"""A thread between the trainer and a sink that talks to a network: no step waits for a service that is slow or away."""
+"""A thread between the trainer and a sink that uses the network: no step waits for a slow or unavailable service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from ppojob_trainer.telemetry.sinks.sink import Metrics, MetricSink
 
 MAX_WAITING = 1000
-"""Steps that may wait for the service; beyond them metrics are lost, and that is said."""
+"""Steps that may wait for the service; metrics of further steps are lost, which is reported."""
 
 
 class BackgroundSink:

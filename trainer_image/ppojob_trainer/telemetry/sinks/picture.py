@@ -1,4 +1,4 @@
-"""plot.png, drawn anew after each validation and at the end, in a thread of its own so that no step waits for it."""
+"""plot.png, redrawn after each validation and at the end, in a separate thread so that no step waits for it."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,7 +10,7 @@ _TIMEOUT_S = 120
 
 
 class PictureSink:
-    """Draws from metrics.jsonl, so it stands after the sink that writes that file."""
+    """Draws from metrics.jsonl, so it must come after the sink that writes that file."""
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files

@@ -21,7 +21,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads transformers; the driver and the other roles do without it.
+    # Imports transformers, which the driver and the other roles do not need.
     from ppojob_trainer.engines.fsdp.policy import PolicyEngine
 
 __all__ = ["ActorGroup", "ActorWorker"]
@@ -44,8 +44,12 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path, ModelUnsupportedError where a part of it is not
-        computed, ModelMismatchError where it does not fit the job or cannot be divided as asked.
+        """Check the model without loading it.
+
+        Raises:
+            ModelNotFoundError: there is no model at the path.
+            ModelUnsupportedError: a part of the model is not supported.
+            ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
         model = self.spec.model.actor
         sizes = sizes_of("actor", self.spec.actor)
@@ -74,7 +78,7 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Return old_log_probs, and in the metrics how far the rollout's are from them."""
+        """Return old_log_probs; the metrics have their difference from the rollout's log-probs."""
         found = self.engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
         difference = {}
         if Keys.ROLLOUT_LOG_PROBS in batch.tensors():
@@ -98,7 +102,7 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
-        """Open the ways of the weights, one for each plan; a rank without any only takes part in gathering."""
+        """Open the weight links, one for each plan; a rank without a plan only takes part in gathering."""
         self._sender = WeightSender(
             self.engine.weights(), plans, self.seat.address, self.seat.timeout_s, device=self.parallel.device
         )
@@ -106,13 +110,13 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def connect_weights(self) -> Transports:
-        """Wait for the replicas, which connect at the same time; return over what this rank reaches them."""
+        """Wait for the replicas, which connect at the same time; return the transports from this rank to them."""
         assert self._sender is not None, "open_weights() comes first"
         return self._sender.prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> Receipt | None:
-        """Send the weights, while the replicas receive."""
+        """Send the weights while the replicas receive them."""
         assert self._sender is not None, "open_weights() comes first"
         return self._sender.push(version)
 
@@ -123,7 +127,7 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def restore(self, location: str) -> None:
-        """Go on from a checkpoint, in a folder or at an address."""
+        """Resume from a checkpoint in a folder or at an address in an object store."""
         self.engine.load(location)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
@@ -164,16 +168,16 @@ class ActorGroup:
 
 
 def reduce_metrics(table: Table) -> dict[str, float]:
-    """Return the metrics that a call put beside its table, one number each."""
+    """Return the metrics that a call returned with its table, one number each."""
     per_rank = zip(*table.metrics.values(), strict=True)
     return merge_metrics([dict(zip(table.metrics, values, strict=True)) for values in per_rank])
 
 
 def rollout_difference(batch: DataProto, ranks: Ranks) -> dict[str, float]:
-    """Say how far the rollout engine's probabilities of its tokens are from the trainer's. Collective.
+    """Return metrics of the difference between the rollout engine's token probabilities and the trainer's. Collective.
 
-    verl's `training/rollout_probs_diff_*`: mean, largest and standard deviation of |exp(rollout) - exp(trainer)|; a
-    mean above 0.005 says that the engines do not compute the same model.
+    verl's `training/rollout_probs_diff_*`: mean, maximum and standard deviation of |exp(rollout) - exp(trainer)|. A
+    mean above 0.005 indicates that the engines do not compute the same model.
     """
     mask = batch.tensor(Keys.RESPONSE_MASK)
     rollout, trainer = batch.tensor(Keys.ROLLOUT_LOG_PROBS), batch.tensor(Keys.OLD_LOG_PROBS)

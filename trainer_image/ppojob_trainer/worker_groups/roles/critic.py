@@ -17,7 +17,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads transformers; the driver and the other roles do without it.
+    # Imports transformers, which the driver and the other roles do not need.
     from ppojob_trainer.engines.fsdp.critic import CriticEngine
 
 __all__ = ["CriticGroup", "CriticWorker"]
@@ -41,8 +41,12 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path, ModelUnsupportedError where a part of it is not
-        computed, ModelMismatchError where it does not fit the job or cannot be divided as asked.
+        """Check the model without loading it.
+
+        Raises:
+            ModelNotFoundError: there is no model at the path.
+            ModelUnsupportedError: a part of the model is not supported.
+            ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
         path, trust = self.source.path, self.source.trust_remote_code
         check_model(path, trust, sizes_of("critic", self.spec.critic))
@@ -89,7 +93,7 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def restore(self, location: str) -> None:
-        """Go on from a checkpoint, in a folder or at an address."""
+        """Resume from a checkpoint in a folder or at an address in an object store."""
         self.engine.load(location)
 
 

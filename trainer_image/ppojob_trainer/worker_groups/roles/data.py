@@ -1,7 +1,7 @@
 """The data: one CPU process that reads the prompts and returns those of each step.
 
-The rows stay in its node's object store; the controller gets references. It keeps the position after each recent
-step, because with overlapping steps the next step's prompts are taken before this step's checkpoint is written.
+The rows stay in its node's object store; the controller gets references. It keeps the position after each recent step,
+because with overlapping steps the next step's prompts are read before this step's checkpoint is written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_tokenizer(model: ActorModel | RewardModel) -> Any:
 
 
 def with_samples(prompts: DataProto, samples: int) -> DataProto:
-    """Repeat each prompt for its samples, side by side, and number them."""
+    """Repeat each prompt for its samples, in consecutive rows, and number the samples."""
     repeated = prompts.repeat(samples)
     return repeated.with_fields(non_tensors={Keys.SAMPLE_INDEX: [row % samples for row in range(len(repeated))]})
 
@@ -110,7 +110,7 @@ class DataWorker:
         """Resume after `step`.
 
         Raises:
-            DataError: the position is of other data.
+            DataError: the position belongs to other data.
         """
         self.loader.load_state_dict(state)
         self._positions[step] = self.loader.state_dict()

@@ -15,7 +15,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads transformers; the driver and the other roles do without it.
+    # Imports transformers, which the driver and the other roles do not need.
     from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
 
 __all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
@@ -25,16 +25,16 @@ class RefWorker(TrainedWorker):
     """One rank of the reference policy."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        # Divided as the actor is, whose sequences it reads.
+        # Divided like the actor, because it reads the same sequences.
         super().__init__(seat, spec, spec.actor)
-        # Without a path of its own it is the actor's model, and runs the actor's code.
+        # Without a separate path it is the actor's model, and uses the actor's remote code.
         own = spec.model.ref if spec.model.ref.path else spec.model.actor
         self.source: ModelSource = ModelSource(own.path or spec.model.actor.path, own.trust_remote_code)
         self._engine: ReferenceEngine | None = None
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError where there is no model at the path, ModelMismatchError where it does not fit."""
+        """Raise ModelNotFoundError if there is no model at the path, ModelMismatchError if it does not fit the job."""
         check_model(self.source.path, self.source.trust_remote_code, sizes_of("actor", self.spec.actor))
         check_fit("ref", self.source.path, self.source.trust_remote_code, self.spec)
 
@@ -78,7 +78,7 @@ class RefGroup:
 
 
 class AdaptersOff:
-    """The reference as the controller calls it, where the actor's processes are it: nothing more is loaded."""
+    """The reference as the controller calls it, computed by the actor's processes without adapters; loads nothing."""
 
     def __init__(self, actor: ActorGroup) -> None:
         self._actor = actor.group

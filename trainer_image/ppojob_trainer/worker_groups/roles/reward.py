@@ -1,7 +1,7 @@
 """The reward: a user's function, run by reward workers over parts of the batch, a model, or the sum of both.
 
-With onError Drop the scores come with a `response_mask` that is 0 for responses that the function did not score. It
-takes the place of the rollout's mask, so advantages and losses leave these responses out.
+With onError Drop the scores include a `response_mask` that is 0 for responses that the function did not score. It
+replaces the rollout's mask, so advantages and losses leave these responses out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["FunctionScores", "RewardGroup", "RewardWorker"]
 
 
 class RewardWorker:
-    """Scores the rows that it is sent with the function."""
+    """Scores its rows with the reward function."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
         self.spec = spec
@@ -49,11 +49,11 @@ class RewardWorker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, data_sources: Sequence[str]) -> None:
-        """Start the function's processes, have it check the names of the data sets, and load the tokenizer.
+        """Start the function's processes, check the names of the data sets with it, and load the tokenizer.
 
         Raises:
             RewardImportError: the function cannot be imported.
-            RewardRefusedError: its own check refuses its arguments or a data set.
+            RewardRefusedError: the function's check refuses its arguments or a data set.
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
         function = self.spec.reward.function
@@ -71,10 +71,10 @@ class RewardWorker:
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """Return the scores: token_level_scores, or function_scores where a model scores too.
+        """Return the scores: token_level_scores, or function_scores if a model scores too.
 
-        The metrics are the scores of each data source, the numbers that the function returned beside them, and how many
-        responses it did not score.
+        The metrics are the scores of each data source, the further numbers that the function returned, and the number
+        of responses that it did not score.
 
         Raises:
             RewardFunctionError: with onError Fail, the function did not score a response.

@@ -1,7 +1,7 @@
 """The reward model: ranks that score responses with one sharded sequence classifier, in the reward's pool.
 
-The policy's tokenizer turns a response into text, the reward model's own turns prompt and response into what it reads
-(`rewards.model_input`), so the two need not have a vocabulary in common.
+The policy's tokenizer turns a response into text, and the reward model's tokenizer turns prompt and response into its
+input (`rewards.model_input`), so the two models may have different vocabularies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads transformers; the driver and the other roles do without it.
+    # Imports transformers, which the driver and the other roles do not need.
     from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
 
 __all__ = ["ModelScores", "RewardModelWorker"]
@@ -42,7 +42,7 @@ class RewardModelWorker(TrainedWorker):
         super().__init__(seat, spec)
         assert spec.model.reward is not None, "this reward has no model"
         self._model = spec.model.reward
-        # Without its output layer, a label's width: nothing beside the rest.
+        # Without its output layer, which is negligible: one row per label.
         self.source = ModelSource(self._model.path, self._model.trust_remote_code, has_output_layer=False)
         self._input: ModelInput | None = None
         self._decoder: Decoder | None = None
@@ -55,8 +55,8 @@ class RewardModelWorker(TrainedWorker):
 
         Raises:
             ModelNotFoundError: there is no model or no tokenizer at a path.
-            ModelUnsupportedError: it is no sequence classifier, or has no such label.
-            RewardModelError: there is no chat template and one is asked for.
+            ModelUnsupportedError: it is not a sequence classifier, or has no such label.
+            RewardModelError: the spec asks for a chat template and there is none.
         """
         from ppojob_trainer.engines.fsdp.reward import check_reward_model, longest_input
 
@@ -85,7 +85,7 @@ class RewardModelWorker(TrainedWorker):
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Return the scores, and as metrics those of each data source. Collective.
 
-        They are token_level_scores, or model_scores where a function scores too.
+        The field is token_level_scores, or model_scores if a function scores too.
 
         Raises:
             RewardModelError: the chat template refuses a conversation, or a score is not finite.
@@ -103,7 +103,7 @@ class RewardModelWorker(TrainedWorker):
                 raise RewardModelError(f"the reward model's score of prompt {index} is {score}: it must be finite")
         mask = batch.tensor(Keys.RESPONSE_MASK)
         placed = scores_on_last_token(scores, mask)
-        # Copies that fill up a rank's share have no response tokens.
+        # Copies that pad a rank's share have no response tokens.
         kept = mask.bool().any(dim=1)
         metrics = scores_by_source(batch[kept], placed[kept])
         longest = self._input.max_length

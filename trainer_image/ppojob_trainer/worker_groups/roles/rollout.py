@@ -1,11 +1,11 @@
-"""The rollout: vLLM engines that write the responses. `weights` has the way of the policy's weights to them.
+"""The rollout: vLLM engines that generate the responses. `weights` sends them the policy's weights.
 
-One process for each replica; a replica has tensorParallelSize GPUs of a node, or with device cpu a node. A worker of
-vLLM's computes on each GPU; all are children of the replica's process, and the other bundles of the replica only hold
-their GPU's share for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses depend
-neither on which replica writes them, nor on the order, nor on restarts. Where an engine shares its GPU with a role that
-trains, it sleeps from the end of generation until the next weights. Each pool with engines, the rollout's own and those
-that are lent to it, has a group of its own.
+There is one process for each replica. A replica has tensorParallelSize GPUs of a node, or with device cpu a whole node.
+A vLLM worker runs on each GPU; all are children of the replica's process, and the replica's other bundles only reserve
+their share of the GPU for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses do
+not depend on the replica, the order, or restarts. An engine that shares its GPU with a role that trains sleeps from the
+end of generation until it receives the next weights. Each pool with engines (the rollout's own, and those shared with
+it) has a separate group.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAD_TOKEN = 0
-"""Fills the gaps; packing drops them before a model sees anything."""
+"""Padding token; packing drops padding before a model reads it."""
 
 
 def rollout_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
-    """Return the variables that the processes of a pool's replicas must be started with."""
+    """Return the environment variables with which the processes of a pool's replicas must be started."""
     own = environment(RolloutOptions.from_spec(spec, pool))
     return own | spec.pool(pool).network.environment()
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
-    """Return the seed of one response, 31 bits."""
+    """Return the seed of one response, a number of 31 bits."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{uid}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Responses of a replica: their positions among the prompts that it was sent, and where their rows lie."""
+    """Responses of a replica: their positions among its prompts, and references to their rows."""
 
     positions: tuple[int, ...]
     rows: StoredRows
 
 
 class RolloutWorker:
-    """One replica. Its engine lives in an event loop of its own, in a thread; the methods wait for it."""
+    """One replica. Its engine runs in a separate event loop, in a thread; the methods wait for it."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec, pool: str) -> None:
-        # vLLM takes seconds to import and must find its environment set.
+        # vLLM takes seconds to import, and reads its environment at import.
         from ppojob_trainer.engines.vllm.engine import RolloutEngine
 
         self.seat = seat
@@ -88,7 +88,7 @@ class RolloutWorker:
         self._engine = RolloutEngine(RolloutOptions.from_spec(spec, pool))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
-        # What `begin` began: the prompts, what is finished of them, and how many of the responses are not collected.
+        # State of a stream that `begin` started: the prompts, the finished responses, and how many are not collected.
         self._begun: list[list[int]] = []
         self._written: queue.SimpleQueue[_Written | Exception] = queue.SimpleQueue()
         self._num_missing = 0
@@ -98,30 +98,30 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def begin_load(self, other_gpus: Sequence[str]) -> None:
-        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` goes on."""
+        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` continues."""
         if self.spec.device is Device.CUDA:
             log_connections(self.seat.log_file.with_suffix(""))
         if other_gpus:
-            # Ray shows a process its own bundle's GPU only. vLLM has not looked yet.
+            # Ray makes only the GPU of its own bundle visible to a process. vLLM has not read the variable yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
         self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(is_patient=True), self._loop)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
-        """Let the engine take its memory, and wait until it is ready with the initial weights."""
+        """Let the engine allocate its memory, and wait until it is ready with the initial weights."""
         self._engine.let_measure()
         self._wait(self._starting)
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts: DataProto, step: int, is_validation: bool = False) -> DataProto:
-        """Write a response to each prompt; see `protocol.layout` for the fields."""
+        """Generate a response to each prompt; see `protocol.layout` for the fields."""
         prompt_ids, seeds = prompts.array(Keys.PROMPT_IDS).tolist(), self._seeds(prompts, step)
         sampling = self._validation if is_validation else self._training
         return self._batch(prompt_ids, self._wait(self._engine.generate(prompt_ids, seeds, sampling)))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def begin(self, prompts: DataProto, step: int) -> Metrics:
-        """Begin to write the responses that `generate` would; `collect` has them."""
+        """Start to generate the same responses as `generate`; `collect` returns them."""
         prompt_ids = prompts.array(Keys.PROMPT_IDS).tolist()
         self._written = queue.SimpleQueue()
         written = self._write(prompt_ids, self._seeds(prompts, step), self._written)
@@ -134,7 +134,7 @@ class RolloutWorker:
         self, prompt_ids: list[list[int]], seeds: list[int], written: queue.SimpleQueue[_Written | Exception]
     ) -> None:
         try:
-            # The last one is shown when the engine is at rest.
+            # The last response is announced only when the engine is idle.
             last: _Written | None = None
             async for finished in self._engine.stream(prompt_ids, seeds, self._training):
                 if last is not None:
@@ -147,7 +147,7 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def collect(self, num_rows: int) -> Collected | None:
-        """Wait until so many of the responses that were begun are finished, or all the rest; None: there is no rest."""
+        """Wait until `num_rows` more responses of the stream are finished, or all that remain; None if none remain."""
         found: list[_Written] = []
         wanted = min(num_rows, self._num_missing)
         while len(found) < wanted or (found and not self._written.empty()):
@@ -176,7 +176,7 @@ class RolloutWorker:
                 prompt_ids,
                 [generation.token_ids for generation in written],
                 _PAD_TOKEN,
-                # The same widths in all replicas, or their results could not be put together.
+                # Use the same padded widths in all replicas, so that their results can be concatenated.
                 data.max_prompt_length,
                 data.max_response_length,
                 _log_probs(written),
@@ -185,25 +185,26 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
-        """Connect each of vLLM's workers to its sender of the weights, as receiver of that number.
+        """Connect each vLLM worker to its sender of the weights, as the receiver with the given number.
 
-        Returns over what each of them passes weights on.
+        Returns:
+            For each worker, the transports by which it passes weights on.
         """
         return self._wait(self._engine.connect_weights(places))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Receipt:
-        """Receive and load weights, while the actor sends them."""
+        """Receive and load the weights while the actor sends them."""
         return self._wait(self._engine.update_weights(version))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Give the GPU's memory back."""
+        """Release the GPU's memory."""
         self._wait(self._engine.sleep())
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def wake(self, tag: str) -> None:
-        """Take the memory of `weights` or `kv_cache` again."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
         self._wait(self._engine.wake(tag))
 
     def _wait(self, work: Coroutine[Any, Any, T] | Future[T]) -> T:
@@ -227,7 +228,7 @@ class RolloutWorker:
 
 
 def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
-    """Those of all responses, or None where they were not asked for."""
+    """Return the log-probs of all responses, or None if they were not requested."""
     found = [generation.log_probs for generation in written if generation.log_probs is not None]
     return found if len(found) == len(written) else None
 
@@ -238,14 +239,14 @@ def _finished(collected: Collected, share: Share) -> FinishedRows:
 
 
 class GpuHolder:
-    """Holds a bundle's share of the GPU, on which a replica that began in another bundle computes."""
+    """Reserves a bundle's share of its GPU for a replica whose process runs in another bundle."""
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def visible_gpu(self) -> str:
-        """Return the GPU's name for CUDA."""
+        """Return the GPU's identifier for CUDA_VISIBLE_DEVICES."""
         return os.environ[_VISIBLE]
 
 
@@ -278,7 +279,7 @@ class RolloutGroup:
     """The engines of a pool as the controller calls them."""
 
     NUM_PARTS = 16
-    """A stream comes in so many parts at most: fewer rows at a time would use a GPU badly."""
+    """Largest number of parts of a stream: with fewer rows per part, a GPU would be used badly."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class RolloutGroup:
         pool: str,
         holders: WorkerGroup[GpuHolder] | None = None,
     ) -> None:
-        """`holders`: those of the first replica's other GPUs, then of the second's, ...; None with a GPU each."""
+        """`holders`: those of the first replica's other GPUs, then of the second's, ...; None: one GPU per replica."""
         self.group, self.pool, self.holders = group, pool, holders
         self.num_workers = len(group) + (0 if holders is None else len(holders))
         self.sleeps = spec.engines_sleep_in(pool)
@@ -300,7 +301,7 @@ class RolloutGroup:
 
     @property
     def groups(self) -> list[WorkerGroup[Any]]:
-        """All processes: those of the replicas, and those that hold GPUs for them."""
+        """All processes: those of the replicas, and those that reserve GPUs for them."""
         return [self.group, *([] if self.holders is None else [self.holders])]
 
     async def begin_load(self) -> None:
@@ -311,7 +312,7 @@ class RolloutGroup:
         await self.group.call(RolloutWorker.begin_load, of_replicas)
 
     async def load(self) -> None:
-        """Let the engines take their share of the GPUs' memory, and wait until they are ready."""
+        """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
         await self.group.call(RolloutWorker.load)
 
     async def generate(self, prompts: Table, step: int) -> RolloutOfStep:

@@ -1,7 +1,7 @@
-"""What actor, critic and ref have in common: ranks that compute one sharded model together.
+"""The common part of actor, critic and ref: ranks that compute one sharded model together.
 
-Base classes of those roles' workers and groups. A rank meets the others before it loads anything; a path that does
-not exist is found before any process has spent minutes on loading.
+Base classes of those roles' workers and groups. A rank joins the process group before it loads anything; a missing path
+is found before any process has spent minutes on loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
 if TYPE_CHECKING:
-    # Loads torch; the driver imports this module too.
+    # Imports torch; the driver imports this module too.
     from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 
 __all__ = ["ModelSize", "ModelSource", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
@@ -32,12 +32,12 @@ def check_model(path: str, trust_remote_code: bool, sizes: Mapping[str, int] | N
     """Read the configuration of a model, seconds before its weights are loaded.
 
     Args:
-        sizes: over how many ranks it will be divided, by the spec's fields.
+        sizes: by field of the spec, over how many ranks the model will be divided.
 
     Raises:
-        ModelNotFoundError: there is none.
-        ModelUnsupportedError: it has a part that is not computed.
-        ModelMismatchError: it cannot be divided so.
+        ModelNotFoundError: there is no model.
+        ModelUnsupportedError: a part of it is not supported.
+        ModelMismatchError: it cannot be divided by these sizes.
     """
     # Imported here: transformers takes seconds, and the driver imports this module too.
     from ppojob_trainer.engines.fsdp.divisions import check_divisions
@@ -53,7 +53,7 @@ def check_fit(role: str, path: str, trust_remote_code: bool, spec: PPOJobSpec) -
     """Compare a model's configuration with the lengths of the data and with the actor's vocabulary.
 
     Raises:
-        ModelMismatchError: its context is too short, or it reads other tokens.
+        ModelMismatchError: its context is too short, or its vocabulary differs.
     """
     from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
     from ppojob_trainer.engines.model_fit import check_context, check_vocabulary
@@ -65,7 +65,7 @@ def check_fit(role: str, path: str, trust_remote_code: bool, spec: PPOJobSpec) -
 
 
 def sizes_of(role: str, training: Trained) -> dict[str, int]:
-    """Return what `check_model` checks of a role that trains."""
+    """Return the `sizes` that `check_model` checks for a role that trains."""
     return {
         f"{role}.tensorParallelSize": training.tensor_parallel_size,
         f"{role}.sequenceParallelSize": training.sequence_parallel_size,
@@ -83,10 +83,10 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model, tied ones once, and the memory of a GPU that will hold a part of it, in bytes.
+    """Number of parameters of a model (tied ones count once), and memory of a GPU for it, in bytes.
 
-    layers, hidden, intermediate: its decoder's, for the memory of activations; 0 where the configuration does not say.
-    host, host_bytes: the address of the first rank's pod or machine, and its memory.
+    layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
+    have them. host, host_bytes: address of the first rank's pod or machine, and its memory in bytes.
     """
 
     num_parameters: int
@@ -102,7 +102,7 @@ class Rehearses(Protocol):
     """An engine that can compile before the first step."""
 
     def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Go the way of a step with sequences of these lengths, and change nothing."""
+        """Run forward and backward as a step does, with sequences of these lengths, and change nothing."""
         ...
 
 
@@ -110,7 +110,7 @@ class TrainedWorker:
     """A rank of a sharded model."""
 
     def __init__(self, seat: Seat, spec: PPOJobSpec, training: Trained | None = None) -> None:
-        """`training` says how many ranks work on the same sequences; None: one."""
+        """`training` has the number of ranks that work on the same sequences; None: one."""
         self.seat = seat
         self.spec = spec
         self.training = training
@@ -120,7 +120,7 @@ class TrainedWorker:
 
     @property
     def parallel(self) -> DataParallel:
-        """This rank's place among the others."""
+        """This rank's position in the process group."""
         assert self._parallel is not None, "join() comes first"
         return self._parallel
 
@@ -133,10 +133,10 @@ class TrainedWorker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def join(self, address: str, port: int) -> Transports:
-        """Meet the other ranks; return over what this one sends to them.
+        """Join the process group; return the transports by which this rank sends to others.
 
         Raises:
-            RendezvousError: not all came in time, or NCCL could not connect.
+            RendezvousError: not all ranks joined in time, or NCCL could not connect.
         """
         from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
 
@@ -183,21 +183,21 @@ class TrainedWorker:
         )
 
     def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
-        """Have an engine compile its layers before the first step; then give back what it needed for it."""
+        """Have an engine compile its layers before the first step; then release the memory that this needed."""
         if is_compiled:
             engine.rehearse(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
         self.free_cached_memory()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def free_cached_memory(self) -> None:
-        """Give the GPU the memory that torch keeps for its next tensors: vLLM, a process of its own, wants it."""
+        """Release the GPU memory that torch caches, because vLLM, a separate process, needs it."""
         import torch
 
         if self.spec.device is Device.CUDA:
             torch.cuda.empty_cache()
 
     def background_saves(self) -> BackgroundSaves:
-        """This rank's save that is under way."""
+        """The saves of this rank that run in the background."""
         from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 
         self._saves = self._saves or BackgroundSaves()
@@ -205,15 +205,15 @@ class TrainedWorker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
-        """Whether this rank has written all that `save` began.
+        """Whether this rank has finished the save that it started.
 
         Raises:
-            CheckpointUnwritableError: it could not.
+            CheckpointUnwritableError: the checkpoint could not be written.
         """
         return self._saves is None or self._saves.is_done()
 
 
 async def join(group: WorkerGroup[W]) -> list[Transports]:
-    """Have all ranks of a group meet at rank 0; return over what each sends to others."""
+    """Let all ranks of a group join at rank 0's address; return the transports by which each sends to others."""
     address, port = await group.call(TrainedWorker.rendezvous)
     return await group.call(TrainedWorker.join, address, port)

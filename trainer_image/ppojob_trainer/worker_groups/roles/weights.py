@@ -1,4 +1,4 @@
-"""The way of the policy's weights: the actor's ranks send, the replicas receive, and what arrived is compared."""
+"""Weight transfer: the actor's ranks send the policy's weights, the replicas receive them, and both are compared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightsGroup:
         return any(rollout.sleeps for rollout in self._rollouts)
 
     async def connect(self) -> list[Transports]:
-        """Make the connections, once; return over what each process sends weights."""
+        """Connect senders and receivers, once; return the transports by which each process sends weights."""
         plans_of = [[plan for plan in self._plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
         links_of = await self._actor.call(ActorWorker.open_weights, plans_of)
         places: dict[int, tuple[WeightLink, int]] = {}
@@ -58,7 +58,7 @@ class WeightsGroup:
         return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
 
     def _workers(self) -> list[list[range]]:
-        """Return the numbers of vLLM's workers among all, of each replica of each pool."""
+        """Return, for each pool and replica, the numbers of its vLLM workers among all workers."""
         found, first = [], 0
         for rollout in self._rollouts:
             size = rollout.num_workers // rollout.num_replicas
@@ -67,9 +67,12 @@ class WeightsGroup:
         return found
 
     async def push(self, version: int) -> dict[str, float]:
-        """See `WeightsPort`. comm_mb/update_weights: what all senders sent, in MB (1e6 bytes). comm_s/...: how long
-        they took, without waking the engines up. comm_gb_per_s/...: of a whole model, as each of vLLM's GPUs gets.
-        comm_read_back/...: GPUs of vLLM whose parameters were compared with the weights after they were loaded.
+        """See `WeightsPort`. The metrics are:
+
+        comm_mb/update_weights: data that all senders sent, in MB (1e6 bytes).
+        comm_s/...: seconds of the transfer, without waking the engines up.
+        comm_gb_per_s/...: rate for a whole model, which each of vLLM's GPUs receives.
+        comm_read_back/...: number of vLLM's GPUs whose parameters were compared with the weights after loading.
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
@@ -84,7 +87,7 @@ class WeightsGroup:
         sending = self._actor.call(ActorWorker.push_weights, version)
         sent, receipts = await asyncio.gather(sending, asyncio.gather(*received))
         seconds = time.perf_counter() - started
-        # All workers of a replica have the same, or it would have said so.
+        # All workers of a replica have the same receipt; otherwise the replica would have raised an error.
         receipt_of = {
             worker: receipt
             for replicas, answers in zip(self._workers(), receipts, strict=True)
