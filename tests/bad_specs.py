@@ -278,6 +278,8 @@ BAD_SPECS = (
             "spec.pools[0].resourcesPerGPU.shm", "lower shm or raise memory", shows="'9Gi'", server_refuses=False),
     BadSpec("storage over the kernel's files", {_spec("storage", "mountPath"): "/proc"},
             "spec.storage.mountPath", "would hide files", shows="'/proc'", server_refuses=False),
+    BadSpec("storage over everybody's files", {_spec("storage", "mountPath"): "/tmp"},
+            "spec.storage.mountPath", "would hide files", shows="'/tmp'", server_refuses=False),
     BadSpec("storage that leads elsewhere", {_spec("storage", "mountPath"): "/data/../etc"},
             "spec.storage.mountPath", "without ..", shows="'/data/../etc'", server_refuses=False),
     BadSpec("two sources of prompts at once",

@@ -10,9 +10,10 @@ from ppojob_api.v1alpha1.base import Problem
 from ppojob_api.v1alpha1.quantities import parse_quantity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt/ppojob", "/proc", "/run", "/sbin", "/sys", "/tmp",
-           "/usr", "/var")  # fmt: skip
-"""Folders of the image, the kernel and the operator that a volume would hide."""
+_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt/ppojob", "/proc", "/sbin", "/sys", "/usr")
+"""Folders of the image and the kernel: a volume must not be mounted on or below them."""
+_SHARED = ("/", "/home", "/opt", "/run", "/tmp", "/var")
+"""Folders with contents of several programs: a volume may be mounted below them, not on them."""
 
 
 def _resources_are_above_zero(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -40,7 +41,7 @@ def _storage_hides_nothing(spec: PPOJobSpec) -> Iterator[Problem]:
     path = PurePosixPath(given)
     if ".." in path.parts or "\0" in given or ":" in given:
         yield "storage.mountPath", given, "must be a path without .., colons and NUL, such as /data"
-    elif path == PurePosixPath("/") or any(path.is_relative_to(folder) for folder in _SYSTEM):
+    elif str(path) in _SHARED or any(path.is_relative_to(folder) for folder in _SYSTEM):
         yield "storage.mountPath", given, "a volume there would hide files of the container: use another, such as /data"
 
 

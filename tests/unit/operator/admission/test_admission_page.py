@@ -35,7 +35,12 @@ def test_the_page_quotes_what_is_said() -> None:
         runPolicy={"queueName": "team-a", "queuePriorityClass": "soon"},
     )
     apart = parsed(pools=actors(spread="Required", nodeSelector={"a": "b"}))
-    doubtful = parsed(checkpoint={"everySteps": 0}, image="trainer:latest", autoBalance={"enabled": True})
+    doubtful = parsed(
+        checkpoint={"everySteps": 0},
+        image="trainer:latest",
+        autoBalance={"enabled": True},
+        reward={"function": {"module": "rewards", "timeoutSeconds": 1800}},
+    )
 
     made = [
         *template_problems(host_network, KEY, UID),

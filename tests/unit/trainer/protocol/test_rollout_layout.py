@@ -101,6 +101,7 @@ class TestCheckLayout:
             "DATA_SOURCE",
             "GROUND_TRUTH",
             "EXTRA_INFO",
+            "REWARD_ERROR",
             "UID",
             "INDEX",
             "SAMPLE_INDEX",
