@@ -121,10 +121,11 @@ class Site:
 
 
 def merged(base: Any, changes: Any) -> Any:
-    """`changes` over `base`: mappings by key, everything else replaced."""
+    """`changes` over `base`: mappings by key, None removes a key, everything else is replaced."""
     if not isinstance(base, dict) or not isinstance(changes, dict):
         return deepcopy(changes)
-    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+    result = {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+    return {key: value for key, value in result.items() if value is not None}
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ _ONE_POOL: dict[str, Any] = {
     "placement": {role: "all" for role in ("actor", "rollout", "critic", "ref", "reward")},
     "head": {"resources": {"cpu": "100m", "memory": "2560Mi"}},
 }
-_UNREADABLE_DATA = {"train": {"type": "Parquet", "files": {"paths": ["/data/none.parquet"]}}}
+_UNREADABLE_DATA = {"train": {"type": "Parquet", "reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}
 
 FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
     "no-model": ({"model": {"actor": {"path": "/data/models/none"}}}, "ModelNotFound", "/data/models/none"),
