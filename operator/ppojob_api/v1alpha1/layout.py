@@ -111,14 +111,11 @@ def _settings_of(spec: PPOJobSpec) -> dict[str, Any]:
     wire = spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     found: dict[str, Any] = {}
     for path in SETTINGS:
-        *sections, name = path.split(".")
-        source, target = wire, found
-        for section in sections:
-            source = source.get(section, {})
-        if name in source:
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[name] = source[name]
+        value = _value(wire, path)
+        if value is not None:
+            for name in reversed(path.split(".")):
+                value = {name: value}
+            _merge(found, value)
     return found
 
 
