@@ -94,7 +94,9 @@ def _run(commands: dict[str, str], folder: Path, environment: dict[str, str]) ->
     )
     parts = re.split(r"^@@ (.*)\n", done.stdout, flags=re.MULTILINE)
     printed = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert done.returncode == 0, f"the section {list(printed)[-1]!r} failed: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"the section {list(printed)[-1]!r} failed: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return printed
 
 

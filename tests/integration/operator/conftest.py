@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from tests.integration.operator.hiding_proxy import HidingProxy
+from tests.ports import server_port
 from tools.cluster import operators
 from tools.cluster.kwok import TOLERATION, add_nodes, remove_nodes
 from tools.cluster.layout import Layout
@@ -87,13 +88,6 @@ class OperatorProcess:
         return self.process.wait(timeout=_STOP_SECONDS)
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def render_chart(namespace: str, *more: str) -> list[dict[str, Any]]:
     """Return the chart's objects for one namespace, with more values."""
     values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true", *more]
@@ -134,7 +128,7 @@ class Rights:
 
     def operator(self, folder: Path, kubeconfig: dict[str, Any] | None = None) -> OperatorProcess:
         """Return an operator that has these rights; it is not started."""
-        probe_port = free_port()
+        probe_port = server_port()
         (folder / "kubeconfig").write_text(json.dumps(kubeconfig or self.kubeconfig))
         environment = {
             **self.environment,
@@ -142,9 +136,9 @@ class Rights:
             **{name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
             "HOME": str(folder),
             "KUBECONFIG": str(folder / "kubeconfig"),
-            "PPOJOB_PORT": str(free_port()),
+            "PPOJOB_PORT": str(server_port()),
             "PPOJOB_PROBE_PORT": str(probe_port),
-            "PPOJOB_WEBHOOK_PORT": str(free_port()),
+            "PPOJOB_WEBHOOK_PORT": str(server_port()),
             "PPOJOB_DASHBOARD_ACCESS": "PodIP",
             "PPOJOB_REQUEST_TIMEOUT": "5",
         }

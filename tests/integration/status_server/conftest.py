@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import ssl
 import subprocess
 import uuid
@@ -25,6 +24,7 @@ from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.manifests import naming
 from ppojob_operator.status_server import Health, OperatorMetrics, StatusServer, StatusServerSettings
+from tests.ports import server_port
 from tools.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
@@ -234,8 +234,8 @@ def _make(port: ProgressCluster, namespace: str, settings: dict[str, Any]) -> Ru
         service_name=RELEASE,
         certificate_secret=f"{RELEASE}-certificates",
         host="127.0.0.1",
-        port=_free_port(),
-        probe_port=_free_port(),
+        port=server_port(),
+        probe_port=server_port(),
         extra_names=("localhost",),
         **{"write_interval_seconds": 1.0, "token_cache_seconds": 5.0, **settings},
     )
@@ -260,13 +260,6 @@ async def _until_open(port: int, task: asyncio.Task[None]) -> None:
                 return
             await asyncio.sleep(0.05)
     task.result()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")
