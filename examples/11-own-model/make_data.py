@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     for name, count, seed in (("train", 2048, 1), ("validation", 32, 2)):
         path = folder / f"{name}.parquet"
         pq.write_table(pa.Table.from_pylist(list(problems(count, seed))), path)
-        print(f"{path}: {count} rows")
+        sys.stdout.write(f"{path}: {count} rows\n")
 
 
 if __name__ == "__main__":
