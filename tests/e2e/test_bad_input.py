@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 PATIENCE_SECONDS = 420.0
 _ONE_POOL: dict[str, Any] = {
     "pools": [{"name": "all", "gpusPerNode": 1, "resourcesPerGPU": {"cpu": "100m", "memory": "4Gi", "shm": "256Mi"}}],
-    "placement": {role: "all" for role in ("actor", "rollout", "critic", "ref", "reward")},
+    "placement": {"actor": "all"},
     "head": {"resources": {"cpu": "100m", "memory": "2560Mi"}},
 }
 _UNREADABLE_DATA = {"train": {"type": "Parquet", "reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.sharing_rules import ROLLOUT_POOLS
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 
@@ -20,8 +21,6 @@ _POOL_OF = {
     ),
 }
 """The pool of a trained role, and when it has none."""
-ROLLOUT_POOL = "(has(self.placement.rollout) ? self.placement.rollout : self.placement.actor)"
-"""In CEL."""
 
 PARALLEL_RULES = [
     *(
@@ -58,11 +57,10 @@ PARALLEL_RULES = [
     Rule(
         rule=(
             "self.rollout.tensorParallelSize == 1 || "
-            f"self.pools.all(p, p.name != {ROLLOUT_POOL} && "
-            "!(has(self.placement.lentToRollout) && p.name in self.placement.lentToRollout) || "
+            f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
             "p.gpusPerNode % self.rollout.tensorParallelSize == 0)"
         ),
-        message="rollout.tensorParallelSize must divide gpusPerNode of the rollout's pool, and of those lent to it",
+        message="rollout.tensorParallelSize must divide gpusPerNode of each pool that generates",
         field_path=".rollout.tensorParallelSize",
     ),
     Rule(

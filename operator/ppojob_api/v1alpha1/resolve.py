@@ -161,11 +161,8 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
 def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
     """Yield the roles of a resolved spec, each with its pool; the rollout with each that it has engines in."""
     for role in Role:
-        name = getattr(spec.placement, role.value)
-        if name is not None:
+        for name in spec.placement.pools_of(role):
             yield role, spec.pool(name)
-    for name in spec.placement.lent_pools:
-        yield Role.ROLLOUT, spec.pool(name)
 
 
 def _placement(spec: PPOJobSpec) -> Placement:
@@ -175,12 +172,11 @@ def _placement(spec: PPOJobSpec) -> Placement:
     reference = given.actor if spec.model.reference_is_actor else second
     return given.model_copy(
         update={
-            "rollout": given.rollout or given.actor,
+            # The order of the shared pools makes no difference: in another order, they are no other layout.
+            "rollout": [given.rollout_pools[0], *sorted(given.shared_pools)],
             "critic": critic,
             "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
-            # A set: an empty one, or the same names in another order, are no other layout.
-            "lent_to_rollout": sorted(given.lent_pools) or None,
         }
     )
 

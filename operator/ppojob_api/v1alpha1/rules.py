@@ -13,21 +13,21 @@ from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
 from ppojob_api.v1alpha1.layout import RELAID
-from ppojob_api.v1alpha1.lending_rules import LENDING_CHECKS, LENDING_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
 from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
-from ppojob_api.v1alpha1.pools import Pool, Role
+from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
+from ppojob_api.v1alpha1.sharing_rules import PLACEMENT_RULES, SHARING_CHECKS, SHARING_RULES
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
-_ROLES = [role.value for role in Role]
+_ROLES_IN_ONE_POOL = [role.value for role in Role if role is not Role.ROLLOUT]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
@@ -53,7 +53,7 @@ SPEC_RULES = [
             message=f"placement.{role} must be the name of one of spec.pools",
             field_path=f".placement.{role}",
         )
-        for role in _ROLES
+        for role in _ROLES_IN_ONE_POOL
     ),
     *BATCH_RULES,
     Rule(
@@ -99,12 +99,17 @@ SPEC_RULES = [
     ),
     *MODEL_RULES,
     *PARALLEL_RULES,
-    *LENDING_RULES,
+    *SHARING_RULES,
     *QUEUE_RULES,
     *PATH_RULES,
 ]
 
-RULES_OF: dict[type[ApiModel], list[Rule]] = {PPOJobSpec: SPEC_RULES, Pool: DEVICE_RULES, PoolNetwork: NETWORK_RULES}
+RULES_OF: dict[type[ApiModel], list[Rule]] = {
+    PPOJobSpec: SPEC_RULES,
+    Placement: PLACEMENT_RULES,
+    Pool: DEVICE_RULES,
+    PoolNetwork: NETWORK_RULES,
+}
 """The CEL of this package's rules, by the model in whose schema it stands."""
 
 
@@ -180,14 +185,11 @@ def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     names = [pool.name for pool in spec.pools]
-    for role in _ROLES:
-        name = getattr(spec.placement, role)
-        if name is not None and name not in names:
-            yield (
-                f"placement.{role}",
-                name,
-                f"there is no pool of this name: use one of {', '.join(names)}, or add the pool",
-            )
+    for role in Role:
+        for index, name in enumerate(spec.placement.pools_of(role)):
+            if name not in names:
+                where = f"placement.{role.value}" + (f"[{index}]" if role is Role.ROLLOUT else "")
+                yield where, name, f"there is no pool of this name: use one of {', '.join(names)}, or add the pool"
 
 
 def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -289,7 +291,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
-    *LENDING_CHECKS,
+    *SHARING_CHECKS,
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,

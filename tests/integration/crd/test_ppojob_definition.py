@@ -28,8 +28,8 @@ OTHER_WORDS = {
     "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
     "no name": "resource name may not be empty",
     "reward model that nobody asks": "spec.model.reward: ",
-    "a missing pool lent to the rollout": "each of placement.lentToRollout must be the name of one of spec.pools",
-    "the rollout's own pool lent to it": "each of placement.lentToRollout must be the name of one of spec.pools",
+    "a missing pool shared with the rollout": "each of placement.rollout must be the name of one of spec.pools",
+    "one pool that generates twice": "a pool is named twice: keep one",
     "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
     "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
     "pool with Kueue's name for the head": "with runPolicy.queueName no pool may be called head",
@@ -311,7 +311,9 @@ def test_the_rules_leave_room_in_the_budget_of_cost(kubectl: Any) -> None:
     """The largest spec that the bounds allow in what the rules look at is checked within the API server's limit."""
     pools = [{"name": f"p{n}", "gpusPerNode": 64, "nodes": 4096} for n in range(7)]
     largest = job(
-        "largest", pools=pools, placement=dict.fromkeys(("actor", "rollout", "critic", "ref", "reward"), "p6")
+        "largest",
+        pools=pools,
+        placement={**dict.fromkeys(("actor", "critic", "ref", "reward"), "p6"), "rollout": ["p6"]},
     )
     largest["spec"]["env"] = [{"name": f"V{n}", "value": "x" * 1000} for n in range(128)]
 

@@ -29,7 +29,7 @@ from ppojob_trainer.main import run_job
 TASK = {"task": "products", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 SPLIT = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
-    "placement": {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"},
+    "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"},
 }
 ONE_POOL = {"pools": [{"name": "one", "gpusPerNode": 2}], "placement": {"actor": "one"}}
 TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_")

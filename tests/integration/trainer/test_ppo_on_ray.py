@@ -151,9 +151,9 @@ def test_no_process_is_left(resumed: Run) -> None:
 
 
 def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path) -> None:
-    lent = {"placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]}}
+    shared = {"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]}}
 
-    found = finish(tmp_path, spec_of(model, **lent))
+    found = finish(tmp_path, spec_of(model, **shared))
 
     assert_same_steps(found, undisturbed, rel=2e-2, absolute=2e-3)
     assert_same_weights(found, undisturbed, model)

@@ -40,7 +40,7 @@ def _resolved(changes: Changes) -> PPOJobSpec:
             KL | {("spec", "placement", "ref"): "actor"},
             "actor=actor rollout=actor ref=actor critic=critic reward=critic",
         ),
-        ({("spec", "placement", "rollout"): "critic"}, "actor=actor rollout=critic critic=critic reward=critic"),
+        ({("spec", "placement", "rollout"): ["critic"]}, "actor=actor rollout=critic critic=critic reward=critic"),
         ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
     ],
     ids=[
@@ -62,20 +62,20 @@ def test_every_role_in_use_has_a_pool(changes: Changes, expected: str) -> None:
     assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
 
 
-def test_a_pool_that_is_lent_has_the_rollout_too() -> None:
-    spec = _resolved({("spec", "placement", "lentToRollout"): ["critic"]})
+def test_a_pool_that_is_shared_with_the_rollout_has_the_role_too() -> None:
+    spec = _resolved({("spec", "placement", "rollout"): ["actor", "critic"]})
 
     assert [pool.name for role, pool in roles(spec) if role is Role.ROLLOUT] == ["actor", "critic"]
     assert spec.placement.rollout_pools == ("actor", "critic")
     assert _resolved({}).placement.rollout_pools == ("actor",)
 
 
-@pytest.mark.parametrize(("given", "resolved"), [([], None), (["b", "a"], ["a", "b"])])
-def test_pools_that_are_lent_are_a_set(given: list[str], resolved: list[str] | None) -> None:
+@pytest.mark.parametrize(("given", "resolved"), [(["b"], ["b"]), (["b", "critic", "a"], ["b", "a", "critic"])])
+def test_the_order_matters_for_the_first_pool_that_generates_only(given: list[str], resolved: list[str]) -> None:
     more = [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "a", "b")]
-    spec = _resolved({("spec", "pools"): more, ("spec", "placement", "lentToRollout"): given})
+    spec = _resolved({("spec", "pools"): more, ("spec", "placement", "rollout"): given})
 
-    assert spec.placement.lent_to_rollout == resolved
+    assert spec.placement.rollout == resolved
 
 
 @pytest.mark.parametrize(

@@ -169,9 +169,9 @@ class PPO(Generic[B]):
             return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
-        own, *lent = self._generation.roles
+        own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
-        also = lent if self._ports.weights.are_given_up else []
+        also = shared if self._ports.weights.are_given_up else []
         pushing = self._ports.weights.push(step)
         return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
 

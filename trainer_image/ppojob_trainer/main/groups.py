@@ -16,7 +16,7 @@ from typing import Any
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.generation import OWN
-from ppojob_trainer.controller.layout import lent_role, pools_of_roles
+from ppojob_trainer.controller.layout import pools_of_roles, shared_role
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
@@ -53,13 +53,13 @@ logger = logging.getLogger(__name__)
 class Groups:
     """The groups of a job: the roles that the algorithm reads, and the user-defined workers.
 
-    lent: the engines in pools that are shared with the rollout, by role.
+    shared: the engines in pools that are shared with the rollout, by role.
     """
 
     data: DataGroup
     reward: RewardGroup
     rollout: RolloutGroup
-    lent: Mapping[str, RolloutGroup]
+    shared: Mapping[str, RolloutGroup]
     actor: ActorGroup
     critic: CriticGroup | None
     ref: RefGroup | AdaptersOff | None
@@ -79,7 +79,7 @@ class Groups:
             advantages=self.critic or self.actor,
             weights=self.weights,
             hooks=self.hooks,
-            lent=self.lent,
+            shared=self.shared,
         )
 
     @property
@@ -100,7 +100,7 @@ class Groups:
     @property
     def rollouts(self) -> list[RolloutGroup]:
         """The engines of each pool; the rollout's own pool is first."""
-        return [self.rollout, *self.lent.values()]
+        return [self.rollout, *self.shared.values()]
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -119,8 +119,8 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, OWN, where[OWN])
-    lent_roles = [lent_role(pool) for pool in spec.placement.lent_pools]
-    lent = {role: _rollout(launcher, spec, role, where[role]) for role in lent_roles}
+    shared_roles = [shared_role(pool) for pool in spec.placement.shared_pools]
+    shared = {role: _rollout(launcher, spec, role, where[role]) for role in shared_roles}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
     ref: RefGroup | AdaptersOff | None = None
     if "ref" in where:
@@ -141,11 +141,11 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
         rollout=rollout,
-        lent=lent,
+        shared=shared,
         actor=actor,
         critic=critic,
         ref=ref,
-        weights=WeightsGroup(actor.group, [rollout, *lent.values()], spec, neighbours),
+        weights=WeightsGroup(actor.group, [rollout, *shared.values()], spec, neighbours),
         custom=custom,
         hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
     )
@@ -221,7 +221,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
 
 async def _load_rollouts(groups: Groups, phases: Phases, is_free: asyncio.Event) -> None:
     """Start the engines. They wait until the GPUs that they share with other roles are free (`is_free`)."""
-    loading = {OWN: groups.rollout, **groups.lent}
+    loading = {OWN: groups.rollout, **groups.shared}
     await asyncio.gather(*(_load_rollout(role, rollout, phases, is_free) for role, rollout in loading.items()))
 
 

@@ -22,8 +22,8 @@ ROLES = ("actor", "rollout", "critic", "ref", "reward_model")
 ROLE_OF = {
     "generate": "rollout",
     "validate": "rollout",
-    "generate_lent": "rollout_lent",
-    "validate_lent": "rollout_lent",
+    "generate_shared": "rollout_shared",
+    "validate_shared": "rollout_shared",
     "push": "rollout",
     "old_log_prob": "actor",
     "update_actor": "actor",
@@ -163,12 +163,12 @@ async def test_a_stop_drops_what_waits_for_its_turn(make_run: MakeRun, stop_at: 
 
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize(("mode", "without"), MODES)
-async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_change_no_number(
+async def test_engines_in_a_pool_that_is_shared_take_turns_with_its_roles_and_change_no_number(
     make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], sleeps: bool
 ) -> None:
-    def make(schedule: Schedule, pool_of: Mapping[str, str], lent: Sequence[str] = ()) -> Run:
+    def make(schedule: Schedule, pool_of: Mapping[str, str], shared: Sequence[str] = ()) -> Run:
         pool_of = {"data": "pool-0", "reward": "pool-0", **pool_of}
-        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, reward="Both", lent=lent)
+        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, reward="Both", shared=shared)
         run.world.engines_sleep = sleeps
         return run
 
@@ -178,8 +178,8 @@ async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_chan
         others = sorted(set(placed.values()) - {placed["rollout"]})
         if not others or (mode is not SERIAL and placed["actor"] == placed["critic"]):
             continue
-        pool_of = {**placed, "rollout_lent": others[number % len(others)]}
-        run = make(schedule_of(mode, without), pool_of, lent=["rollout_lent"])
+        pool_of = {**placed, "rollout_shared": others[number % len(others)]}
+        run = make(schedule_of(mode, without), pool_of, shared=["rollout_shared"])
         run.world.durations.update(varied(number))
 
         assert (await run()).is_finished
@@ -189,11 +189,11 @@ async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_chan
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-async def test_engines_that_are_lent_write_when_the_critic_is_done_and_take_memory_no_earlier(
+async def test_engines_that_are_shared_write_when_the_critic_is_done_and_take_memory_no_earlier(
     make_run: MakeRun, sleeps: bool
 ) -> None:
-    pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_lent": "c"}
-    run = make_run(OVERLAPPED, steps=2, pool_of=pools, lent=["rollout_lent"])
+    pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_shared": "c"}
+    run = make_run(OVERLAPPED, steps=2, pool_of=pools, shared=["rollout_shared"])
     run.world.engines_sleep = sleeps
     run.world.durations["update_critic"] = 100.0
 
@@ -201,8 +201,8 @@ async def test_engines_that_are_lent_write_when_the_critic_is_done_and_take_memo
 
     world = run.world
     done = world.at("update_critic 1", "end")
-    assert world.at("generate_lent 2", "start") >= done
-    assert world.at("values 2", "start") >= world.at("generate_lent 2", "end")
+    assert world.at("generate_shared 2", "start") >= done
+    assert world.at("values 2", "start") >= world.at("generate_shared 2", "end")
     assert (world.at("push 1", "start") >= done) is sleeps
     assert (world.at("generate 2", "start") >= done) is sleeps
-    assert world.overlap("generate 1", "generate_lent 1")
+    assert world.overlap("generate 1", "generate_shared 1")

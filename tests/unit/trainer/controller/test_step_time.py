@@ -103,8 +103,8 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
         (POOLS, {"hooks": [HookPoint.GENERATE]}, []),
         (POOLS, {"hooks": [HookPoint.SCORE]}, []),
         (POOLS, {"hooks": [HookPoint.STEP]}, []),
-        ({**POOLS, "rollout_lent": "c"}, {"lent": ["rollout_lent"]}, []),
-        ({**POOLS, "rollout": "r", "rollout_lent": "a"}, {"lent": ["rollout_lent"]}, []),
+        ({**POOLS, "rollout_shared": "c"}, {"shared": ["rollout_shared"]}, []),
+        ({**POOLS, "rollout": "r", "rollout_shared": "a"}, {"shared": ["rollout_shared"]}, []),
         (POOLS, {}, [Overlap.VALUES]),
         (POOLS, {"reward": "Both"}, [Overlap.VALUES]),
         (POOLS, {}, [Overlap.REFERENCE]),
@@ -133,8 +133,8 @@ async def test_the_real_controller_takes_as_long(
     if hooks:
         seconds["hook_shaper"] = sum(DURATIONS[f"hook_{point.value}"] for point in hooks)
 
-    gpus, lent = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("lent", ())]
-    found = step_time(seconds, Layout(pool_of, gpus, schedule, hooks, lent=lent, engines_sleep=sleeps))
+    gpus, shared = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("shared", ())]
+    found = step_time(seconds, Layout(pool_of, gpus, schedule, hooks, shared=shared, engines_sleep=sleeps))
 
     # The first step has nobody before it, the last nobody after it.
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]

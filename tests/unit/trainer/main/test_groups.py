@@ -28,7 +28,7 @@ from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 GB = 10**9
 
 
-def spec_of(device: str, lent: Sequence[str]) -> PPOJobSpec:
+def spec_of(device: str, shared: Sequence[str]) -> PPOJobSpec:
     return resolve(
         parse_spec(
             {
@@ -38,7 +38,7 @@ def spec_of(device: str, lent: Sequence[str]) -> PPOJobSpec:
                 "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
-                "placement": {"actor": "a", "rollout": "a", "critic": "c", "lentToRollout": list(lent)},
+                "placement": {"actor": "a", "rollout": ["a", *shared], "critic": "c"},
                 "storage": {"persistentVolumeClaim": "c"},
             }
         )
@@ -98,7 +98,7 @@ def story(monkeypatch: pytest.MonkeyPatch) -> Story:
     return Story()
 
 
-def made(story: Story, lent: Sequence[str]) -> Groups:
+def made(story: Story, shared: Sequence[str]) -> Groups:
     async def connect() -> list[Any]:
         await story.do("weights connect")
         return [{}]
@@ -107,7 +107,7 @@ def made(story: Story, lent: Sequence[str]) -> Groups:
         data=story.role("data"),
         reward=cast("Any", SimpleNamespace(function=story.role("reward"), model=None)),
         rollout=cast("Any", _Rollout(story, "rollout")),
-        lent={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in lent},
+        shared={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in shared},
         actor=story.role("actor"),
         critic=story.role("critic"),
         ref=None,
@@ -117,8 +117,8 @@ def made(story: Story, lent: Sequence[str]) -> Groups:
     )
 
 
-async def ready(story: Story, device: str = "cuda", lent: Sequence[str] = ()) -> None:
-    await groups.make_ready(made(story, lent), spec_of(device, lent), Phases({}, 60.0))
+async def ready(story: Story, device: str = "cuda", shared: Sequence[str] = ()) -> None:
+    await groups.make_ready(made(story, shared), spec_of(device, shared), Phases({}, 60.0))
 
 
 async def settled() -> None:
@@ -142,9 +142,9 @@ async def test_an_engine_measures_after_the_actor_on_its_gpu_and_not_after_the_c
     assert story.told[-2:] == ["critic load", "weights connect"]
 
 
-async def test_engines_in_a_pool_that_is_lent_measure_when_the_critic_there_is_loaded_too(story: Story) -> None:
+async def test_engines_in_a_pool_that_is_shared_measure_when_the_critic_there_is_loaded_too(story: Story) -> None:
     story.held = {"critic load": asyncio.Event()}
-    running = asyncio.create_task(ready(story, lent=["c"]))
+    running = asyncio.create_task(ready(story, shared=["c"]))
     await settled()
     assert {"rollout begins", "rollout_c begins", "actor load"} <= set(story.told)
     assert "rollout_c measures" not in story.told
@@ -210,9 +210,9 @@ def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_
     assert (record.reason, record.kind) == (Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT)
 
 
-@pytest.mark.parametrize(("lent", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])
+@pytest.mark.parametrize(("shared", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])
 def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
-    monkeypatch: pytest.MonkeyPatch, lent: list[str], neighbours: set[str]
+    monkeypatch: pytest.MonkeyPatch, shared: list[str], neighbours: set[str]
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
@@ -220,9 +220,9 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     pools = {name: PlacedPool(name, cast("Any", None), bundles, 0.5) for name in ("a", "c")}
     launcher = cast("Any", SimpleNamespace(start=lambda role, *_, **__: _Launched(role)))
 
-    launched = groups.launch(spec_of("cuda", lent), pools, launcher)
+    launched = groups.launch(spec_of("cuda", shared), pools, launcher)
 
     _, rollouts, _, beside = given
-    assert [rollout.pool for rollout in rollouts] == ["a", *lent]
-    assert list(launched.lent) == [f"rollout_{pool}" for pool in lent]
+    assert [rollout.pool for rollout in rollouts] == ["a", *shared]
+    assert list(launched.shared) == [f"rollout_{pool}" for pool in shared]
     assert {group.role for group in beside} == neighbours

@@ -58,7 +58,7 @@ def test_on_cpu_no_gpu_is_asked_for() -> None:
 def test_roles_that_share_a_gpu_have_equal_parts_that_fit() -> None:
     assert gpu_fraction(spec_of(), "big") == 0.5
     together = spec_of(
-        pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one", "rollout": "one", "critic": "one"}
+        pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one", "rollout": ["one"], "critic": "one"}
     )
     assert gpu_fraction(together, "one") == 0.25
     three = spec_of(algorithm={}, pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one"})
