@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
         "critic": {"miniBatchSize": 8},
         "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "ppojob-data"},
+        "storage": {"claimName": "ppojob-data"},
     },
 }
 

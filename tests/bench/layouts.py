@@ -29,7 +29,10 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "-parallel-update": {"mode": "ParallelUpdate"},
     "-overlapped": _OVERLAPPED,
     **{
-        f"-without-{re.sub('(?<=[a-z])(?=[A-Z])', '-', overlap).lower()}": {**_OVERLAPPED, "without": [overlap.value]}
+        f"-without-{re.sub('(?<=[a-z])(?=[A-Z])', '-', overlap).lower()}": {
+            **_OVERLAPPED,
+            "disabledOverlaps": [overlap.value],
+        }
         for overlap in Overlap
     },
 }

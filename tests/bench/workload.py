@@ -202,7 +202,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
             "maxNumSeqs": 256,
             "logProbs": False,
         },
-        "storage": {"persistentVolumeClaim": "none", "mountPath": str(folder)},
+        "storage": {"claimName": "none", "mountPath": str(folder)},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": num_steps, "validateEverySteps": 0},
     }

@@ -29,7 +29,7 @@ FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.fixture(scope="module")
 def applied(site: Site) -> Site:
     """All bad jobs, applied."""
-    claim = {"storage": {"persistentVolumeClaim": "not-there", "mountPath": "/data"}}
+    claim = {"storage": {"claimName": "not-there", "mountPath": "/data"}}
     site.apply("no-claim", _ONE_POOL | claim)
     greedy = {**_ONE_POOL["pools"][0], "gpuResourceName": "nvidia.com/gpu", "gpusPerNode": 64}
     greedy["resourcesPerGPU"] = {"cpu": "1m", "memory": "1Mi", "shm": "1Mi"}

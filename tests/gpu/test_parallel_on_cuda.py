@@ -128,7 +128,7 @@ def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
         },
         "reward": {"function": {"path": str(reward), "numWorkers": 1}},
         "algorithm": {"kl": {"inReward": True}},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "checkpoint": {"everySteps": 0, "export": "Final"},
         "trainer": {"totalSteps": 3, "validateEverySteps": 0},
         **changes,

@@ -76,11 +76,11 @@ SPEC_RULES = [
     ),
     Rule(
         rule=(
-            "!has(self.schedule.without) || size(self.schedule.without) == 0 || "
+            "!has(self.schedule.disabledOverlaps) || size(self.schedule.disabledOverlaps) == 0 || "
             "self.schedule.mode in ['Auto', 'Overlapped']"
         ),
-        message="only mode Overlapped has overlaps to do without",
-        field_path=".schedule.without",
+        message="only mode Overlapped has overlaps to disable",
+        field_path=".schedule.disabledOverlaps",
     ),
     Rule(
         rule="(self.reward.type == 'Function') != has(self.model.reward)",
@@ -199,14 +199,14 @@ def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
         yield "schedule.mode", spec.schedule.mode.value, remedy
 
 
-def _only_overlapped_does_without(spec: PPOJobSpec) -> Iterator[Problem]:
+def _only_overlapped_has_overlaps_to_disable(spec: PPOJobSpec) -> Iterator[Problem]:
     schedule = spec.schedule
-    if schedule.without and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
-        value = [overlap.value for overlap in schedule.without]
+    if schedule.disabled_overlaps and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
+        value = [overlap.value for overlap in schedule.disabled_overlaps]
         yield (
-            "schedule.without",
+            "schedule.disabledOverlaps",
             value,
-            f"mode {schedule.mode} overlaps nothing of this: use Overlapped, or take it out",
+            f"mode {schedule.mode} has none of these overlaps: use Overlapped, or take it out",
         )
 
 
@@ -282,7 +282,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _placement_names_pools,
     *BATCH_CHECKS,
     _modes_fit_the_pools,
-    _only_overlapped_does_without,
+    _only_overlapped_has_overlaps_to_disable,
     _sources_have_their_blocks,
     _reward_has_what_its_type_reads,
     _reward_weights_weigh,

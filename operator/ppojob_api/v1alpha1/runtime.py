@@ -39,7 +39,7 @@ EnvVars = Annotated[
 class Storage(ApiModel):
     """Where models are read, and logs, metrics, checkpoints and the exported model are written."""
 
-    persistent_volume_claim: Annotated[str, Field(min_length=1, max_length=253)]
+    claim_name: Annotated[str, Field(min_length=1, max_length=253)]
     """Claim in the job's namespace; ReadWriteMany if the pods run on several hosts."""
     mount_path: Annotated[str, Field(pattern=r"^/.+", max_length=253)] = "/data"
     """Mount path in the pods."""

@@ -171,11 +171,11 @@ class ScheduleSpec(ApiModel):
 
     mode: ScheduleMode = ScheduleMode.AUTO
     """Auto: Overlapped if actor and critic are in different pools, else Serial."""
-    without: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
-    """Overlaps that mode Overlapped leaves out, to measure them. Values: values and reward beside the actor's
-    log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the critic
-    finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference and
-    reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
+    disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
+    """Overlaps that mode Overlapped leaves out, to measure what each is worth. Values: values and reward beside the
+    actor's log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the
+    critic finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference
+    and reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
     OldLogProb: skip the actor's log-probs before the update if the update computes the same (one minibatch, one epoch,
     no KL in the reward)."""
 

@@ -159,7 +159,7 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
             {"name": "critic", "nodes": 1, **pool},
         ],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "data"},
+        "storage": {"claimName": "data"},
         # KubeRay is slower than the default with many of them.
         "runPolicy": {"startupDeadlineSeconds": 7200},
     }

@@ -101,7 +101,7 @@ CHANGES: dict[str, Any] = {
     "head": {"podTemplate": {"spec": {"priorityClassName": "other"}}},
     "placement": {"critic": "actor"},
     "schedule": {"mode": "Serial"},
-    "storage": {"persistentVolumeClaim": "another"},
+    "storage": {"claimName": "another"},
     "telemetry": {"samplesPerStep": 1},
     "checkpoint.path": "s3://bucket/job",
     "checkpoint.async": True,

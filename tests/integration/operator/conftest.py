@@ -218,7 +218,7 @@ class Jobs:
             "head": {"resources": {"cpu": "10m", "memory": "10Mi"}},
             "pools": [pool("actor"), pool("critic")],
             "placement": {"actor": "actor", "critic": "critic"},
-            "storage": {"persistentVolumeClaim": "data"},
+            "storage": {"claimName": "data"},
         }
         manifest = {
             "apiVersion": "ppojob.dev/v1alpha1",

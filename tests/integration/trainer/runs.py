@@ -77,7 +77,7 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
         "algorithm": {"kl": {"inReward": True, "inLoss": True, "controller": {"type": "Adaptive"}}},
         "actor": {"learningRate": 1e-3, "miniBatchSize": 4},
         "critic": {"learningRate": 1e-3, "miniBatchSize": 4},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "trainer": {"totalSteps": STEPS, "validateEverySteps": 1},
         **SPLIT,
         **changes,

@@ -150,7 +150,7 @@ async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
 def controller_of(groups: Groups, spec: PPOJobSpec) -> PPO[Table]:
     return PPO(
         groups.ports(),
-        schedule_of(spec.schedule.mode, spec.schedule.without),
+        schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps),
         Phases(pools_of_phases(spec), LIMIT_S),
         PPOSettings(pools_of_roles(spec), LONG),
         make_kl_controller("Adaptive", 0.1, 0.1, 10_000),

@@ -76,7 +76,7 @@ def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
         "placement": {"actor": "actor", "critic": "critic", "reward": "scoring"},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
-        "schedule": {"mode": "Overlapped", "without": ["Values", "Streaming"]},
+        "schedule": {"mode": "Overlapped", "disabledOverlaps": ["Values", "Streaming"]},
     }
 
 

@@ -54,7 +54,7 @@ def spec_of(gpus_of_actor: int) -> PPOJobSpec:
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "actor", "gpusPerNode": gpus_of_actor}, {"name": "critic", "gpusPerNode": 1}],
                 "placement": {"actor": "actor", "critic": "critic"},
-                "storage": {"persistentVolumeClaim": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )

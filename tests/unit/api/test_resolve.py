@@ -104,9 +104,9 @@ def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: 
 def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
     changes: Changes, mode: str, kept: list[Overlap]
 ) -> None:
-    once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "without": ["Values"]}})
+    once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "disabledOverlaps": ["Values"]}})
 
-    assert once.schedule.without == kept
+    assert once.schedule.disabled_overlaps == kept
     assert list(check(once)) == []
 
 

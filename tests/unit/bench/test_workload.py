@@ -56,7 +56,7 @@ def test_every_overlap_can_be_taken_away_by_name(split: str, overlap: Overlap) -
     sections = layout(f"{split}-without-{words.get(overlap, overlap.lower())}", 2)
 
     _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, "cuda"))
-    assert (spec.schedule.mode, spec.schedule.without) == ("Overlapped", [overlap])
+    assert (spec.schedule.mode, spec.schedule.disabled_overlaps) == ("Overlapped", [overlap])
 
 
 @pytest.mark.parametrize(

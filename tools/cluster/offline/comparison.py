@@ -104,7 +104,7 @@ def job_of(work: Work, folder: Path) -> dict[str, Any]:
     pool = {"cpu": cpus, "memory": memory, "shm": "8Gi" if work.device == "cuda" else "1Gi"}
     spec = job["spec"]
     spec |= {"image": TRAINER_IMAGE, "head": {"resources": {"cpu": cpus, "memory": memory}}}
-    spec["storage"] = {"persistentVolumeClaim": manifests.CLAIM, "mountPath": str(folder)}
+    spec["storage"] = {"claimName": manifests.CLAIM, "mountPath": str(folder)}
     # Named, because without a GPU nothing would be asked of the device plugin.
     own = {"nodes": 1, "gpuResourceName": RESOURCE, "resourcesPerGPU": pool}
     spec["pools"] = [{**item, **own} for item in spec["pools"]]

@@ -51,7 +51,7 @@ def layout_of(spec: PPOJobSpec) -> Layout:
     return Layout(
         pool_of=pools_of_phases(spec),
         gpus={pool.name: pool.gpus for pool in spec.pools},
-        schedule=schedule_of(spec.schedule.mode, spec.schedule.without),
+        schedule=schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps),
         hooks=hooks,
         is_one_update=is_one_update(spec),
         shared=spec.placement.shared_pools,

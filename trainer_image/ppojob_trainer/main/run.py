@@ -170,7 +170,7 @@ class _Attempt:
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
         spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
-        schedule = schedule_of(spec.schedule.mode, spec.schedule.without)
+        schedule = schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
         settings = PPOSettings(

@@ -92,17 +92,16 @@ async def test_a_claim_is_judged_as_reconcile_does(ask: Asking, cluster: FakeClu
     del cluster.objects[place]
     allowed, _, warnings = await ask(review(job()))
 
-    assert refusal.startswith("spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOncePod, and all pods")
+    assert refusal.startswith("spec.storage.claimName: 'data': the claim is ReadWriteOncePod, and all pods")
     assert allowed
     assert warnings == [
-        "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team: create it, or name "
-        "another"
+        "spec.storage.claimName: 'data': there is no such claim in namespace rl-team: create it, or name another"
     ]
     assert ask.outcomes == ["Refused", "Warned"]
 
 
 async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: Asking, cluster: FakeCluster) -> None:
-    where = "spec.storage.persistentVolumeClaim: 'data': whether it is there could not be looked at"
+    where = "spec.storage.claimName: 'data': whether it is there could not be looked at"
     for error in (ApiUnavailable("503 at 10.0.0.1"), ApiRefused("403 of account x")):
         cluster.errors = [error]
         assert await ask(review(job())) == (

@@ -17,7 +17,7 @@ SPEC = {
     "reward": {"function": {"module": "rewards"}},
     "pools": [{"name": "actor", "gpusPerNode": 2}],
     "placement": {"actor": "actor"},
-    "storage": {"persistentVolumeClaim": "data"},
+    "storage": {"claimName": "data"},
 }
 
 

@@ -24,7 +24,7 @@ def make_spec() -> Callable[..., PPOJobSpec]:
             "critic": {"miniBatchSize": 8},
             "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
             "placement": {"actor": "actor", "critic": "critic"},
-            "storage": {"persistentVolumeClaim": "data"},
+            "storage": {"claimName": "data"},
         }
         return resolve(parse_spec({**raw, **changes}))
 

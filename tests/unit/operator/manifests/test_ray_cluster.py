@@ -199,12 +199,12 @@ def test_only_the_head_has_the_token_of_the_reports(make_spec: MakeSpec) -> None
 
 
 def test_storage_file_and_shared_memory_are_mounted(make_spec: MakeSpec) -> None:
-    found = pod(make_spec(storage={"persistentVolumeClaim": "rl-data", "mountPath": "/mnt/rl"}))
+    found = pod(make_spec(storage={"claimName": "rl-data", "mountPath": "/mnt/rl"}))
 
     mounts = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
     assert mounts == {"storage": "/mnt/rl", "ppojob-config": "/etc/ppojob", "shared-memory": "/dev/shm"}
     volumes = {volume["name"]: volume for volume in found["volumes"]}
-    assert volumes["storage"]["persistentVolumeClaim"] == {"claimName": "rl-data"}
+    assert volumes["storage"]["claimName"] == {"claimName": "rl-data"}
     assert volumes["ppojob-config"]["configMap"] == {"name": "job-job"}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
     assert found["securityContext"]["fsGroup"] == 1000
@@ -304,7 +304,7 @@ def test_what_is_compiled_for_a_gpu_is_kept_in_the_storage_unless_the_user_says_
         (ray,) = pod(make_spec(**fields))["containers"]
         return {variable["name"]: variable["value"] for variable in ray["env"]}
 
-    storage = {"persistentVolumeClaim": "c", "mountPath": "/mnt/shared"}
+    storage = {"claimName": "c", "mountPath": "/mnt/shared"}
     own = variables(storage=storage, env=[{"name": "TRITON_CACHE_DIR", "value": "/tmp/triton"}])
     assert own["VLLM_CACHE_ROOT"] == "/mnt/shared/.ppojob-cache/vllm"
     assert own["TORCHINDUCTOR_CACHE_DIR"] == "/mnt/shared/.ppojob-cache/inductor"

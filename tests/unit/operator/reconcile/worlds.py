@@ -49,7 +49,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "critic": {"miniBatchSize": 8},
         "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "data"},
+        "storage": {"claimName": "data"},
         **changes,
     }
 

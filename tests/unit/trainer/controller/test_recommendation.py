@@ -33,7 +33,7 @@ def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, Any] =
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": name, "nodes": nodes, "gpusPerNode": gpus} for name, (nodes, gpus) in pools.items()],
         "placement": dict(placement),
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "trainer": {"totalSteps": 5},
         **sections,
     }
@@ -181,7 +181,7 @@ def test_a_pool_is_shared_to_the_rollout_only_where_an_engine_has_room(
 def test_a_pool_is_not_shared_where_responses_stream_and_differ_in_length(
     mean: float, without: list[str], is_offered: bool
 ) -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, schedule={"without": without})
+    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, schedule={"disabledOverlaps": without})
     lengths = {"response_length/mean": float(mean), "response_length/max": 512.0}
     # Long enough to be worth a word also where half of its time and more is the longest response's.
     phases = {**QUIET_CRITIC, "gen": 4 * QUIET_CRITIC["gen"]}

@@ -39,7 +39,7 @@ def spec_of(device: str, shared: Sequence[str]) -> PPOJobSpec:
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
                 "placement": {"actor": "a", "rollout": ["a", *shared], "critic": "c"},
-                "storage": {"persistentVolumeClaim": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )

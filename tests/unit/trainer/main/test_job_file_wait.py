@@ -21,7 +21,7 @@ RAW: dict[str, Any] = {
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "critic": "critic"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
 }
 
 

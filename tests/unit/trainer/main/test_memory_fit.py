@@ -32,7 +32,7 @@ def spec_of(gpus: int = 2, rollout: dict[str, Any] | None = None, **model: Any) 
         "rollout": rollout or {},
         "pools": [{"name": "a", "gpusPerNode": gpus}, {"name": "c", "gpusPerNode": 1}],
         "placement": {"actor": "a", "critic": "c"},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
     }
     return resolve(parse_spec(raw))
 

@@ -23,7 +23,7 @@ RAW: dict[str, Any] = {
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 2}],
     "placement": {"actor": "actor", "critic": "critic"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
     "trainer": {"totalSteps": 5},
 }
 

@@ -29,7 +29,7 @@ RAW: dict[str, Any] = {
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 1}],
     "placement": {"actor": "actor"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
 }
 
 

@@ -29,7 +29,7 @@ def spec_of(**changes: Any) -> PPOJobSpec:
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": "big", "gpusPerNode": 2}, {"name": "small", "gpusPerNode": 1}],
         "placement": {"actor": "big", "critic": "small"},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
     }
     return resolve(parse_spec({**raw, **changes}))
 

@@ -67,7 +67,7 @@ def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
                 "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
                 "placement": placement,
                 "rollout": {"tensorParallelSize": 2},
-                "storage": {"persistentVolumeClaim": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )

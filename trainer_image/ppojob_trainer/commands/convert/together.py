@@ -298,10 +298,10 @@ def trackers(draft: Draft) -> None:
 def cluster(draft: Draft) -> None:
     """What verl does not know of."""
     draft.values["image"] = f"ppojob-trainer:{version('ppojob')}"
-    draft.values["storage.persistentVolumeClaim"] = "ppojob-data"
+    draft.values["storage.claimName"] = "ppojob-data"
     draft.values["storage.mountPath"] = MOUNT
     draft.to_fill.append(("image", "the trainer's image in your registry"))
-    draft.to_fill.append(("storage.persistentVolumeClaim", "your claim, with the models and the data in it"))
+    draft.to_fill.append(("storage.claimName", "your claim, with the models and the data in it"))
 
 
 def _model_path(draft: Draft, target: str, value: object) -> str:
