@@ -46,6 +46,8 @@ BAD_SPECS = (
     BadSpec("replica on more GPUs than a node of a shared pool has",
             {_spec("rollout"): {"tensorParallelSize": 2}, _spec("placement", "rollout"): ["actor", "critic"]},
             "spec.rollout.tensorParallelSize", "does not divide the 1 GPUs of a node of pool critic", shows="2"),
+    BadSpec("several pools and no placement", {_spec("placement"): GONE},
+            "spec.placement", "with several pools (actor, critic) it is required"),
     BadSpec("no place for the actor", {_spec("placement", "actor"): GONE},
             "spec.placement.actor", "required"),
     BadSpec("zero GPUs", {_spec("pools", 0, "gpusPerNode"): 0},

@@ -38,7 +38,10 @@ MODEL_RULES = [
         for path in _OFFLOADING
     ),
     Rule(
-        rule=f"!{_REFERENCE_IS_ACTOR} || !has(self.placement.ref) || self.placement.ref == self.placement.actor",
+        rule=(
+            f"!{_REFERENCE_IS_ACTOR} || !has(self.placement) || !has(self.placement.ref) || "
+            "self.placement.ref == self.placement.actor"
+        ),
         message=(
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
             "leave placement.ref out, or give model.ref.path"

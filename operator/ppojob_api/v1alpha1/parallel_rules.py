@@ -7,16 +7,16 @@ trainer can say, which reads the model's configuration before it loads anything.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_api.v1alpha1.sharing_rules import ROLLOUT_POOLS
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 
 _TRAINED = ("actor", "critic")
 _POOL_OF = {
-    "actor": ("self.placement.actor", ""),
+    "actor": (ACTOR_POOL, ""),
     "critic": (
-        "(has(self.placement.critic) ? self.placement.critic : self.placement.actor)",
+        CRITIC_POOL,
         "self.algorithm.advantageEstimator != 'gae' || ",
     ),
 }

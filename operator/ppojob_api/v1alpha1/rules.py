@@ -18,16 +18,21 @@ from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
+from ppojob_api.v1alpha1.placement_rules import (
+    ACTOR_POOL,
+    CRITIC_POOL,
+    DISTINCT_POOLS_RULE,
+    PLACEMENT_CHECKS,
+    PLACEMENT_RULES,
+)
 from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
-from ppojob_api.v1alpha1.pools import Placement, Pool, Role
+from ppojob_api.v1alpha1.pools import Placement, Pool
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
-from ppojob_api.v1alpha1.sharing_rules import PLACEMENT_RULES, SHARING_CHECKS, SHARING_RULES
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
-_ROLES_IN_ONE_POOL = [role.value for role in Role if role is not Role.ROLLOUT]
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
@@ -47,20 +52,10 @@ IMMUTABLE = (
 """What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 
 SPEC_RULES = [
-    *(
-        Rule(
-            rule=f"!has(self.placement.{role}) || self.pools.exists(p, p.name == self.placement.{role})",
-            message=f"placement.{role} must be the name of one of spec.pools",
-            field_path=f".placement.{role}",
-        )
-        for role in _ROLES_IN_ONE_POOL
-    ),
+    *PLACEMENT_RULES,
     *BATCH_RULES,
     Rule(
-        rule=(
-            "!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || "
-            "(has(self.placement.critic) && self.placement.critic != self.placement.actor)"
-        ),
+        rule=(f"!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || {CRITIC_POOL} != {ACTOR_POOL}"),
         message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
         field_path=".schedule.mode",
     ),
@@ -99,14 +94,13 @@ SPEC_RULES = [
     ),
     *MODEL_RULES,
     *PARALLEL_RULES,
-    *SHARING_RULES,
     *QUEUE_RULES,
     *PATH_RULES,
 ]
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {
     PPOJobSpec: SPEC_RULES,
-    Placement: PLACEMENT_RULES,
+    Placement: [DISTINCT_POOLS_RULE],
     Pool: DEVICE_RULES,
     PoolNetwork: NETWORK_RULES,
 }
@@ -181,15 +175,6 @@ def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
         if variable.name in seen:
             yield f"env[{index}].name", variable.name, "this variable is given twice: keep one"
         seen.add(variable.name)
-
-
-def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
-    names = [pool.name for pool in spec.pools]
-    for role in Role:
-        for index, name in enumerate(spec.placement.pools_of(role)):
-            if name not in names:
-                where = f"placement.{role.value}" + (f"[{index}]" if role is Role.ROLLOUT else "")
-                yield where, name, f"there is no pool of this name: use one of {', '.join(names)}, or add the pool"
 
 
 def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -279,7 +264,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
     _nodes_are_within_their_bounds,
     _env_names_are_unique,
-    _placement_names_pools,
+    *PLACEMENT_CHECKS,
     *BATCH_CHECKS,
     _modes_fit_the_pools,
     _only_overlapped_has_overlaps_to_disable,
@@ -291,7 +276,6 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
-    *SHARING_CHECKS,
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,

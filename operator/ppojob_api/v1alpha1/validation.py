@@ -16,6 +16,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 UNKNOWN_FIELD = "there is no such field: correct its name or take it out"
 """What is said of a field that this version does not have."""
+_NOT_FILLED_IN = "default_factory_not_called"
+"""Pydantic's type of error for a default that depends on a field that has an error itself."""
 _REMEDIES = {
     "extra_forbidden": UNKNOWN_FIELD,
     "missing": "this field is required: add it",
@@ -53,7 +55,9 @@ def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
     try:
         spec = PPOJobSpec.model_validate(raw)
     except ValidationError as error:
-        raise SpecError([_explain(detail) for detail in error.errors(include_url=False)]) from error
+        raise SpecError(
+            [_explain(detail) for detail in error.errors(include_url=False) if detail["type"] != _NOT_FILLED_IN]
+        ) from error
     problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
     if problems:
         raise SpecError(problems)

@@ -20,6 +20,7 @@ SAMPLES: Changes = {("spec", "rollout"): {"samplesPerPrompt": 2}}
 GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
 GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
 NO_CRITIC_POOL: Changes = {("spec", "placement", "critic"): GONE}
+NO_PLACEMENT: Changes = {("spec", "pools", 1): GONE, ("spec", "placement"): GONE}
 
 
 def _resolved(changes: Changes) -> PPOJobSpec:
@@ -34,6 +35,7 @@ def _resolved(changes: Changes) -> PPOJobSpec:
         (KL | LORA, "actor=actor rollout=actor ref=actor critic=critic reward=critic"),
         (KL | LORA_AND_A_COPY, "actor=actor rollout=actor ref=critic critic=critic reward=critic"),
         (KL | NO_CRITIC_POOL, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
+        (KL | NO_PLACEMENT, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
         (GRPO, "actor=actor rollout=actor reward=actor"),
         (GRPO_WITH_KL, "actor=actor rollout=actor ref=actor reward=actor"),
         (
@@ -49,6 +51,7 @@ def _resolved(changes: Changes) -> PPOJobSpec:
         "adapters",
         "adapters and a copy",
         "one pool",
+        "no placement",
         "grpo",
         "grpo with kl",
         "ref given",

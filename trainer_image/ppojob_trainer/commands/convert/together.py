@@ -250,7 +250,8 @@ def pools(draft: Draft) -> None:
             sizes[role] = (whole(size[0]), whole(size[1]))
             draft.values[f"placement.{role}"] = [role] if role == "rollout" else role
     draft.values["pools"] = [{"name": name, "nodes": n, "gpusPerNode": g} for name, (n, g) in sizes.items()]
-    draft.values["placement.actor"] = next(iter(sizes))
+    if len(sizes) > 1:
+        draft.values["placement.actor"] = next(iter(sizes))
 
 
 # Sections that have a pool's size, and the setting there without which it says nothing.
