@@ -13,7 +13,7 @@ GOOD: dict[str, Any] = {
         "image": "trainer:1",
         "model": {"actor": {"path": "/data/model"}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum"}},
+            "train": {"reasoningGym": {"task": "chain_sum"}},
             "trainBatchSize": 16,
         },
         "reward": {"function": {"module": "ppojob_trainer.rewards.reasoning_gym"}},

@@ -185,7 +185,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
         "device": device,
         "model": {"actor": {"path": str(folder / "model")}, "critic": {}},
         "data": {
-            "train": {"type": "JSONL", "files": {"paths": [str(folder / "prompts.jsonl")]}},
+            "train": {"files": {"paths": [str(folder / "prompts.jsonl")]}},
             "trainBatchSize": size.num_prompts,
             "maxPromptLength": size.prompt_tokens,
             "maxResponseLength": size.response_tokens,

@@ -17,7 +17,7 @@ _ONE_POOL: dict[str, Any] = {
     "placement": {"actor": "all"},
     "head": {"resources": {"cpu": "100m", "memory": "2560Mi"}},
 }
-_UNREADABLE_DATA = {"train": {"type": "Parquet", "reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}
+_UNREADABLE_DATA = {"train": {"reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}
 
 FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
     "no-model": ({"model": {"actor": {"path": "/data/models/none"}}}, "ModelNotFound", "/data/models/none"),

@@ -121,7 +121,7 @@ def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
         "device": "cuda",
         "model": {"actor": {"path": str(model)}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": task},
+            "train": {"reasoningGym": task},
             "trainBatchSize": 8,
             "maxPromptLength": 256,
             "maxResponseLength": 32,

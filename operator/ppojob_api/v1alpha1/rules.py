@@ -195,14 +195,11 @@ def _only_overlapped_has_overlaps_to_disable(spec: PPOJobSpec) -> Iterator[Probl
         )
 
 
-def _sources_have_their_blocks(spec: PPOJobSpec) -> Iterator[Problem]:
+def _sources_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if source is None:
-            continue
-        if block := source.missing_block:
-            yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
-        for block in source.unread_blocks:
-            yield f"data.{name}.{block}", None, f"type {source.type} does not read it: take it out, or change the type"
+        if source is not None and len(source.given) != 1:
+            remedy = "set exactly one of reasoningGym, files and huggingFace"
+            yield f"data.{name}", source.given or None, remedy
 
 
 def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -268,7 +265,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *BATCH_CHECKS,
     _modes_fit_the_pools,
     _only_overlapped_has_overlaps_to_disable,
-    _sources_have_their_blocks,
+    _sources_are_of_one_kind,
     _reward_has_what_its_type_reads,
     _reward_weights_weigh,
     _reward_is_module_or_file,

@@ -149,7 +149,7 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
         "image": "localhost:5000/ppojob/nothing:1",
         "device": "cpu",
         "model": {"actor": {"path": "/data/model"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 720},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 720},
         "reward": {"function": {"module": "rewards"}},
         "actor": {"miniBatchSize": 720},
         "critic": {"miniBatchSize": 720},

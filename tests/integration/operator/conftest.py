@@ -206,7 +206,7 @@ class Jobs:
     def create(self, *, name: str = "", **changes: Any) -> str:
         """Create a job that would fit on any node, with sections of its spec replaced; return its name."""
         name = name or f"job-{uuid.uuid4().hex[:6]}"
-        task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+        task = {"reasoningGym": {"task": "products"}}
         spec = {
             "image": "localhost:5000/ppojob/nothing:1",
             "device": "cpu",

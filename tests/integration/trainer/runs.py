@@ -67,8 +67,8 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "model": {"actor": {"path": str(model), "gradientCheckpointing": False}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 32, "seed": 1}},
-            "validation": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 8, "seed": 2}},
+            "train": {"reasoningGym": {**TASK, "size": 32, "seed": 1}},
+            "validation": {"reasoningGym": {**TASK, "size": 8, "seed": 2}},
             "trainBatchSize": 8,
             "maxPromptLength": 256,
             "maxResponseLength": 16,

@@ -92,7 +92,7 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> PPOJobSpec:
     raw = spec_of(
         model,
         data={
-            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": ROWS, "seed": 1}},
+            "train": {"reasoningGym": {**TASK, "size": ROWS, "seed": 1}},
             "trainBatchSize": ROWS,
             "maxPromptLength": PROMPT,
             "maxResponseLength": LONG,

@@ -48,7 +48,7 @@ def spec_of(gpus_of_actor: int) -> PPOJobSpec:
                 "device": "cpu",
                 "model": {"actor": {"path": "/m"}},
                 "data": {
-                    "train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}},
+                    "train": {"reasoningGym": {"task": "products"}},
                     "trainBatchSize": 256,
                 },
                 "reward": {"function": {"module": "r"}},

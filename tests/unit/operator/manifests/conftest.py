@@ -18,7 +18,7 @@ def make_spec() -> Callable[..., PPOJobSpec]:
         raw = {
             "image": "trainer:1",
             "model": {"actor": {"path": "/data/model"}},
-            "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 16},
+            "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 16},
             "reward": {"function": {"module": "rewards"}},
             "actor": {"miniBatchSize": 8},
             "critic": {"miniBatchSize": 8},

@@ -39,7 +39,7 @@ SURROUNDINGS = Surroundings("https://operator/progress", "PEM", b"k" * 32)
 
 def spec(**changes: Any) -> dict[str, Any]:
     """Return a good spec with two pools, with sections replaced."""
-    task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+    task = {"reasoningGym": {"task": "products"}}
     return {
         "image": "trainer:1",
         "model": {"actor": {"path": "/data/model"}},

@@ -28,7 +28,7 @@ def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, Any] =
     raw: dict[str, Any] = {
         "image": "i",
         "model": {"actor": {"path": "/m"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": name, "nodes": nodes, "gpusPerNode": gpus} for name, (nodes, gpus) in pools.items()],

@@ -35,7 +35,7 @@ def spec_of(device: str, shared: Sequence[str]) -> PPOJobSpec:
                 "image": "i",
                 "device": device,
                 "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
                 "placement": {"actor": "a", "rollout": ["a", *shared], "critic": "c"},

@@ -26,7 +26,7 @@ def spec_of(gpus: int = 2, rollout: dict[str, Any] | None = None, **model: Any) 
     raw = {
         "image": "i",
         "model": {"actor": {"path": "/m", **model}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "rollout": rollout or {},

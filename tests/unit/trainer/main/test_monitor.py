@@ -19,7 +19,7 @@ from ppojob_trainer.telemetry import RunFiles, TrackedRun
 RAW: dict[str, Any] = {
     "image": "i",
     "model": {"actor": {"path": "/m"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 2}],
     "placement": {"actor": "actor", "critic": "critic"},

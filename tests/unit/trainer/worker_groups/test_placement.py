@@ -24,7 +24,7 @@ def spec_of(**changes: Any) -> PPOJobSpec:
         "image": "i",
         "device": "cuda",
         "model": {"actor": {"path": "/m"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": "big", "gpusPerNode": 2}, {"name": "small", "gpusPerNode": 1}],

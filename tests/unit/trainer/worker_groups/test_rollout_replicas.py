@@ -62,7 +62,7 @@ def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
             {
                 "image": "i",
                 "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
                 "placement": placement,

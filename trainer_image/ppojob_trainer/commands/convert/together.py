@@ -113,8 +113,6 @@ def sources(draft: Draft) -> None:
                 draft.to_fill.append((target, why))
                 continue
         paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
-        is_lines = all(path.endswith((".jsonl", ".json")) for path in paths)
-        draft.values[f"{target}.type"] = "JSONL" if is_lines else "Parquet"
         draft.values[f"{target}.files.paths"] = paths
         if column is not None:
             draft.values[f"{target}.files.promptColumn"] = str(column)

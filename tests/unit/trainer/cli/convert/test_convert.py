@@ -295,7 +295,7 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
     assert conversion.lost == []
     assert value_at(conversion, "critic.miniBatchSize") == 32
     assert value_at(conversion, "data.shuffle") is False
-    assert value_at(conversion, "data.train.type") == "JSONL"
+    assert value_at(conversion, "data.train.files.paths") == ["/data/a.jsonl"]
     assert value_at(conversion, "trainer.validateBeforeTraining") is False
     assert value_at(conversion, "reward.function.kwargs") == {"scale": 2}
 
