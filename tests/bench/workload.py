@@ -178,7 +178,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
     Args:
         layout: `pools`, `placement`, `schedule`, and further sections that are merged over these.
     """
-    is_cuda = device == "cuda"
+    is_cuda = device == "CUDA"
     minibatch = size.num_prompts // NUM_MINIBATCHES
     spec: dict[str, Any] = {
         "image": "none",

@@ -118,7 +118,7 @@ def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
     reward = PROJECT / "tests" / "integration" / "trainer" / "count_letters.py"
     return {
         "image": "i",
-        "device": "cuda",
+        "device": "CUDA",
         "model": {"actor": {"path": str(model)}},
         "data": {
             "train": {"reasoningGym": task},

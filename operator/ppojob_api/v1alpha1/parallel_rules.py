@@ -17,7 +17,7 @@ _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
     "critic": (
         CRITIC_POOL,
-        "self.algorithm.advantageEstimator != 'gae' || ",
+        "self.algorithm.advantageEstimator != 'GAE' || ",
     ),
 }
 """The pool of a trained role, and when it has none."""
@@ -64,8 +64,8 @@ PARALLEL_RULES = [
         field_path=".rollout.tensorParallelSize",
     ),
     Rule(
-        rule="self.rollout.tensorParallelSize == 1 || self.device != 'cpu'",
-        message="with device cpu a replica has a whole node: leave tensorParallelSize at 1",
+        rule="self.rollout.tensorParallelSize == 1 || self.device != 'CPU'",
+        message="with device CPU a replica has a whole node: leave tensorParallelSize at 1",
         field_path=".rollout.tensorParallelSize",
     ),
 ]
@@ -110,7 +110,7 @@ def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
     names = spec.placement.rollout_pools
     if size > 1 and spec.device is Device.CPU:
-        remedy = "with device cpu a replica has a whole node: leave it at 1"
+        remedy = "with device CPU a replica has a whole node: leave it at 1"
         yield "rollout.tensorParallelSize", size, remedy
     for pool in spec.pools:
         if pool.name in names and pool.gpus_per_node % size:

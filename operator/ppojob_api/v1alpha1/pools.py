@@ -78,10 +78,10 @@ class Pool(Scheduling):
     max_nodes: int | None = Field(default=None, ge=1, le=4096)
     """Largest number of pods for autoBalance. Absent: nodes."""
     gpus_per_node: int = Field(ge=1, le=64)
-    """GPUs per pod; with device cpu, worker processes per pod."""
+    """GPUs per pod; with device CPU, worker processes per pod."""
     gpu_resource_name: ShortText | None = None
     """Resource that the pods request, once per GPU; `nvidia.com/mig-3g.71gb` is a slice of a GPU. Empty: none, for
-    example if resourceClaims have the GPUs. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    example if resourceClaims have the GPUs. Absent: nvidia.com/gpu with device CUDA, none with device CPU."""
     resource_claims: Annotated[
         list[ResourceClaim],
         Field(

@@ -12,8 +12,8 @@ from ppojob_api.v1alpha1.quantities import RawObject
 class Device(StrEnum):
     """What the roles compute on."""
 
-    CUDA = "cuda"
-    CPU = "cpu"
+    CUDA = "CUDA"
+    CPU = "CPU"
 
 
 class EnvVar(ApiModel):

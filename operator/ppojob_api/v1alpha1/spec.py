@@ -64,7 +64,7 @@ class PPOJobSpec(ApiModel):
     rollout: RolloutSpec = RolloutSpec()
     """Generating responses."""
     device: Device = Device.CUDA
-    """cuda, or cpu: gloo and vLLM on CPU, in float32; gpusPerNode is then the number of worker processes per pod."""
+    """CUDA, or CPU: gloo and vLLM on CPU, in float32; gpusPerNode is then the number of worker processes per pod."""
     pools: Pools
     """Pools of GPUs; each has one kind of node."""
     head: Head = Head()

@@ -12,9 +12,9 @@ from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
 class LossAggregation(StrEnum):
     """How the losses of tokens become one number; the denominator is that of the whole minibatch over all ranks."""
 
-    TOKEN_MEAN = "token-mean"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    TOKEN_MEAN = "TokenMean"
+    SEQ_MEAN_TOKEN_SUM = "SeqMeanTokenSum"
+    SEQ_MEAN_TOKEN_MEAN = "SeqMeanTokenMean"
 
 
 class LearningRateSchedule(StrEnum):
@@ -138,7 +138,7 @@ class RolloutSpec(ApiModel):
     """Release GPU memory after each generation if a trained role shares the GPU. false keeps it, which is faster if
     gpuMemoryUtilization leaves enough for the others."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
-    """Memory for the key-value cache of each replica with device cpu, in GiB."""
+    """Memory for the key-value cache of each replica with device CPU, in GiB."""
     engine_args: RawObject = Field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
     here, or that the trainer sets itself, are rejected."""

@@ -147,7 +147,7 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
     pool = {"gpusPerNode": 1, "resourcesPerGPU": {**small, "shm": "1Mi"}, **place}
     spec = {
         "image": "localhost:5000/ppojob/nothing:1",
-        "device": "cpu",
+        "device": "CPU",
         "model": {"actor": {"path": "/data/model"}},
         "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 720},
         "reward": {"function": {"module": "rewards"}},

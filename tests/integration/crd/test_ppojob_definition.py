@@ -97,7 +97,7 @@ CHANGES: dict[str, Any] = {
             "hooks": [{"after": "Step", "method": "measure"}],
         }
     ],
-    "device": "cpu",
+    "device": "CPU",
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 1}],
     "head": {"podTemplate": {"spec": {"priorityClassName": "other"}}},
     "placement": {"critic": "actor"},

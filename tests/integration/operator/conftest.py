@@ -209,7 +209,7 @@ class Jobs:
         task = {"reasoningGym": {"task": "products"}}
         spec = {
             "image": "localhost:5000/ppojob/nothing:1",
-            "device": "cpu",
+            "device": "CPU",
             "model": {"actor": {"path": "/data/model"}},
             "data": {"train": task, "trainBatchSize": 16},
             "reward": {"function": {"module": "rewards"}},

@@ -201,7 +201,7 @@ def test_an_edit_of_a_job_that_runs_is_refused_with_the_reason_and_a_label_is_no
 
     pools = [pool("actor", podTemplate=HOST_NETWORK), pool("critic")]
     assert f"{DENIED}spec.pools[0].{WORDS}" in edit({"spec": {"pools": pools}})
-    assert "spec.device cannot change once the job is accepted" in edit({"spec": {"device": "cuda"}})
+    assert "spec.device cannot change once the job is accepted" in edit({"spec": {"device": "CUDA"}})
     assert edit({"metadata": {"labels": {"team": "rl"}}}) == ""
 
 

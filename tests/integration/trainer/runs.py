@@ -64,7 +64,7 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
     """Return a spec of three steps in two pools, with these sections in place of its own."""
     return {
         "image": "i",
-        "device": "cpu",
+        "device": "CPU",
         "model": {"actor": {"path": str(model), "gradientCheckpointing": False}},
         "data": {
             "train": {"reasoningGym": {**TASK, "size": 32, "seed": 1}},

@@ -164,7 +164,7 @@ def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout
     raw = spec_of(
         model,
         model={"actor": lora},
-        algorithm={"advantageEstimator": "grpo", "kl": {"inReward": True}},
+        algorithm={"advantageEstimator": "GRPO", "kl": {"inReward": True}},
         rollout={"samplesPerPrompt": 2},
         pools=[{"name": "one", "gpusPerNode": 1}],
         placement={"actor": "one"},

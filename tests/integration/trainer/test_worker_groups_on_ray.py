@@ -45,7 +45,7 @@ def spec_of(gpus_of_actor: int) -> PPOJobSpec:
         parse_spec(
             {
                 "image": "i",
-                "device": "cpu",
+                "device": "CPU",
                 "model": {"actor": {"path": "/m"}},
                 "data": {
                     "train": {"reasoningGym": {"task": "products"}},

@@ -17,8 +17,8 @@ KL: Changes = {("spec", "algorithm"): {"kl": {"inReward": True}}}
 LORA: Changes = {("spec", "model", "actor", "lora"): {"rank": 4}}
 LORA_AND_A_COPY = LORA | {("spec", "model", "ref"): {"path": "/data/model"}}
 SAMPLES: Changes = {("spec", "rollout"): {"samplesPerPrompt": 2}}
-GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
-GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
+GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO"}}
+GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO", "kl": {"inLoss": True}}}
 NO_CRITIC_POOL: Changes = {("spec", "placement", "critic"): GONE}
 NO_PLACEMENT: Changes = {("spec", "pools", 1): GONE, ("spec", "placement"): GONE}
 
@@ -46,13 +46,13 @@ def _resolved(changes: Changes) -> PPOJobSpec:
         ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
     ],
     ids=[
-        "gae",
+        "GAE",
         "kl",
         "adapters",
         "adapters and a copy",
         "one pool",
         "no placement",
-        "grpo",
+        "GRPO",
         "grpo with kl",
         "ref given",
         "rollout given",
@@ -116,10 +116,10 @@ def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cuda", None, "nvidia.com/gpu"),
-        ("cpu", None, ""),
-        ("cuda", "amd.com/gpu", "amd.com/gpu"),
-        ("cpu", "x/y", "x/y"),
+        ("CUDA", None, "nvidia.com/gpu"),
+        ("CPU", None, ""),
+        ("CUDA", "amd.com/gpu", "amd.com/gpu"),
+        ("CPU", "x/y", "x/y"),
     ],
 )
 def test_the_gpu_resource_follows_the_device(device: str, given: str | None, expected: str) -> None:

@@ -105,7 +105,7 @@ def test_one_pool_hears_only_of_more_gpus() -> None:
 
 
 def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores() -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="cpu")
+    spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="CPU")
 
     recommendation = found(spec, steps_of(QUIET_CRITIC))
 
@@ -160,7 +160,7 @@ SHARED = "sharing pool critic with the rollout (placement.rollout) would save 8%
         ({}, 40.0, True),
         # An engine takes half of the 80 GB.
         ({}, 41.0, False),
-        ({"device": "cpu"}, 0.0, False),
+        ({"device": "CPU"}, 0.0, False),
         # No node of the critic's pool can hold a replica.
         ({"rollout": {"tensorParallelSize": 4}}, 10.0, False),
     ],

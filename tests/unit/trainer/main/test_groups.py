@@ -117,7 +117,7 @@ def made(story: Story, shared: Sequence[str]) -> Groups:
     )
 
 
-async def ready(story: Story, device: str = "cuda", shared: Sequence[str] = ()) -> None:
+async def ready(story: Story, device: str = "CUDA", shared: Sequence[str] = ()) -> None:
     await groups.make_ready(made(story, shared), spec_of(device, shared), Phases({}, 60.0))
 
 
@@ -157,7 +157,7 @@ async def test_engines_in_a_pool_that_is_shared_measure_when_the_critic_there_is
 
 async def test_on_a_cpu_nobody_waits_for_anybody(story: Story) -> None:
     story.held = {"actor load": asyncio.Event()}
-    running = asyncio.create_task(ready(story, device="cpu"))
+    running = asyncio.create_task(ready(story, device="CPU"))
     await settled()
     assert "rollout measures" in story.told
 
@@ -176,7 +176,7 @@ async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None
 async def test_what_a_check_refuses_costs_no_load_of_a_model(story: Story, failing: str) -> None:
     story.failing = failing
     with pytest.raises(RuntimeError, match=failing):
-        await ready(story, device="cpu")
+        await ready(story, device="CPU")
     assert not {"actor load", "critic load", "weights connect"} & set(story.told)
 
 
@@ -200,7 +200,7 @@ def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_
     (tmp_path / "shaper.py").write_text("")
     worker = {"name": "shaper", "path": str(tmp_path / "shaper.py"), "className": "Shaper", "pool": "c"}
     worker |= {"hooks": [{"after": "Score", "method": "shape"}]}
-    spec = spec_of("cpu", []).model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
+    spec = spec_of("CPU", []).model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
     launcher = cast("Any", SimpleNamespace(start=lambda *_, **__: pytest.fail("a process was started")))
 
     with pytest.raises(WorkerImportError, match=r"workers\[0\] \(shaper\)") as raised:
@@ -220,7 +220,7 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     pools = {name: PlacedPool(name, cast("Any", None), bundles, 0.5) for name in ("a", "c")}
     launcher = cast("Any", SimpleNamespace(start=lambda role, *_, **__: _Launched(role)))
 
-    launched = groups.launch(spec_of("cuda", shared), pools, launcher)
+    launched = groups.launch(spec_of("CUDA", shared), pools, launcher)
 
     _, rollouts, _, beside = given
     assert [rollout.pool for rollout in rollouts] == ["a", *shared]

@@ -22,7 +22,7 @@ from ppojob_trainer.worker_groups.placement import (
 def spec_of(**changes: Any) -> PPOJobSpec:
     raw: dict[str, Any] = {
         "image": "i",
-        "device": "cuda",
+        "device": "CUDA",
         "model": {"actor": {"path": "/m"}},
         "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
@@ -49,7 +49,7 @@ def test_hundreds_of_reward_processes_need_less_than_the_two_cpus_of_a_one_gpu_p
 
 
 def test_on_cpu_no_gpu_is_asked_for() -> None:
-    spec = spec_of(device="cpu")
+    spec = spec_of(device="CPU")
 
     assert "GPU" not in bundle_resources(spec, spec.pool("big"))
     assert gpu_fraction(spec, "big") == 0.0
