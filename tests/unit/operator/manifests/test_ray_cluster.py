@@ -204,7 +204,7 @@ def test_storage_file_and_shared_memory_are_mounted(make_spec: MakeSpec) -> None
     mounts = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
     assert mounts == {"storage": "/mnt/rl", "ppojob-config": "/etc/ppojob", "shared-memory": "/dev/shm"}
     volumes = {volume["name"]: volume for volume in found["volumes"]}
-    assert volumes["storage"]["claimName"] == {"claimName": "rl-data"}
+    assert volumes["storage"]["persistentVolumeClaim"] == {"claimName": "rl-data"}
     assert volumes["ppojob-config"]["configMap"] == {"name": "job-job"}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
     assert found["securityContext"]["fsGroup"] == 1000
