@@ -271,6 +271,9 @@ class PPOJobStatus(ApiModel):
     """Why the last attempt failed."""
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
+    queue_name: Name | None = None
+    """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name. It cannot
+    change once the job is accepted. Absent: no queue."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]

@@ -25,6 +25,16 @@ OWN = OperatorStatus(namespace="system", lease="ppojob-leader", version="2")
 HOST_NETWORK = {"podTemplate": {"spec": {"hostNetwork": True}}}
 
 
+ACCEPTED = {
+    "type": "Accepted",
+    "status": "True",
+    "reason": "Valid",
+    "message": "",
+    "observedGeneration": 1,
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
 class Asking:
     """The API server's side."""
 
@@ -147,6 +157,21 @@ async def test_an_edit_is_not_refused_for_what_was_there_before(ask: Asking, clu
     allowed, message, _ = await ask(review(worse, job(spec(head=refused_since), begun)))
     assert not allowed
     assert message.startswith("spec.image: ''")
+
+
+@pytest.mark.parametrize(("conditions", "is_allowed"), [([ACCEPTED], False), ([], True)], ids=["accepted", "new"])
+async def test_the_label_of_the_queue_changes_only_before_a_job_is_accepted(
+    ask: Asking, cluster: FakeCluster, conditions: list[dict[str, Any]], is_allowed: bool
+) -> None:
+    cluster.objects["LocalQueue", "rl-team", "other"] = {"metadata": {"name": "other"}}
+    old, new = ({"labels": {"kueue.x-k8s.io/queue-name": queue}} for queue in ("gpus", "other"))
+    status = {"conditions": conditions}
+
+    allowed, message, _ = await ask(review(job(status=status, **new), job(status=status, **old)))
+
+    assert allowed == is_allowed
+    if not is_allowed:
+        assert message.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'other': the queue cannot change")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class World:
 
     def __init__(self, **changes: Any) -> None:
         self.spec = spec(**changes)
+        self.labels: dict[str, str] = {}
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.now = START
@@ -245,6 +246,7 @@ class World:
             "name": KEY.name,
             "uid": UID,
             "generation": self.generation,
+            "labels": self.labels,
         }
         if self.is_going:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
