@@ -144,15 +144,16 @@ def driver_log(root: str, attempt: int) -> str:
 
 
 def resolve(spec: PPOJobSpec) -> PPOJobSpec:
-    """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource.
+    """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource, the length.
 
-    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, and
-    `gpuResourceName` is the resource to ask for, or empty for none.
+    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, `trainer`
+    has either totalSteps or totalEpochs, and `gpuResourceName` is the resource to ask for, or empty for none.
     """
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
             "schedule": _schedule(spec, is_split=placed.critic not in (None, placed.actor)),
+            "trainer": spec.trainer.with_length(),
             "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
         }
     )

@@ -36,7 +36,14 @@ from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 _SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
-LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
+LIVE = (
+    "runPolicy",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "trainer.totalSteps",
+    "trainer.totalEpochs",
+    "trainer.validateEverySteps",
+)
 """What may change while a job runs; the reply to the trainer's next report has the new values."""
 
 MUTABLE = (*LIVE, "autoBalance", *RELAID)
@@ -202,6 +209,13 @@ def _sources_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"data.{name}", source.given or None, remedy
 
 
+def _the_run_has_one_length(spec: PPOJobSpec) -> Iterator[Problem]:
+    trainer = spec.trainer
+    if trainer.total_steps is not None and trainer.total_epochs is not None:
+        remedy = f"the run has one length, and totalSteps is {trainer.total_steps}: remove one of the two"
+        yield "trainer.totalEpochs", trainer.total_epochs, remedy
+
+
 def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
     port = spec.telemetry.prometheus_port
     if port in _RAY_PORTS:
@@ -270,6 +284,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _reward_weights_weigh,
     _reward_is_module_or_file,
     _workers_have_names_pools_and_classes,
+    _the_run_has_one_length,
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,

@@ -94,7 +94,7 @@ class Progress(ApiModel):
     step: int = 0
     """Steps done."""
     total_steps: int = 0
-    """Steps of the run."""
+    """Steps of the run. 0: with totalEpochs, the trainer has not counted the prompts yet."""
     percentage: int = Field(default=0, ge=0, le=100)
     """Share of the steps that are done."""
     eta_seconds: int | None = None

@@ -3,9 +3,9 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
 
 
@@ -226,11 +226,27 @@ class CheckpointSpec(ApiModel):
     """When the policy is exported as a HuggingFace folder."""
 
 
+DEFAULT_STEPS = 100
+
+
 class TrainerSpec(ApiModel):
     """The run as a whole."""
 
-    total_steps: int = Field(default=100, ge=1, le=2**31 - 1)
-    """Steps of the run."""
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="!has(self.totalSteps) || !has(self.totalEpochs)",
+                message="the run has one length: set totalSteps or totalEpochs, not both",
+                field_path=".totalEpochs",
+            )
+        )
+    )
+
+    total_steps: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """Steps of the run. Absent: 100, or those of totalEpochs."""
+    total_epochs: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Passes over the training prompts, instead of totalSteps. A pass has as many steps as the prompts, after
+    overlongPrompts, fill batches of data.trainBatchSize. The trainer counts them when it starts."""
     validate_every_steps: int = Field(default=10, ge=0, le=2**31 - 1)
     """Steps between validations; 0: no validation."""
     validate_before_training: bool = True
@@ -239,3 +255,8 @@ class TrainerSpec(ApiModel):
     """Seed of the order of the data, of samples, and of a new value head."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""
+
+    def with_length(self) -> "TrainerSpec":
+        """Return it with the default of totalSteps, if it has neither totalSteps nor totalEpochs."""
+        is_given = self.total_steps is not None or self.total_epochs is not None
+        return self if is_given else self.model_copy(update={"total_steps": DEFAULT_STEPS})

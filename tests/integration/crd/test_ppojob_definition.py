@@ -121,6 +121,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint.everySteps": 3,
     "checkpoint.keep": 5,
     "trainer.totalSteps": 500,
+    "trainer.totalEpochs": 3,
     "trainer.validateEverySteps": 0,
 }
 """A new value for each part of a spec that may or may not change."""

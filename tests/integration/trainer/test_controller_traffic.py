@@ -132,8 +132,8 @@ async def make_ready(groups: Groups) -> None:
     assert groups.reward.function is not None
     await wait_until_up(groups.all())
     meeting = (join(group.group) for group in (groups.actor, groups.critic, groups.own_ref))
-    sources, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
-    await groups.reward.function.group.call(RewardWorker.load, sources)
+    loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
+    await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
 
 
 async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:

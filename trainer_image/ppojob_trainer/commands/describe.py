@@ -44,7 +44,8 @@ def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     )
     yield "tokens", f"prompt {spec.data.max_prompt_length} + response {spec.data.max_response_length} at most"
     trainer, checkpoint = spec.trainer, spec.checkpoint
-    yield "steps", f"{trainer.total_steps}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
+    length = f"{trainer.total_steps}" if trainer.total_epochs is None else f"those of {trainer.total_epochs} epochs"
+    yield "steps", f"{length}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
     place = f", in {checkpoint.path}" if checkpoint.path else ""
     yield "checkpoints", f"{_each(checkpoint.every_steps, 'one', True)}, {checkpoint.keep} kept{place}"
 

@@ -306,6 +306,11 @@ class MonitorPort(Protocol):
         ...
 
     @property
+    def total_steps(self) -> int:
+        """Steps of the run, by the latest settings; read once the data is loaded."""
+        ...
+
+    @property
     def is_stopping(self) -> bool:
         """Whether a graceful stop was requested."""
         ...

@@ -23,6 +23,7 @@ from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerImportError
 from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
+from ppojob_trainer.worker_groups.roles.data import DataWorker, LoadedData
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 
 GB = 10**9
@@ -52,6 +53,7 @@ class Story:
     told: list[str] = field(default_factory=list)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     failing: str = ""
+    given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def role(self, name: str) -> Any:
         return SimpleNamespace(group=_Group(self, name))
@@ -69,13 +71,14 @@ class _Group:
     story: Story
     name: str
 
-    async def call(self, method: Callable[..., Any], *_: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if method is TrainedWorker.rendezvous:
             return "host", 1
         if method is TrainedWorker.size:
             return ModelSize(GB, 80 * GB)
+        self.story.given[f"{self.name} {method.__name__}"] = arguments
         await self.story.do(f"{self.name} {method.__name__}")
-        return [{}]
+        return LoadedData(["gsm8k"], steps_per_epoch=7) if method is DataWorker.load else [{}]
 
 
 class _Rollout:
@@ -119,6 +122,20 @@ def made(story: Story, shared: Sequence[str]) -> Groups:
 
 async def ready(story: Story, device: str = "CUDA", shared: Sequence[str] = ()) -> None:
     await groups.make_ready(made(story, shared), spec_of(device, shared), Phases({}, 60.0))
+
+
+@pytest.mark.parametrize(("length", "total_steps"), [({}, 100), ({"total_steps": 5}, 5), ({"total_epochs": 3}, 21)])
+async def test_the_learning_rate_schedules_get_the_length_of_the_run(
+    story: Story, length: dict[str, int], total_steps: int
+) -> None:
+    spec = spec_of("CPU", [])
+    trainer = spec.trainer.model_copy(update={"total_steps": None, **length})
+
+    found = await groups.make_ready(made(story, []), spec.model_copy(update={"trainer": trainer}), Phases({}, 60.0))
+
+    assert [story.given[f"{role} load"][-1] for role in ("actor", "critic")] == [total_steps] * 2
+    assert found.steps_per_epoch == 7
+    assert story.given["reward load"] == (["gsm8k"],)
 
 
 async def settled() -> None:

@@ -260,15 +260,10 @@ _POOLS_OF_ROLES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
 
 
 def length(draft: Draft) -> None:
-    """verl counts epochs over files that only it has seen."""
-    epochs = draft.take("trainer.total_epochs")
+    """The number of steps, else the epochs: verl counts both as we do."""
+    epochs = draft.take("trainer.total_epochs", default=30)
     if draft.given.get("trainer.total_training_steps") is None:
-        batch = draft.given.get("data.train_batch_size", 1024)
-        why = (
-            f"steps = epochs x (prompts / {batch}), rounded down for each epoch; verl was told {epochs or 30} epochs, "
-            "and how many prompts there are is not known here. Until then it is our default"
-        )
-        draft.to_fill.append(("trainer.totalSteps", why))
+        draft.values["trainer.totalEpochs"] = whole(epochs)
 
 
 def resuming(draft: Draft) -> None:

@@ -309,12 +309,27 @@ def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> No
         read_yaml(Path("a.yaml"), text)
 
 
-def test_settings_of_nothing_ask_for_model_data_and_length() -> None:
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        ((), {"totalEpochs": 30}),
+        (("trainer.total_epochs=3",), {"totalEpochs": 3}),
+        (("trainer.total_epochs=3", "trainer.total_training_steps=50"), {"totalSteps": 50}),
+    ],
+    ids=["default", "epochs", "steps win"],
+)
+def test_epochs_and_steps_are_taken_over(words: tuple[str, ...], length: dict[str, int]) -> None:
+    trainer = value_at(convert(read_arguments([*SAID[:2], *words])), "trainer")
+
+    assert {name: value for name, value in trainer.items() if name.startswith("total")} == length
+
+
+def test_settings_of_nothing_ask_for_model_and_data() -> None:
     conversion = convert(Settings({"algorithm.gamma": 0.9}))
 
     assert conversion.is_valid
     asked = {entry.name for entry in conversion.entries if entry.kind is Target.TO_FILL}
-    assert {"model.actor.path", "data.train.files.paths", "trainer.totalSteps", "image"} <= asked
+    assert {"model.actor.path", "data.train.files.paths", "image"} <= asked
 
 
 class TestCommand:
