@@ -132,11 +132,13 @@ class RolloutSpec(ApiModel):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
     log_probs: bool = True
-    """The engine reports log-probs, which the trainer compares with its own. false makes generation faster, by up to a
-    quarter for a small model with many short steps."""
+    """The engine reports log-probs, which the trainer compares with its own. The default is true because a difference
+    shows wrong weights or kernels. false makes generation faster, by up to a quarter for a small model with many short
+    steps. Recommended once training/rollout_probs_diff_mean is known to be small."""
     sleep: bool = True
-    """Release GPU memory after each generation if a trained role shares the GPU. false keeps it, which is faster if
-    gpuMemoryUtilization leaves enough for the others."""
+    """Release GPU memory after each generation if a trained role shares the GPU. The default is true because it needs
+    the least memory. false keeps it, which is faster. Recommended if gpuMemoryUtilization leaves enough for the
+    others."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
     """Memory for the key-value cache of each replica with device CPU, in GiB."""
     engine_args: RawObject = Field(default_factory=dict)
