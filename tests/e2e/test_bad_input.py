@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 PATIENCE_SECONDS = 420.0
 _ONE_POOL: dict[str, Any] = {
     "pools": [{"name": "all", "gpusPerNode": 1, "resourcesPerGPU": {"cpu": "100m", "memory": "4Gi", "shm": "256Mi"}}],
-    "placement": {"actor": "all"},
+    "placement": None,
     "head": {"resources": {"cpu": "100m", "memory": "2560Mi"}},
 }
 _UNREADABLE_DATA = {"train": {"reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}

@@ -103,8 +103,10 @@ def sources(draft: Draft) -> None:
     """Training and validation files."""
     column = draft.take("data.prompt_key")
     for verl, target in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
-        files = draft.take(verl)
-        if files is None:
+        given = draft.take(verl)
+        # A script with an unset variable gives an empty path.
+        files = [file for file in (given if isinstance(given, list) else [given]) if file]
+        if not files:
             if target == "data.train":
                 files = [f"{MOUNT}/train.parquet"]
                 draft.to_fill.append((f"{target}.files.paths", "no data.train_files is given: the files to train on"))
@@ -112,8 +114,7 @@ def sources(draft: Draft) -> None:
                 why = "no data.val_files is given: verl reads a default path, here nothing is validated without files"
                 draft.to_fill.append((target, why))
                 continue
-        paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
-        draft.values[f"{target}.files.paths"] = paths
+        draft.values[f"{target}.files.paths"] = [draft.path(f"{target}.files.paths", file) for file in files]
         if column is not None:
             draft.values[f"{target}.files.promptColumn"] = str(column)
 

@@ -309,21 +309,6 @@ def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> No
         read_yaml(Path("a.yaml"), text)
 
 
-@pytest.mark.parametrize(
-    ("words", "length"),
-    [
-        ((), {"totalEpochs": 30}),
-        (("trainer.total_epochs=3",), {"totalEpochs": 3}),
-        (("trainer.total_epochs=3", "trainer.total_training_steps=50"), {"totalSteps": 50}),
-    ],
-    ids=["default", "epochs", "steps win"],
-)
-def test_epochs_and_steps_are_taken_over(words: tuple[str, ...], length: dict[str, int]) -> None:
-    trainer = value_at(convert(read_arguments([*SAID[:2], *words])), "trainer")
-
-    assert {name: value for name, value in trainer.items() if name.startswith("total")} == length
-
-
 def test_settings_of_nothing_ask_for_model_and_data() -> None:
     conversion = convert(Settings({"algorithm.gamma": 0.9}))
 
