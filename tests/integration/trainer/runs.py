@@ -89,10 +89,10 @@ def job_of(root: Path, raw: dict[str, Any]) -> JobFile:
     return JobFile(namespace="test", name="tiny", uid="uid-of-test", root=str(root), spec=resolve(parse_spec(raw)))
 
 
-def finish(root: Path, raw: dict[str, Any], attempt: int = 0) -> Run:
-    """Run a job in this process to its end."""
+def finish(root: Path, raw: dict[str, Any], attempt: int = 0, steps: int | None = None) -> Run:
+    """Run a job in this process to its end; `steps` is the end of a job with totalEpochs."""
     job = job_of(root, raw)
-    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(job.spec.trainer.total_steps, True)
+    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(steps or job.spec.trainer.total_steps, True)
     return Run(root)
 
 

@@ -161,20 +161,24 @@ def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, m
 
 def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
     lora = {"path": str(model), "lora": {"rank": 8, "targetModules": ["q_proj", "down_proj"]}}
+    data = spec_of(model)["data"]
+    # Two batches of eight prompts; the others are left out of the epoch.
+    data["train"]["reasoningGym"]["size"] = 21
     raw = spec_of(
         model,
+        data=data,
         model={"actor": lora},
         algorithm={"advantageEstimator": "GRPO", "kl": {"inReward": True}},
         rollout={"samplesPerPrompt": 2},
         pools=[{"name": "one", "gpusPerNode": 1}],
-        placement={"actor": "one"},
         actor={"learningRate": 1e-2, "miniBatchSize": 4},
-        trainer={"totalSteps": 2, "validateEverySteps": 0},
+        trainer={"totalEpochs": 1, "validateEverySteps": 0},
     )
+    del raw["placement"]
     job: JobFile = job_of(tmp_path, raw)
     assert job.spec.placement.ref == "one"
 
-    records = finish(tmp_path, raw).records
+    records = finish(tmp_path, raw, steps=2).records
 
     assert [records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL for step in (1, 2)] == [True, True]
     # The policy begins as its reference, and moves away from it.

@@ -246,8 +246,9 @@ async def _check(groups: Groups, phases: Phases) -> int:
     if groups.own_ref is not None:
         checks["ref"] = groups.own_ref.group.call(RefWorker.check)
     running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
-    steps_per_epoch, *_ = await asyncio.gather(_check_data_and_reward(groups, phases), *running)
-    return steps_per_epoch
+    data = asyncio.create_task(_check_data_and_reward(groups, phases))
+    await asyncio.gather(data, *running)
+    return data.result()
 
 
 async def _check_data_and_reward(groups: Groups, phases: Phases) -> int:
