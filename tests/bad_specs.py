@@ -95,11 +95,11 @@ BAD_SPECS = (
     BadSpec("ServiceAccount that is no name", {_spec("serviceAccountName"): "Trainer_1"},
             "spec.serviceAccountName", "pattern", shows="'Trainer_1'"),
     # The schedule.
-    BadSpec("overlapped in one pool", {**_ONE_POOL, _spec("schedule"): {"mode": "Overlapped"}},
-            "spec.schedule.mode", "different pools", shows="'Overlapped'"),
+    BadSpec("parallel update in one pool", {**_ONE_POOL, _spec("schedule"): {"mode": "ParallelUpdate"}},
+            "spec.schedule.mode", "different pools", shows="'ParallelUpdate'"),
     BadSpec("parallel update without a pool for the critic",
             {_spec("placement", "critic"): GONE, _spec("schedule"): {"mode": "ParallelUpdate"}},
-            "spec.schedule.mode", "use Serial or Auto", shows="'ParallelUpdate'"),
+            "spec.schedule.mode", "use Auto", shows="'ParallelUpdate'"),
     BadSpec("schedule that does not exist", {_spec("schedule"): {"mode": "Fast"}},
             "spec.schedule.mode", "'Serial'", shows="'Fast'"),
     # Sizes.

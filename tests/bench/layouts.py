@@ -1,6 +1,8 @@
 """The placements and schedules that the benchmark knows, by name.
 
-    colocated, colocated-N        all roles in one pool of all GPUs (of N)
+    colocated, colocated-N        all roles in one pool of all GPUs (of N), Serial; also colocated-auto, with mode Auto
+    rollout-apart                 the rollout in a pool of half the GPUs, all other roles in the other half, Overlapped;
+                                  also rollout-apart-serial. For algorithms without a critic
     split-overlapped              actor and rollout | critic, reference and reward, in halves; also split-serial and
                                   split-parallel-update
     A+C                           the same, Overlapped, with A and C GPUs: 1+1, 2+1, 1+2, 3+1, 2+2; also A+C-serial and
@@ -40,7 +42,8 @@ _SHARED = "-shared"
 _SUFFIX = "|".join([*_SCHEDULES, _SHARED])
 _SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
 _HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
-_COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?")
+_COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?(?P<auto>-auto)?")
+_APART = re.compile(r"rollout-apart(?P<serial>-serial)?")
 _ALONE = ("rollout", "ref", "reward")
 
 Layout = dict[str, Any]
@@ -74,7 +77,13 @@ def layout(name: str, num_gpus: int) -> Layout:
 
 def _find(name: str, num_gpus: int) -> Layout:
     if match := _COLOCATED.fullmatch(name):
-        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, _SERIAL)
+        schedule = {"mode": "Auto"} if match["auto"] else _SERIAL
+        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, schedule)
+    if num_gpus > 1 and (match := _APART.fullmatch(name)):
+        trainer = (num_gpus + 1) // 2
+        placement = {"actor": "trainer", "rollout": ["rollout"]}
+        pools = {"trainer": trainer, "rollout": num_gpus - trainer}
+        return _layout(pools, placement, _SERIAL if match["serial"] else _OVERLAPPED)
     if match := _SPLIT.fullmatch(name):
         return _split(int(match["actor"]), int(match["critic"]), match["schedule"])
     if num_gpus > 1 and (match := _HALVES.fullmatch(name)):

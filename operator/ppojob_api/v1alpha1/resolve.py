@@ -16,11 +16,13 @@ from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ResumePolicy, ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
+_ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})
+"""Overlaps that gain nothing in a single pool: it computes one phase at a time, and streaming slows generation down."""
 
 
 _UNKNOWN = "extra_forbidden"
@@ -152,7 +154,7 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
-            "schedule": _schedule(spec, is_split=placed.critic not in (None, placed.actor)),
+            "schedule": _schedule(spec, placed),
             "trainer": spec.trainer.with_length(),
             "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
         }
@@ -182,13 +184,20 @@ def _placement(spec: PPOJobSpec) -> Placement:
     )
 
 
-def _schedule(spec: PPOJobSpec, *, is_split: bool) -> ScheduleSpec:
+def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
     if spec.schedule.mode is not ScheduleMode.AUTO:
         return spec.schedule
-    if not is_split:
-        # There is no overlap to do without.
-        return ScheduleSpec(mode=ScheduleMode.SERIAL)
-    return spec.schedule.model_copy(update={"mode": ScheduleMode.OVERLAPPED})
+    disabled = set(spec.schedule.disabled_overlaps)
+    if len(_computing_pools(spec, placed)) == 1:
+        disabled |= _ONLY_BETWEEN_POOLS
+    return ScheduleSpec(mode=ScheduleMode.OVERLAPPED, disabled_overlaps=sorted(disabled))
+
+
+def _computing_pools(spec: PPOJobSpec, placed: Placement) -> set[str | None]:
+    """Return the pools whose devices compute in a step; a reward function uses none."""
+    judge = placed.reward if spec.reward.uses_model else None
+    workers = (worker.pool for worker in spec.workers if worker.uses_gpu)
+    return {placed.actor, *placed.rollout_pools, placed.critic, placed.ref, judge, *workers} - {None}
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

@@ -33,7 +33,6 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
-_SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
 LIVE = (
@@ -62,8 +61,8 @@ SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
     Rule(
-        rule=(f"!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || {CRITIC_POOL} != {ACTOR_POOL}"),
-        message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
+        rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
+        message="ParallelUpdate needs actor and critic in different pools; use Auto, or give the critic a pool",
         field_path=".schedule.mode",
     ),
     Rule(
@@ -184,10 +183,10 @@ def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
         seen.add(variable.name)
 
 
-def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
+def _parallel_updates_need_two_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     is_split = spec.placement.critic not in (None, spec.placement.actor)
-    if spec.schedule.mode in _SPLIT_MODES and not is_split:
-        remedy = "needs actor and critic in different pools: use Serial or Auto, or give the critic its own pool"
+    if spec.schedule.mode is ScheduleMode.PARALLEL_UPDATE and not is_split:
+        remedy = "needs actor and critic in different pools: use Auto, or give the critic its own pool"
         yield "schedule.mode", spec.schedule.mode.value, remedy
 
 
@@ -277,7 +276,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _env_names_are_unique,
     *PLACEMENT_CHECKS,
     *BATCH_CHECKS,
-    _modes_fit_the_pools,
+    _parallel_updates_need_two_pools,
     _only_overlapped_has_overlaps_to_disable,
     _sources_are_of_one_kind,
     _reward_has_what_its_type_reads,

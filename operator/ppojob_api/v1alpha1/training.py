@@ -172,7 +172,9 @@ class ScheduleSpec(ApiModel):
     """Which phases of a step run at the same time; all modes give the same numbers for the same seed."""
 
     mode: ScheduleMode = ScheduleMode.AUTO
-    """Auto: Overlapped if actor and critic are in different pools, else Serial."""
+    """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
+    Overlapped: each phase starts when its data is there and its pool is free, with or without a critic. Auto:
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which gain nothing there."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped leaves out, to measure what each is worth. Values: values and reward beside the
     actor's log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the

@@ -280,7 +280,7 @@ def test_kubectl_get_shows_where_the_job_is(kubectl: Any) -> None:
         ),
         ("ppojob.spec.pools", ["GPUs of one kind: nodes x gpusPerNode.", "gpusPerNode\t<integer> -required-"]),
         ("ppojob.spec.placement.critic", ["Pool of the critic. Absent: the actor's"]),
-        ("ppojob.spec.schedule.mode", ["ENUM:", "ParallelUpdate", "Auto: Overlapped if actor and critic"]),
+        ("ppojob.spec.schedule.mode", ["ENUM:", "ParallelUpdate", "Serial: one phase after the other"]),
         ("ppojob.spec.checkpoint.everySteps", ["Steps between checkpoints; 0: only the last one."]),
         ("ppojob.status.conditions", ["metav1.Condition"]),
     ],

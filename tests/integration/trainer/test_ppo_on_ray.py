@@ -159,6 +159,35 @@ def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, m
     assert_same_weights(found, undisturbed, model)
 
 
+def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Path) -> None:
+    grpo: dict[str, Any] = {
+        "algorithm": {"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
+        "rollout": {"samplesPerPrompt": 2},
+        "actor": {"learningRate": 1e-2, "miniBatchSize": 4},
+        "trainer": {"totalSteps": 2, "validateEverySteps": 0},
+    }
+    apart = {
+        "pools": [{"name": "trainer", "gpusPerNode": 1}, {"name": "rollout", "gpusPerNode": 1}],
+        "placement": {"actor": "trainer", "rollout": ["rollout"]},
+    }
+    serial = finish(tmp_path / "serial", spec_of(model, **grpo, **apart, schedule={"mode": "Serial"}))
+
+    overlapped = finish(tmp_path / "overlapped", spec_of(model, **grpo, **apart))
+
+    assert_same_steps(overlapped, serial, rel=2e-2, absolute=2e-3)
+    assert_same_weights(overlapped, serial, model)
+    spans = [
+        {(e["name"], e["ts"], e["ts"] + e["dur"]) for e in read_trace(run.root / "trace.json") if e["ph"] == "X"}
+        for run in (overlapped, serial)
+    ]
+    beside = [
+        any(overlap((start, end), (other, until)) for name, start, end in each if name in ("old_log_prob", "ref")
+            for phase, other, until in each if phase == "gen")
+        for each in spans
+    ]  # fmt: skip
+    assert beside == [True, False], "log-probs run beside generation, in Overlapped only"
+
+
 def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
     lora = {"path": str(model), "lora": {"rank": 8, "targetModules": ["q_proj", "down_proj"]}}
     data = spec_of(model)["data"]

@@ -43,7 +43,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
                 "pool judge is added with 2 x 4 GPUs",
                 "placement.critic critic -> actor",
                 "placement.reward critic -> actor",
-                "schedule.mode Overlapped -> Serial",
+                "schedule.disabledOverlaps [] -> [NextGeneration, Streaming]",
             ],
         ),
         (
@@ -52,7 +52,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
                 "pool critic is removed",
                 "placement.critic critic -> actor",
                 "placement.reward critic -> actor",
-                "schedule.mode Overlapped -> Serial",
+                "schedule.disabledOverlaps [] -> [NextGeneration, Streaming]",
             ],
         ),
         ({"actor": {"miniBatchSize": 8, "tensorParallelSize": 2}}, ["actor.tensorParallelSize 1 -> 2"]),

@@ -19,6 +19,10 @@ LORA_AND_A_COPY = LORA | {("spec", "model", "ref"): {"path": "/data/model"}}
 SAMPLES: Changes = {("spec", "rollout"): {"samplesPerPrompt": 2}}
 GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO"}}
 GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO", "kl": {"inLoss": True}}}
+REWARD_MODEL: Changes = {
+    ("spec", "reward"): {"type": "Model"},
+    ("spec", "model", "reward"): {"path": "/data/reward-model"},
+}
 NO_CRITIC_POOL: Changes = {("spec", "placement", "critic"): GONE}
 NO_PLACEMENT: Changes = {("spec", "pools", 1): GONE, ("spec", "placement"): GONE}
 
@@ -85,13 +89,13 @@ def test_the_order_matters_for_the_first_pool_that_generates_only(given: list[st
     ("changes", "mode"),
     [
         ({}, ScheduleMode.OVERLAPPED),
-        (NO_CRITIC_POOL, ScheduleMode.SERIAL),
-        (GRPO, ScheduleMode.SERIAL),
+        (NO_CRITIC_POOL, ScheduleMode.OVERLAPPED),
+        (GRPO, ScheduleMode.OVERLAPPED),
         ({("spec", "schedule"): {"mode": "ParallelUpdate"}}, ScheduleMode.PARALLEL_UPDATE),
         ({("spec", "schedule"): {"mode": "Serial"}}, ScheduleMode.SERIAL),
     ],
 )
-def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: ScheduleMode) -> None:
+def test_auto_overlaps_with_and_without_a_critic(changes: Changes, mode: ScheduleMode) -> None:
     assert _resolved(changes).schedule.mode is mode
 
 
@@ -100,11 +104,21 @@ def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: 
     [
         ({}, "Auto", [Overlap.VALUES]),
         ({}, "Overlapped", [Overlap.VALUES]),
-        # One pool: Serial, which has no overlaps.
-        (NO_CRITIC_POOL, "Auto", []),
+        (NO_CRITIC_POOL, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
+        (NO_CRITIC_POOL, "Overlapped", [Overlap.VALUES]),
+        (GRPO, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
+        (GRPO | {("spec", "placement", "rollout"): ["critic"]}, "Auto", [Overlap.VALUES]),
+        (GRPO_WITH_KL | {("spec", "placement", "ref"): "critic"}, "Auto", [Overlap.VALUES]),
+        # A reward function computes on no device of its pool, a reward model does.
+        (
+            GRPO | {("spec", "placement", "reward"): "critic"},
+            "Auto",
+            [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES],
+        ),
+        (GRPO | REWARD_MODEL | {("spec", "placement", "reward"): "critic"}, "Auto", [Overlap.VALUES]),
     ],
 )
-def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
+def test_a_single_pool_has_no_overlaps_between_pools_unless_they_are_asked_for(
     changes: Changes, mode: str, kept: list[Overlap]
 ) -> None:
     once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "disabledOverlaps": ["Values"]}})

@@ -30,6 +30,9 @@ def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -
     [
         ("colocated", {"all": 4}, "Serial"),
         ("colocated-1", {"all": 1}, "Serial"),
+        ("colocated-auto", {"all": 4}, "Auto"),
+        ("rollout-apart", {"trainer": 2, "rollout": 2}, "Overlapped"),
+        ("rollout-apart-serial", {"trainer": 2, "rollout": 2}, "Serial"),
         ("split-serial", {"actor": 2, "critic": 2}, "Serial"),
         ("1+1", {"actor": 1, "critic": 1}, "Overlapped"),
         ("3+1", {"actor": 3, "critic": 1}, "Overlapped"),

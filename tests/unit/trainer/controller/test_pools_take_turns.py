@@ -103,7 +103,7 @@ async def test_no_pool_does_two_phases_at_once_and_all_numbers_agree(
     serial = make(schedule_of(SERIAL), dict.fromkeys(ROLES, "pool-0"))
     await serial()
     for number, placed in enumerate(placements()):
-        if mode is not SERIAL and placed["actor"] == placed["critic"]:
+        if mode is PARALLEL and placed["actor"] == placed["critic"]:
             # The rules of the spec refuse it.
             continue
         pool_of = placed | ({"shaper": f"pool-{number % 3}"} if has_worker else {})
@@ -114,6 +114,59 @@ async def test_no_pool_does_two_phases_at_once_and_all_numbers_agree(
 
         assert overlaps(run.world, pool_of) == [], f"{pool_of}"
         assert numbers(run) == numbers(serial), f"{pool_of}"
+
+
+@pytest.mark.parametrize("has_ref", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("mode", "without"), [each for each in MODES if each[0] is not PARALLEL])
+async def test_without_a_critic_too(
+    make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], shares: bool, has_ref: bool
+) -> None:
+    roles = [role for role in ROLES if role != "critic" and (has_ref or role != "ref")]
+
+    def make(schedule: Schedule, pool_of: Mapping[str, str], shared: Sequence[str] = ()) -> Run:
+        pool_of = {"data": "pool-0", "reward": "pool-0", **pool_of}
+        ports = {"has_critic": False, "has_ref": has_ref, "reward": "Both", "shared": shared}
+        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, **ports)
+        run.world.engines_sleep = True
+        return run
+
+    serial = make(schedule_of(SERIAL), dict.fromkeys(roles, "pool-0"))
+    await serial()
+    for number, placed in enumerate(placements(roles)):
+        others = sorted(set(placed.values()) - {placed["rollout"]}) if shares else []
+        if shares and not others:
+            continue
+        pool_of = placed | ({"rollout_shared": others[number % len(others)]} if others else {})
+        run = make(schedule_of(mode, without), pool_of, ["rollout_shared"] if others else [])
+        run.world.durations.update(varied(number))
+
+        assert (await run()).is_finished
+
+        assert overlaps(run.world, pool_of) == [], f"{pool_of}"
+        assert numbers(run) == numbers(serial), f"{pool_of}"
+
+
+async def test_without_a_critic_the_log_probs_run_while_another_pool_generates(make_run: MakeRun) -> None:
+    pools = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "reward": "a"}
+    run = make_run(OVERLAPPED, steps=2, pool_of=pools, has_critic=False)
+
+    await run()
+
+    world = run.world
+    assert world.overlap("generate 1", "old_log_prob 1")
+    assert world.overlap("generate 1", "ref 1")
+    assert world.overlap("generate 1", "reward 1")
+
+
+async def test_in_one_pool_the_reward_function_runs_beside_the_log_probs(make_run: MakeRun) -> None:
+    schedule = schedule_of(OVERLAPPED, [Overlap.NEXT_GENERATION, Overlap.STREAMING])
+    run = make_run(schedule, steps=2, pool_of=dict.fromkeys(("data", *ROLES, "reward"), "a"), has_critic=False)
+
+    await run()
+
+    assert run.world.overlap("reward 1", "old_log_prob 1")
+    assert run.world.at("reward 1", "start") == run.world.at("generate 1", "end")
 
 
 async def test_the_engines_in_the_critics_pool_get_their_weights_when_its_update_is_done(make_run: MakeRun) -> None:
@@ -176,7 +229,7 @@ async def test_engines_in_a_pool_that_is_shared_take_turns_with_its_roles_and_ch
     await serial()
     for number, placed in enumerate(placements()):
         others = sorted(set(placed.values()) - {placed["rollout"]})
-        if not others or (mode is not SERIAL and placed["actor"] == placed["critic"]):
+        if not others or (mode is PARALLEL and placed["actor"] == placed["critic"]):
             continue
         pool_of = {**placed, "rollout_shared": others[number % len(others)]}
         run = make(schedule_of(mode, without), pool_of, shared=["rollout_shared"])

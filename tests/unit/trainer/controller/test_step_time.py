@@ -94,6 +94,11 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
     [
         (POOLS, {}, []),
         (POOLS, {"has_ref": False}, []),
+        (dict.fromkeys(POOLS, "a"), {}, []),
+        (dict.fromkeys(POOLS, "a"), {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "r", "ref": "a"}, {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "r", "ref": "f"}, {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "a", "ref": "f", "reward_model": "f"}, {"has_critic": False, "reward": "Both"}, []),
         (POOLS, {"reward": "Both"}, []),
         ({**POOLS, "reward_model": "r"}, {"reward": "Both"}, []),
         ({**POOLS, "ref": "a"}, {}, []),
@@ -125,8 +130,9 @@ async def test_the_real_controller_takes_as_long(
     run.world.engines_sleep = sleeps
     await run()
     seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
-    if ports.get("has_ref") is False:
-        del seconds["ref"]
+    for role, phases in (("critic", ("values", "update_critic")), ("ref", ("ref",))):
+        if ports.get(f"has_{role}") is False:
+            seconds = {phase: taken for phase, taken in seconds.items() if phase not in phases}
     if "reward" in ports:
         seconds["reward_model"] = DURATIONS["reward_model"]
     hooks = {point: ("shaper",) for point in ports.get("hooks", ())}
