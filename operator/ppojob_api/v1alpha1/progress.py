@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, UploadFailure
 
 REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
 MAX_REPORT_BYTES = 64 * 1024
@@ -80,7 +80,11 @@ class ProgressReport(ApiModel):
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model_path: Annotated[str, Field(max_length=4096)] | None = None
-    """The exported policy."""
+    """The newest export of the policy."""
+    model_address: Annotated[str, Field(max_length=4096)] | None = None
+    """Where its newest complete upload is. Absent: this attempt has uploaded none."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
     recommendation: Annotated[str, Field(max_length=4096)] | None = None
     """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
     layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None

@@ -45,7 +45,8 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended, Complete or Failed."""
+    """Accepted, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded, Suspended,
+    Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -145,11 +146,24 @@ class CheckpointStatus(ApiModel):
     """Last value of the annotation ppojob.dev/checkpoint-request that a checkpoint has answered."""
 
 
+class UploadFailure(ApiModel):
+    """Why an export is not where `checkpoint.exportTo` says."""
+
+    reason: Name
+    """One word for programs."""
+    message: Message
+    """A sentence with what is wrong and what to do."""
+
+
 class ModelStatus(ApiModel):
     """The exported policy."""
 
     path: Message
-    """HuggingFace folder, as the container sees it."""
+    """HuggingFace folder of the newest export, as the container sees it."""
+    address: Message | None = None
+    """Where the newest complete upload is (`checkpoint.exportTo`), with `/step-N` or `@step-N` for export Each."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
 
 
 class RayClusterStatus(ApiModel):

@@ -16,6 +16,7 @@ _ORDER = (
     Condition.PROGRESSING,
     Condition.STALLED,
     Condition.LAYOUT_APPLIED,
+    Condition.MODEL_UPLOADED,
     Condition.SUSPENDED,
     Condition.COMPLETE,
     Condition.FAILED,
@@ -29,6 +30,7 @@ _GOOD_NEWS = {
     (Condition.SUBMITTED, "True"),
     (Condition.COMPLETE, "True"),
     (Condition.LAYOUT_APPLIED, "True"),
+    (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
 _NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
@@ -55,6 +57,8 @@ _BAD_NEWS = {
     Reason.REPORTS_MISSING,
     Reason.STARTUP_DELAYED,
     Reason.OPERATOR_FAULT,
+    Reason.UPLOAD_REFUSED,
+    Reason.UPLOAD_FAILED,
 }
 
 

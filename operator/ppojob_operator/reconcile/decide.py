@@ -40,6 +40,7 @@ from ppojob_operator.reconcile import (
     stopping,
     submission,
     ttl,
+    upload,
 )
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -131,6 +132,7 @@ def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step
         Condition.PROGRESSING: hearing.judge(situation),
         Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
         Condition.LAYOUT_APPLIED: layout.finding(situation),
+        Condition.MODEL_UPLOADED: upload.judge(situation),
         Condition.SUSPENDED: stopping.resumed(situation),
     }
     return {kind: finding for kind, finding in findings.items() if finding is not None}

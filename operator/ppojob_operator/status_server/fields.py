@@ -44,7 +44,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
         "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),
-        "model": {"path": report.model_path} if report.model_path else previous.get("model"),
+        "model": _model(report, previous.get("model", {})),
         **_recommendation(report, previous),
     }
     fields["progress"]["lastChangeTime"] = _last_change(fields, previous)
@@ -142,6 +142,16 @@ def _checkpoint(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str
         return dict(previous)
     answered = {"request": previous["request"]} if "request" in previous else {}
     return answered | report.checkpoint.to_wire()
+
+
+def _model(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the newest export. Its upload keeps the previous attempt's result until this attempt has one."""
+    wire = report.to_wire()
+    names = {"path": "modelPath", "address": "modelAddress", "uploadFailure": "uploadFailure"}
+    found = {name: wire[reported] for name, reported in names.items() if reported in wire}
+    kept = {name: value for name, value in previous.items() if name != "uploadFailure" or "address" not in found}
+    # The path is required: a report of an upload without it would be refused with everything else that it says.
+    return kept | found if "path" in (kept | found) else {}
 
 
 def _open_request(job: Mapping[str, Any]) -> str | None:

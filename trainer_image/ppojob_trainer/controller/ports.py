@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.workers import HookPoint
 
 Metrics = Mapping[str, float]
@@ -292,9 +293,41 @@ class CheckpointPort(Protocol):
         """Wait until the checkpoint is written, add the run's `state`, and make it the newest. Return its location."""
         ...
 
-    async def export(self) -> Path:
-        """Write the policy as a HuggingFace folder; return the folder's path."""
+
+@dataclass(frozen=True)
+class Uploaded:
+    """The result of an upload: the address of the complete export, or why there is none."""
+
+    address: str | None
+    failure: UploadFailure | None = None
+
+
+class ExportPort(Protocol):
+    """Exports the policy as a HuggingFace folder, and uploads it."""
+
+    async def export(self, step: int, keep: int) -> Path:
+        """Write the policy after `step` to the storage; return the folder's path.
+
+        Args:
+            keep: how many exports are kept, if the job exports several steps.
+        """
         ...
+
+    def is_left(self, step: int) -> bool:
+        """Return whether an earlier attempt has exported `step` and may not have uploaded it."""
+        ...
+
+    async def upload(self, step: int) -> Uploaded:
+        """Upload the export of `step`. An upload that failed is a result, no error."""
+        ...
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a run leaves behind."""
+
+    checkpoints: CheckpointPort
+    exports: ExportPort
 
 
 class MonitorPort(Protocol):
@@ -337,4 +370,8 @@ class MonitorPort(Protocol):
 
     def exported(self, path: Path) -> None:
         """Report where the policy was exported."""
+        ...
+
+    def uploaded(self, result: Uploaded) -> None:
+        """Report how an upload ended."""
         ...
