@@ -1,4 +1,4 @@
-"""Policy: is the exported model where `checkpoint.exportTo` says? The trainer's reports make the condition ModelUploaded.
+"""Policy: is the exported model where `checkpoint.exportTo` says? The trainer's reports decide the condition.
 
 An upload that failed ends no job: the model is in the storage.
 """

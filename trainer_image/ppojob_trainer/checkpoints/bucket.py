@@ -1,8 +1,8 @@
 """The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
 
-`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards. Credentials, region and endpoint
-are in the environment, where obstore reads them; they are never logged, nor is the body of a store's answer, which may
-repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
+`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards. Credentials, region
+and endpoint are in the environment, where obstore reads them; they are never logged, nor is the body of a store's
+answer, which may repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ class HubTarget:
         answered = next((link for link in _chain(error) if isinstance(link, HfHubHTTPError)), None)
         if answered is not None:
             status = answered.response.status_code
-            said = f"the hub answers {status} ({_first_line(answered.server_message or answered.response.reason_phrase)})"
+            said = (
+                f"the hub answers {status} ({_first_line(answered.server_message or answered.response.reason_phrase)})"
+            )
             if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 return self._refused(said, _TOKEN)
             if status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _TRANSIENT:

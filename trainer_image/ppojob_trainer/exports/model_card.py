@@ -184,7 +184,9 @@ def _results(facts: CardFacts) -> Iterator[str]:
         first, last = validations[0], validations[-1]
         of = {record["step"]: record for record in facts.records}
         names = sorted(name for name in of[last] if name.startswith(_VALIDATION) and of[last][name] is not None)
-        rows = ((name, f"{_number(of[last][name])} ({_number(of[first].get(name))} at step {first:.0f})") for name in names)
+        rows = (
+            (name, f"{_number(of[last][name])} ({_number(of[first].get(name))} at step {first:.0f})") for name in names
+        )
         yield _table(f"validation at step {last:.0f}", "value", rows)
     if not rewards and not validations:
         yield "The run has recorded no scores."

@@ -140,7 +140,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 def _keep(folder: Path, step: int, keep: int) -> None:
     """Delete all but the newest exports; later steps belong to a continuation that was abandoned."""
     found = {path: int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-    kept = sorted((number for number in found.values() if number <= step))[-keep:]
+    kept = sorted(number for number in found.values() if number <= step)[-keep:]
     for path, number in found.items():
         if number not in kept:
             shutil.rmtree(path, ignore_errors=True)

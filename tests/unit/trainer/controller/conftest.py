@@ -37,6 +37,15 @@ class Run:
         return await self.world.time.run(self.loop.run())
 
 
+@dataclass(frozen=True)
+class Exporting:
+    """What a run exports: each checkpoint or the last; seconds of an upload (None: none); steps left by an attempt."""
+
+    is_each: bool = False
+    upload_s: float | None = None
+    left: tuple[int, ...] = ()
+
+
 MakeRun = Callable[..., Run]
 
 
@@ -54,16 +63,14 @@ def make_run() -> MakeRun:
         settings: Mapping[str, Any] = {},
         write_s: float | None = None,
         found: tuple[int, Mapping[str, Any]] | None = None,
-        exports_each: bool = False,
-        upload_s: float | None = None,
-        left: tuple[int, ...] = (),
         **ports: Any,
     ) -> Run:
+        export: Exporting = ports.pop("export", Exporting())
         world = World()
         if write_s is not None:
             world.durations["write"] = write_s
-        if upload_s is not None:
-            world.durations["upload"] = upload_s
+        if export.upload_s is not None:
+            world.durations["upload"] = export.upload_s
         live = LiveSettings(
             total_steps=steps,
             validate_every_steps=validate_every,
@@ -71,7 +78,7 @@ def make_run() -> MakeRun:
             checkpoint_keep=1,
         )
         monitor, checkpoints = FakeMonitor(live), FakeCheckpoints(world, found)
-        exports = FakeExports(world, left)
+        exports = FakeExports(world, export.left)
         # As `pools_of_phases` has it: these two are on CPU cores.
         on_gpus = {role: pool for role, pool in pool_of.items() if role not in ("data", "reward")}
         phases = Phases(on_gpus, 1000.0, clock=lambda: world.time.now)
@@ -83,8 +90,8 @@ def make_run() -> MakeRun:
             has_validation=True,
             validates_first=True,
             exports_final=True,
-            exports_each=exports_each,
-            uploads=upload_s is not None,
+            exports_each=export.is_each,
+            uploads=export.upload_s is not None,
             num_gpus=3,
             saves_in_background=write_s is not None,
         )

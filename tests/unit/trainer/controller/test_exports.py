@@ -7,7 +7,7 @@ import pytest
 from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.ports import Uploaded
-from tests.unit.trainer.controller.conftest import MakeRun, StopAt
+from tests.unit.trainer.controller.conftest import Exporting, MakeRun, StopAt
 
 FAILED = Uploaded(None, UploadFailure(reason="UploadFailed", message="the store does not answer"))
 KL = {"data": {}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
@@ -17,7 +17,7 @@ KL = {"data": {}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
 async def test_each_checkpoint_is_exported_once_and_the_step_is_recorded_before(
     make_run: MakeRun, mode: ScheduleMode
 ) -> None:
-    run = make_run(mode, steps=5, save_every=2, exports_each=True)
+    run = make_run(mode, steps=5, save_every=2, export=Exporting(is_each=True))
     recorded: list[list[int]] = []
     export = run.exports.export
 
@@ -43,7 +43,7 @@ async def test_a_run_without_a_target_uploads_nothing(make_run: MakeRun) -> None
 
 
 async def test_the_end_of_a_run_waits_for_the_upload(make_run: MakeRun) -> None:
-    run = make_run(steps=2, upload_s=500.0)
+    run = make_run(steps=2, export=Exporting(upload_s=500.0))
 
     outcome = await run()
 
@@ -53,7 +53,7 @@ async def test_the_end_of_a_run_waits_for_the_upload(make_run: MakeRun) -> None:
 
 
 async def test_steps_go_on_during_an_upload_and_the_next_export_waits_for_it(make_run: MakeRun) -> None:
-    run = make_run(ScheduleMode.SERIAL, steps=4, save_every=2, exports_each=True, upload_s=1000.0)
+    run = make_run(ScheduleMode.SERIAL, steps=4, save_every=2, export=Exporting(is_each=True, upload_s=1000.0))
 
     await run()
 
@@ -65,7 +65,7 @@ async def test_steps_go_on_during_an_upload_and_the_next_export_waits_for_it(mak
 
 
 async def test_an_upload_that_failed_ends_nothing(make_run: MakeRun) -> None:
-    run = make_run(steps=2, upload_s=1.0)
+    run = make_run(steps=2, export=Exporting(upload_s=1.0))
     run.exports.results = [FAILED]
 
     outcome = await run()
@@ -74,22 +74,20 @@ async def test_an_upload_that_failed_ends_nothing(make_run: MakeRun) -> None:
     assert run.monitor.uploads == [FAILED]
 
 
-async def test_a_stop_during_the_last_upload_leaves_it_to_the_next_attempt(
-    make_run: MakeRun, stop_at: StopAt
-) -> None:
-    run = make_run(steps=2, upload_s=1000.0)
+async def test_a_stop_during_the_last_upload_leaves_it_to_the_next_attempt(make_run: MakeRun, stop_at: StopAt) -> None:
+    run = make_run(steps=2, export=Exporting(upload_s=1000.0))
 
     outcome = await stop_at(run, "upload 2")
 
     assert (outcome.step, outcome.is_finished) == (2, False)
     assert run.monitor.uploads == []
-    again = make_run(steps=2, upload_s=1000.0, found=(2, KL))
+    again = make_run(steps=2, export=Exporting(upload_s=1000.0), found=(2, KL))
     assert (await again()).is_finished
     assert again.monitor.uploads == [Uploaded("s3://bucket/step-2")]
 
 
 async def test_an_upload_that_an_attempt_left_is_made_by_the_next_one(make_run: MakeRun) -> None:
-    run = make_run(steps=4, exports_each=True, upload_s=1.0, found=(2, KL), left=(2,))
+    run = make_run(steps=4, found=(2, KL), export=Exporting(is_each=True, upload_s=1.0, left=(2,)))
 
     await run()
 
