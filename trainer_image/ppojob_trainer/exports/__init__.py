@@ -1,7 +1,7 @@
 """The exported model beside its weights: chat template, model card, and the upload to `checkpoint.exportTo`.
 
     main/exports.py ─▶ folder.py      completes the folder that the engine wrote: chat template and model card
-                    ─▶ upload.py      uploads a folder, with retries
+                    ─▶ uploads.py     uploads a folder, with retries
                          ├─ bucket_target.py    s3:// and gs://, by obstore
                          └─ hub_target.py       hf://, by huggingface_hub
 
@@ -15,7 +15,7 @@ from ppojob_trainer.exports.errors import (
     UploadRefusedError,
 )
 from ppojob_trainer.exports.folder import complete
-from ppojob_trainer.exports.upload import open_target, upload
+from ppojob_trainer.exports.uploads import open_target, upload
 
 __all__ = [
     "UploadCredentialsError",

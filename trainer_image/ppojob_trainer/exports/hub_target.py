@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
-import httpx
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import disable_progress_bars
 
 from ppojob_trainer.exports.errors import (
     UploadCredentialsError,
@@ -43,12 +43,15 @@ class HubTarget:
     """Implements `Target`."""
 
     def __init__(self, address: str) -> None:
+        # They would fill the log.
+        disable_progress_bars()
         self._address = address
         self._repository = address.removeprefix(SCHEME)
         self._token = os.environ.get("HF_TOKEN", "")
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=self._token or False)
         self._export: Export | None = None
         self._additions: dict[str, CommitOperationAdd] = {}
+        self._commit = ""
 
     def check(self, uid: str) -> None:
         """See `Target`. A repository keeps its history, so another run's model is not lost and not refused."""
@@ -76,7 +79,7 @@ class HubTarget:
         with self._named_errors():
             self._refuse_unusable_settings()
             self._api.create_repo(self._repository, private=True, exist_ok=True)
-        self._export = export
+        self._export, self._commit = export, ""
         self._additions = {
             name: CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in export.files().items()
         }
@@ -92,18 +95,28 @@ class HubTarget:
         """See `Target`."""
         assert self._export is not None, "begin() comes first"
         with self._named_errors():
-            there = self._api.list_repo_files(self._repository)
-            stale = [name for name in there if name not in self._additions and name != _KEPT]
-            operations = [*self._additions.values(), *(CommitOperationDelete(name) for name in stale)]
-            message = f"Policy after step {self._export.step}"
-            commit = self._api.create_commit(self._repository, operations, commit_message=message)
+            # Called again if the tag could not be set.
+            self._commit = self._commit or self._committed(f"Policy after step {self._export.step}")
             if not self._export.place:
                 return self._address
-            # A rolled-back run exports a step again.
-            with suppress(RevisionNotFoundError):
-                self._api.delete_tag(self._repository, tag=self._export.place)
-            self._api.create_tag(self._repository, tag=self._export.place, revision=commit.oid)
+            self._tag(self._export.place, self._commit)
         return f"{self._address}@{self._export.place}"
+
+    def _committed(self, message: str) -> str:
+        """Commit the files that were added, and the deletion of all others; return the commit's name."""
+        there = self._api.list_repo_files(self._repository)
+        stale = [name for name in there if name not in self._additions and name != _KEPT]
+        operations = [*self._additions.values(), *(CommitOperationDelete(name) for name in stale)]
+        return str(self._api.create_commit(self._repository, operations, commit_message=message).oid)
+
+    def _tag(self, tag: str, commit: str) -> None:
+        """Set a tag; a run that was rolled back exports a step again, and moves it."""
+        try:
+            self._api.delete_tag(self._repository, tag=tag)
+        except HfHubHTTPError as error:
+            if error.response.status_code != HTTPStatus.NOT_FOUND:
+                raise
+        self._api.create_tag(self._repository, tag=tag, revision=commit)
 
     def _refuse_unusable_settings(self) -> None:
         if constants.HF_HUB_OFFLINE:
@@ -124,7 +137,8 @@ class HubTarget:
             yield
         except UploadError:
             raise
-        except (HfHubHTTPError, httpx.HTTPError, ValueError, OSError, RuntimeError) as error:
+        except Exception as error:
+            # The library lets the errors of its HTTP client and of its storage through.
             raise self._named(error) from error
 
     def _named(self, error: BaseException) -> UploadError:
