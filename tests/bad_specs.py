@@ -367,6 +367,25 @@ BAD_SPECS = (
             "a parent": "s3://bucket/../prefix",
         }.items()
     ),
+    *(
+        BadSpec(f"exports to {why}", {_spec("checkpoint"): {"exportTo": address}},
+                "spec.checkpoint.exportTo", "pattern", shows=f"'{address}'")
+        for why, address in {
+            "a folder": "/data/models",
+            "a repository without an organisation": "hf://products",
+            "a folder of a repository": "hf://team/products/step-8",
+            "a revision of a repository": "hf://team/products@main",
+            "a slash at the end": "s3://bucket/models/",
+        }.items()
+    ),
+    BadSpec("a target without exports", {_spec("checkpoint"): {"export": "Never", "exportTo": "hf://team/products"}},
+            "spec.checkpoint.exportTo", "set checkpoint.export to Final or Each", shows="'hf://team/products'"),
+    *(
+        BadSpec(f"exports {where} the checkpoints",
+                {_spec("checkpoint"): {"path": "s3://bucket/job", "exportTo": address}},
+                "spec.checkpoint.exportTo", "give it a prefix of its own", shows=f"'{address}'")
+        for where, address in {"among": "s3://bucket/job", "below": "s3://bucket/job/models"}.items()
+    ),
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
     BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},

@@ -88,7 +88,7 @@ def _hub_name(path: str) -> str:
 
 def _base(spec: PPOJobSpec) -> str:
     path = spec.model.actor.path
-    return f"[{name}](https://huggingface.co/{name})" if (name := _hub_name(path)) else f"`{path.rstrip('/')}`"
+    return f"[{name}](https://huggingface.co/{name})" if (name := _hub_name(path)) else _code(path.rstrip("/"))
 
 
 def _served(spec: PPOJobSpec) -> str:

@@ -192,7 +192,7 @@ class World:
         if plan.status is not None:
             theirs = {
                 name: self.status[name]
-                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint")
+                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint", "model")
                 if name in self.status
             }
             self.status = {**plan.status, **theirs}
