@@ -6,6 +6,7 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 
 from typing import Any
 
+from tests.bad_checkpoints import BAD_CHECKPOINTS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
 __all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]
@@ -354,38 +355,7 @@ BAD_SPECS = (
             "spec.storage.mountPath", "pattern", shows="'data'"),
     BadSpec("keep no checkpoint", {_spec("checkpoint"): {"keep": 0}},
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
-    *(
-        BadSpec(f"checkpoints at {why}", {_spec("checkpoint"): {"path": path}},
-                "spec.checkpoint.path", "pattern", shows=f"'{path}'")
-        for why, path in {
-            "a folder": "/data/checkpoints",
-            "another kind of store": "hdfs://name/path",
-            "an address without a bucket": "s3://",
-            "no name of a bucket": "s3://-/prefix",
-            "a slash at the end": "s3://bucket/prefix/",
-            "an empty segment": "gs://bucket//prefix",
-            "a parent": "s3://bucket/../prefix",
-        }.items()
-    ),
-    *(
-        BadSpec(f"exports to {why}", {_spec("checkpoint"): {"exportTo": address}},
-                "spec.checkpoint.exportTo", "pattern", shows=f"'{address}'")
-        for why, address in {
-            "a folder": "/data/models",
-            "a repository without an organisation": "hf://products",
-            "a folder of a repository": "hf://team/products/step-8",
-            "a revision of a repository": "hf://team/products@main",
-            "a slash at the end": "s3://bucket/models/",
-        }.items()
-    ),
-    BadSpec("a target without exports", {_spec("checkpoint"): {"export": "Never", "exportTo": "hf://team/products"}},
-            "spec.checkpoint.exportTo", "set checkpoint.export to Final or Each", shows="'hf://team/products'"),
-    *(
-        BadSpec(f"exports {where} the checkpoints",
-                {_spec("checkpoint"): {"path": "s3://bucket/job", "exportTo": address}},
-                "spec.checkpoint.exportTo", "give it a prefix of its own", shows=f"'{address}'")
-        for where, address in {"among": "s3://bucket/job", "below": "s3://bucket/job/models"}.items()
-    ),
+    *BAD_CHECKPOINTS,
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
     BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},
