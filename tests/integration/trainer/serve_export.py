@@ -37,7 +37,6 @@ class Actor:
 def export(root: Path) -> Path:
     """Write a model, export it by the code of a run, and return the folder."""
     from ppojob_api.v1alpha1.algorithm import KL
-    from ppojob_api.v1alpha1.model import ActorModel, LoRA
     from ppojob_api.v1alpha1.resolve import JobFile, resolve
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
@@ -51,10 +50,10 @@ def export(root: Path) -> Path:
 
     base = write_tiny_model(root / "base")
     parallel = init_process_group(Device.CPU, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
-    model = ActorModel(path=str(base), lora=LoRA(rank=4))
-    policy = PolicyEngine(parallel, model, ActorSpec(max_tokens_per_gpu=1024), KL(), total_steps=1)
     data = {**GOOD["spec"]["data"], "chatTemplate": TEMPLATE}
-    spec = resolve(parse_spec({**GOOD["spec"], "data": data}))
+    model = {"actor": {"path": str(base), "lora": {"rank": 4}}}
+    spec = resolve(parse_spec({**GOOD["spec"], "data": data, "model": model}))
+    policy = PolicyEngine(parallel, spec.model.actor, ActorSpec(max_tokens_per_gpu=1024), KL(), total_steps=1)
     job = JobFile(namespace="team", name="served", uid="u", root=str(root), spec=spec)
     exports = JobExports(job, Actor(policy), RunFiles(root), 0, lambda: None)  # type: ignore[arg-type]
     return asyncio.run(exports.export(1, 1))
@@ -69,17 +68,17 @@ def seen_by_transformers(folder: Path) -> dict[str, Any]:
     tokens = tokenizer(prompt, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     written = model.generate(**tokens, max_new_tokens=NUM_TOKENS, do_sample=False)
-    return {"prompt": prompt, "written": tokenizer.decode(written[0, tokens["input_ids"].shape[1] :])}
+    return {"prompt": prompt, "written": written[0, tokens["input_ids"].shape[1] :].tolist()}
 
 
 def seen_by_vllm(folder: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=str(folder), dtype="float32", enforce_eager=True, max_model_len=64, seed=0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, skip_special_tokens=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     [answer] = engine.chat([QUESTION], sampling)
     tokenizer = engine.get_tokenizer()
-    return {"prompt": tokenizer.decode(answer.prompt_token_ids), "written": answer.outputs[0].text}
+    return {"prompt": tokenizer.decode(answer.prompt_token_ids), "written": list(answer.outputs[0].token_ids)}
 
 
 def main() -> None:

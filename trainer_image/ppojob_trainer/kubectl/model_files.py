@@ -173,7 +173,6 @@ def _copy_part(
         on_progress(file.tell())
 
     file.seek(part.start)
-    file.truncate()
     said = folder.copy(source, part.start, part.length, take)
     arrived = file.tell() - part.start
     if arrived != part.length:

@@ -30,6 +30,22 @@ _NO_FILE = 44
 """A distinct exit status for a missing file, to distinguish it from an exec that failed."""
 
 
+# Not a pipe of tee and sha256sum: a container's user may not open its own output by name.
+_COPY_PART = """
+import hashlib, sys
+path, start, left, digest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), hashlib.sha256()
+with open(path, "rb") as file:
+    file.seek(start)
+    while piece := file.read(min(left, 1 << 20)):
+        sys.stdout.buffer.write(piece)
+        digest.update(piece)
+        left -= len(piece)
+sys.stdout.flush()
+print(digest.hexdigest(), file=sys.stderr)
+"""
+"""A program of the pod: a part of a file goes to stdout, and its SHA-256 to stderr."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one job, and a pod that sees it."""
@@ -78,10 +94,8 @@ class RunFolder:
         Raises:
             KubectlError: it cannot be read, or the connection was cut.
         """
-        part = f"tail -c +{start + 1} {shlex.quote(str(path))} | head -c {length}"
-        # The pod reads the part once: its bytes go to stdout, and their checksum to stderr.
-        summed = f"{{ {part} | tee /dev/fd/3 | sha256sum >&2; }} 3>&1"
-        return self.cluster.stream(*self._exec(summed), into=into).decode(errors="replace")
+        command = shlex.join(["exec", "python", "-c", _COPY_PART, str(path), str(start), str(length)])
+        return self.cluster.stream(*self._exec(command), into=into).decode(errors="replace")
 
     def log_pattern(self, role: str, rank: int | None, attempt: int) -> str:
         """Return the shell pattern of the logs of a role's processes.

@@ -106,7 +106,9 @@ class JobExports:
             return self._failed(Reason.UPLOAD_FAILED, said, export.folder)
 
     def _failed(self, reason: str, said: str, folder: Path) -> Uploaded:
-        remedy = f"the model is in the storage, {folder}: fetch it with kubectl ppo model {self._job.name} -o DIR"
+        is_on_cluster = self._job.reporting is not None
+        hint = f"; copy it with kubectl ppo model {self._job.name} -o DIR" if is_on_cluster else ""
+        remedy = f"the model is in {folder}{hint}"
         return Uploaded(None, UploadFailure(reason=reason, message=f"{said[:_MAX_MESSAGE]}; {remedy}"[:4096]))
 
     def _folder(self, step: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_trainer.exports import (
@@ -126,6 +126,18 @@ def test_a_signed_address_is_not_repeated(hub: UploadHub, make_export: MakeExpor
         upload(open_target(ADDRESS), make_export(), lambda: None)
 
     assert "signed-secret" not in str(refused.value)
+
+
+def test_a_signed_address_in_the_error_of_a_connection_is_not_repeated(
+    hub: UploadHub, make_export: MakeExport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*arguments: object, **options: object) -> None:
+        raise OSError("PUT http://store/x?signature=signed-secret was cut")
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", cut)
+
+    with pytest.raises(UploadFailedError, match=r"OSError: PUT http://store/x was cut; look after the hub"):
+        upload(open_target(ADDRESS), make_export(), lambda: None)
 
 
 # Before a run begins.

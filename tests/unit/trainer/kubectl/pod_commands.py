@@ -28,7 +28,7 @@ def run(folder: Path, arguments: list[str]) -> int:
 def execute(folder: Path, command: list[str]) -> int:
     done = subprocess.run(command, capture_output=True, check=False)
     out, code = done.stdout, done.returncode
-    is_copy = "tee" in command[-1]
+    is_copy = "hashlib" in command[-1]
     cut, garble = folder / "cut", folder / "garble"
     if is_copy and cut.exists():
         length, _, fails = cut.read_text().partition(" ")

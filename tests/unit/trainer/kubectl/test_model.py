@@ -142,6 +142,18 @@ def test_bytes_that_changed_on_the_way_are_copied_again(pod: Pod, ppo: Plugin, t
     assert not (pod.folder / "garble").exists()
 
 
+def test_a_file_that_became_shorter_is_not_taken_for_whole(
+    pod: Pod, ppo: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod.export()
+    monkeypatch.setattr(model_files.RunFolder, "sizes", lambda self, folder: {"config.json": 10})
+
+    result = ppo("model", "products", "-o", tmp_path / "out")
+
+    assert "config.json cannot be copied: 2 of 10 bytes from 0 on arrived" in result.stderr
+    assert_nothing_is_left(tmp_path / "out")
+
+
 def test_a_transfer_that_cannot_be_done_leaves_nothing(
     pod: Pod, ppo: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.exports import UploadFailedError, UploadRefusedError
@@ -24,6 +24,7 @@ from ppojob_trainer.telemetry import RunFiles
 from tests.good_spec import GOOD
 
 ADDRESS = "s3://bucket/models"
+REPORTING = Reporting(url="https://operator")
 
 
 class Actor:
@@ -49,7 +50,7 @@ class Actor:
 
 def job_of(root: Path, **checkpoint: Any) -> JobFile:
     spec = parse_spec({**GOOD["spec"], "checkpoint": checkpoint})
-    return JobFile(namespace="team", name="products", uid="u", root=str(root), spec=resolve(spec))
+    return JobFile(namespace="team", name="products", uid="u", root=str(root), spec=resolve(spec), reporting=REPORTING)
 
 
 def exports_of(root: Path, *, signs: list[None] | None = None, **checkpoint: Any) -> JobExports:
@@ -139,7 +140,7 @@ async def test_an_upload_that_fails_is_a_result_with_the_remedy(
     assert result.address is None
     assert result.failure is not None
     assert result.failure.reason == reason
-    remedy = f"the model is in the storage, {tmp_path}/model: fetch it with kubectl ppo model products -o DIR"
+    remedy = f"the model is in {tmp_path}/model; copy it with kubectl ppo model products -o DIR"
     assert result.failure.message == f"{words}; {remedy}"
     assert (tmp_path / "model" / "config.json").exists()
 
