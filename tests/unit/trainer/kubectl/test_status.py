@@ -87,7 +87,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
             pools=[{"name": "critic", "desiredNodes": 2, "readyNodes": 1, "gpus": 4, "message": "0/2 nodes [gpu]"}],
             lastFailure={"attempt": 2, "reason": "OutOfMemory", "message": "critic, rank 1"},
             checkpoint={"step": 4, "path": "/data/c/4"},
-            model={"path": "/data/model"},
+            model={"path": "/data/model", "address": "hf://team/products"},
             recommendation="1 GPU would do",
             operator={"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "0.1.0"},
         )
@@ -97,6 +97,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
 
     for line in (
         ["Failed", "True", "OutOfMemory", "critic,", "rank", "1"],
+        ["uploaded", "hf://team/products"],
         ["critic", "1/2", "4", "-", "0/2", "nodes", "[gpu]"],
         ["last", "failure", "(attempt", "2):", "OutOfMemory:", "critic,", "rank", "1"],
         ["checkpoint", "step", "4,", "/data/c/4"],
