@@ -13,6 +13,7 @@ saved if a step was finished since the last one. A requested checkpoint is saved
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -104,11 +105,7 @@ class TrainingLoop(Generic[B]):
                 logger.info("stopping after step %d", self._step)
             await self._settle()
             if self._monitor.is_stopping and self._step < self._monitor.settings.total_steps:
-                is_saved = self._saved_step == self._step
-                await self._save()
-                await self._written()
-                if not is_saved:
-                    await self._export_each()
+                await self._save_stopped()
                 return Outcome(self._step, is_finished=False)
             return Outcome(self._step, is_finished=await self._finish())
         finally:
@@ -129,8 +126,9 @@ class TrainingLoop(Generic[B]):
         # The engines start with the initial weights.
         await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
         self._monitor.resumed(step)
-        if self._settings.uploads and self._exports.is_left(step):
-            self._uploading = asyncio.create_task(self._upload(step))
+        left = self._exports.newest(step) if self._settings.uploads else None
+        if left is not None:
+            self._uploading = asyncio.create_task(self._upload(left))
 
     async def _steps(self) -> None:
         if self._step == 0 and self._settings.validates_first and self._validates:
@@ -194,15 +192,21 @@ class TrainingLoop(Generic[B]):
         generated = await (ahead if ahead is not None else self._ppo.generate(step))
         return await self._ppo.prepare(generated)
 
+    async def _save_stopped(self) -> None:
+        is_saved = self._saved_step == self._step
+        await self._save()
+        await self._written()
+        if not is_saved:
+            await self._export_each()
+
     async def _finish(self) -> bool:
         """Save and export the last step; return False if a stop was requested before the export was uploaded."""
         await self._save()
         await self._written()
-        if self._settings.exports_final and self._exported_step != self._step:
-            await self._export()
         try:
-            if self._uploading is not None:
-                await self._or_stop(self._uploaded())
+            if self._settings.exports_final and self._exported_step != self._step:
+                await self._export()
+            await self._uploaded()
         except StoppedError:
             logger.info("stopping before the export is uploaded; the next attempt uploads it")
             return False
@@ -210,12 +214,18 @@ class TrainingLoop(Generic[B]):
         return True
 
     async def _export_each(self) -> None:
-        """Export the step of a checkpoint, if the job exports all of them."""
+        """Export the step of a checkpoint, if the job exports all of them, unless a stop comes during the last upload."""
         if self._settings.exports_each:
-            await self._export()
+            # The step is done and saved: whoever waits for that need not know that its export was dropped.
+            with contextlib.suppress(StoppedError):
+                await self._export()
 
     async def _export(self) -> None:
-        """Export the policy, and begin to upload it. An earlier upload may still read an export that is deleted now."""
+        """Export the policy, and begin to upload it.
+
+        Raises:
+            StoppedError: an earlier upload was still running, whose export this one may delete.
+        """
         await self._uploaded()
         self._monitor.set_activity(Activity.EXPORTING)
         step, keep = self._step, self._monitor.settings.checkpoint_keep
@@ -229,10 +239,14 @@ class TrainingLoop(Generic[B]):
         self._monitor.uploaded(await self._exports.upload(step))
 
     async def _uploaded(self) -> None:
-        """Wait until nothing is being uploaded."""
+        """Wait until nothing is being uploaded; a stop drops the upload, and the next attempt makes it.
+
+        Raises:
+            StoppedError: it was dropped.
+        """
         uploading, self._uploading = self._uploading, None
         if uploading is not None:
-            await uploading
+            await self._or_stop(_awaited(uploading))
 
     @property
     def _validates(self) -> bool:
@@ -323,3 +337,7 @@ class TrainingLoop(Generic[B]):
             task.cancel()
             # Retrieve its exception: if it failed by itself, that is not the error that ended the run.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def _awaited(task: asyncio.Task[T]) -> T:
+    return await task

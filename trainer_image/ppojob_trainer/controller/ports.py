@@ -313,8 +313,11 @@ class ExportPort(Protocol):
         """
         ...
 
-    def is_left(self, step: int) -> bool:
-        """Return whether an earlier attempt has exported `step` and may not have uploaded it."""
+    def newest(self, step: int) -> int | None:
+        """Return the newest exported step up to `step`, whose upload an earlier attempt may have dropped; None: none.
+
+        A job with one export makes it again.
+        """
         ...
 
     async def upload(self, step: int) -> Uploaded:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ppojob_trainer.exports.errors import (
     UploadCredentialsError,
@@ -106,7 +106,8 @@ class HubTarget:
         """Commit the files that were added, and the deletion of all others; return the commit's name."""
         there = self._api.list_repo_files(self._repository)
         stale = [name for name in there if name not in self._additions and name != _KEPT]
-        operations = [*self._additions.values(), *(CommitOperationDelete(name) for name in stale)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = list(self._additions.values())
+        operations += [CommitOperationDelete(name) for name in stale]
         return str(self._api.create_commit(self._repository, operations, commit_message=message).oid)
 
     def _tag(self, tag: str, commit: str) -> None:

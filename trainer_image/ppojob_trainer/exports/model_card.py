@@ -179,10 +179,10 @@ def _results(facts: CardFacts) -> Iterator[str]:
         rows = ((f"{name}, step {step}", _number(rewards[step])) for name, step in
                 (("first", first), ("best", best), ("last", last)))  # fmt: skip
         yield _table("mean score of the responses", "value", rows)
-    validations = [step for step, _ in _curve(facts.records, VALIDATION_REWARD)]
+    validations = [int(step) for step, _ in _curve(facts.records, VALIDATION_REWARD)]
     if validations:
         first, last = validations[0], validations[-1]
-        of = {record["step"]: record for record in facts.records}
+        of = {int(record["step"] or 0): record for record in facts.records}
         names = sorted(name for name in of[last] if name.startswith(_VALIDATION) and of[last][name] is not None)
         rows = (
             (name, f"{_number(of[last][name])} ({_number(of[first].get(name))} at step {first:.0f})") for name in names

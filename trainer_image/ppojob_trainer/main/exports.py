@@ -79,9 +79,10 @@ class JobExports:
             await asyncio.to_thread(_keep, self._files.models, step, keep)
         return target
 
-    def is_left(self, step: int) -> bool:
+    def newest(self, step: int) -> int | None:
         """See `ExportPort`."""
-        return self._is_each and self._folder(step).is_dir()
+        known = _steps(self._files.models).values() if self._is_each else ()
+        return max((number for number in known if number <= step), default=None)
 
     async def upload(self, step: int) -> Uploaded:
         """See `ExportPort`."""
@@ -139,9 +140,15 @@ async def _in_thread(work: Callable[[], T]) -> T:
     return await done
 
 
+def _steps(folder: Path) -> dict[Path, int]:
+    """Return the exports in a folder with their steps."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return {path: int(match[1]) for path in found if (match := _STEP.fullmatch(path.name))}
+
+
 def _keep(folder: Path, step: int, keep: int) -> None:
     """Delete all but the newest exports; later steps belong to a continuation that was abandoned."""
-    found = {path: int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
+    found = _steps(folder)
     kept = sorted(number for number in found.values() if number <= step)[-keep:]
     for path, number in found.items():
         if number not in kept:

@@ -54,8 +54,8 @@ class FakeExports:
         self.num_exports += 1
         return Path("model")
 
-    def is_left(self, step: int) -> bool:
-        return step in self.left
+    def newest(self, step: int) -> int | None:
+        return max((left for left in self.left if left <= step), default=None)
 
     async def upload(self, step: int) -> Uploaded:
         await self.world.phase("upload", step)

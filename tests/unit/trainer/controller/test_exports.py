@@ -86,8 +86,38 @@ async def test_a_stop_during_the_last_upload_leaves_it_to_the_next_attempt(make_
     assert again.monitor.uploads == [Uploaded("s3://bucket/step-2")]
 
 
+@pytest.mark.parametrize("phase", ["generate 3", "update_actor 3"])
+async def test_a_stop_does_not_wait_for_an_upload(make_run: MakeRun, stop_at: StopAt, phase: str) -> None:
+    run = make_run(steps=6, save_every=2, export=Exporting(is_each=True, upload_s=100_000.0))
+
+    outcome = await stop_at(run, phase)
+
+    assert not outcome.is_finished
+    assert "upload 2" not in run.world.names("end")
+    assert run.monitor.saved_steps[-1] == outcome.step, "the checkpoint of its last step is saved"
+
+
+async def test_a_stop_while_an_export_waits_for_an_upload_drops_both(make_run: MakeRun) -> None:
+    run = make_run(steps=6, save_every=2, export=Exporting(is_each=True, upload_s=100_000.0))
+    saved = run.monitor.saved
+
+    def stop_later(step: int, location: str, request: str | None) -> None:
+        saved(step, location, request)
+        if step == 4:
+            run.monitor.stopping.set()
+
+    run.monitor.saved = stop_later  # type: ignore[method-assign]
+
+    outcome = await run()
+
+    assert (outcome.step, outcome.is_finished) == (4, False)
+    assert "upload 2" not in run.world.names("end")
+    assert 4 in run.monitor.records
+    assert run.exports.num_exports == 1
+
+
 async def test_an_upload_that_an_attempt_left_is_made_by_the_next_one(make_run: MakeRun) -> None:
-    run = make_run(steps=4, found=(2, KL), export=Exporting(is_each=True, upload_s=1.0, left=(2,)))
+    run = make_run(steps=4, found=(2, KL), export=Exporting(is_each=True, upload_s=1.0, left=(1, 2, 3)))
 
     await run()
 

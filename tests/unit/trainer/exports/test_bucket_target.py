@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -43,7 +44,7 @@ def puts(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
     put = obstore.put
 
-    def recorded(store: MemoryStore, path: str, *args: object, **options: object) -> object:
+    def recorded(store: MemoryStore, path: str, *args: Any, **options: Any) -> Any:
         written.append(path.removeprefix("models/products/"))
         return put(store, path, *args, **options)
 
@@ -144,7 +145,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     tries: list[str] = []
     put = obstore.put
 
-    def fail(store: MemoryStore, path: str, *args: object, **options: object) -> object:
+    def fail(store: MemoryStore, path: str, *args: Any, **options: Any) -> Any:
         tries.append(path)
         if len(tries) <= times:
             raise GenericError("Generic S3 error: Server returned non-2xx status code: 503 <?xml signed")

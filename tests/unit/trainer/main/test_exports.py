@@ -74,7 +74,7 @@ async def test_the_last_export_replaces_the_one_before(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert (tmp_path / "model" / "config.json").read_text() == "2"
     assert "for 8 steps" in (tmp_path / "model" / "README.md").read_text()
-    assert not exports.is_left(8), "it is exported again at the end"
+    assert exports.newest(8) is None, "it is exported again at the end"
 
 
 async def test_each_export_has_its_folder_and_the_newest_are_kept(tmp_path: Path) -> None:
@@ -84,8 +84,7 @@ async def test_each_export_has_its_folder_and_the_newest_are_kept(tmp_path: Path
         assert await exports.export(step, 2) == tmp_path / "models" / f"step-{step}"
 
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["step-12", "step-8"], "100 was abandoned"
-    assert exports.is_left(12)
-    assert not exports.is_left(100)
+    assert [exports.newest(step) for step in (100, 12, 11, 4)] == [12, 12, 8, None]
 
 
 async def test_an_export_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
