@@ -46,6 +46,8 @@ class Job:
     """It is being deleted."""
     operator_wish: str | None = None
     """Value of the annotation that names the operator which is to run it. None: there is none."""
+    queue_label: str | None = None
+    """Value of the label that names a queue of Kueue, as it is now. None: there is none."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """What a newer operator wrote into the status that this one does not know; it stays there."""
 

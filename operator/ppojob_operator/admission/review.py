@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
-from ppojob_operator.reconcile.reading import operator_wish
+from ppojob_operator.reconcile.reading import operator_wish, queue_label
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"
@@ -59,13 +59,13 @@ class Request(_Model):
     def job(self) -> Manifest | None:
         """The PPOJob that would be stored, if there is anything to be judged in it.
 
-        An update that leaves the spec alone passes: a job that an older operator took, or nobody judged, must lose its
-        finalizers and get its labels. So does that of an object which is being deleted.
+        An update that leaves the spec and the queue's label alone passes: a job that an older operator took, or
+        nobody judged, must lose its finalizers and get its labels. So does that of an object which is being deleted.
         """
         if self.new is None or not self.is_ours:
             return None
         job = self._complete(self.new)
-        is_as_before = self.old is not None and self.old.get("spec") == self.new.get("spec")
+        is_as_before = self.old is not None and _judged(self.old) == _judged(self.new)
         return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
 
     @property
@@ -85,6 +85,10 @@ class Request(_Model):
         given = raw.get("metadata")
         metadata = {"uid": "", "generation": 1, "name": self.name, **(given if isinstance(given, dict) else {})}
         return {**raw, "metadata": {**metadata, "namespace": self.namespace}}
+
+
+def _judged(raw: Mapping[str, Any]) -> tuple[Any, str | None]:
+    return raw.get("spec"), queue_label(raw.get("metadata") or {})
 
 
 class _Review(_Model):

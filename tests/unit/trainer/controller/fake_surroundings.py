@@ -78,6 +78,10 @@ class FakeMonitor:
         self.uploads: list[Uploaded] = []
 
     @property
+    def total_steps(self) -> int:
+        return self.settings.steps(steps_per_epoch=0)
+
+    @property
     def is_stopping(self) -> bool:
         return self.stopping.is_set()
 
