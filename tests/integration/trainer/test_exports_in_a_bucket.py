@@ -12,9 +12,10 @@ import pytest
 from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.exports import UploadRefusedError, open_target, upload
 from ppojob_trainer.exports.target import MANIFEST, Export
+from tests.integration.trainer.runs import LIMIT_S, STEPS, Run, log_of, spec_of, started
 from tests.integration.trainer.s3_server import S3Server, serving
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,25 @@ def test_a_bucket_that_is_not_there_is_refused_by_name() -> None:
         match=r"^checkpoint\.exportTo s3://none/models cannot be used: there is no such bucket .*create it",
     ):
         open_target("s3://none/models").check("u")
+
+
+def test_a_run_uploads_each_export_and_its_cards_have_the_metrics(
+    server: S3Server, model: Path, tmp_path: Path
+) -> None:
+    address = "s3://bucket/models/run"
+    exporting = {"everySteps": 1, "keep": 2, "export": "Each", "exportTo": address}
+    with started(tmp_path, spec_of(model, checkpoint=exporting)) as run:
+        assert run.wait(LIMIT_S) == 0, log_of(tmp_path)
+
+    places = {key.partition("/")[0] for key in server.keys("models/run")}
+    assert places == {f"step-{step}" for step in range(1, STEPS + 1)}
+    kept = {path.name for path in (tmp_path / "models").iterdir()}
+    assert kept == {f"step-{step}" for step in (STEPS - 1, STEPS)}
+    assert f"the policy is uploaded: {address}/step-{STEPS}" in log_of(tmp_path)
+    for step, record in Run(tmp_path).records.items():
+        if step > 0:
+            names = server.keys(f"models/run/step-{step}")
+            assert {"config.json", "model.safetensors", "chat_template.jinja", MANIFEST} <= set(names)
+            card = bytes(server.store.get(f"models/run/step-{step}/README.md").bytes()).decode()
+            assert f"| last, step {step} | {record['critic/score/mean']:.4g} |" in card
+            assert f"| validation at step {step} | value |" in card
