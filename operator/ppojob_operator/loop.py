@@ -4,7 +4,7 @@
                  |                          |                              |
                  +----------> WorkQueue: one entry a job, never two looks at the same job
                                             |
-                              workers: ours? (claims) -> observe (cluster, dashboard) -> reconcile.decide -> carry out
+                              workers: ours? (adoption) -> observe (cluster, dashboard) -> reconcile.decide -> carry out
 
 Between two looks at a job whose objects no watch told of, only the job itself and Ray's dashboard are asked again: a
 thousand running jobs would otherwise list their pods a hundred times a second. The sweep distrusts the watches and has
@@ -25,8 +25,8 @@ from typing import Any
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
+from ppojob_operator.adoption import Claims, own_identity
 from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
-from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.manifests import naming

@@ -28,11 +28,12 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator import logs
 from ppojob_operator.admission import AdmissionEndpoint, keep_trusted
+from ppojob_operator.adoption import own_identity
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
-from ppojob_operator.claims import own_identity
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.definition import say_differences
+from ppojob_operator.leader_tasks import Part, Term
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import JobNetwork, Surroundings
@@ -45,8 +46,7 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from ppojob_operator.term import Part, Term
-from ppojob_operator.together import run_together
+from ppojob_operator.supervisor import run_together
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE, Reason
-from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.spec_warnings import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe

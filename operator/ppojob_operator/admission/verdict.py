@@ -6,8 +6,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import doubts
 from ppojob_api.v1alpha1.validation import FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile import is_finished, references, spec_problem, was_accepted

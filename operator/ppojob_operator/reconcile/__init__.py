@@ -4,11 +4,11 @@
 """
 
 from ppojob_operator.reconcile.acceptance import spec_problem, was_accepted
-from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
 from ppojob_operator.reconcile.faults import show_fault
 from ppojob_operator.reconcile.job_state import JobState, job_state
+from ppojob_operator.reconcile.ray_dashboard import dashboard_target
 from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod, read_workload
 
 __all__ = [

@@ -6,8 +6,8 @@
 from collections.abc import Iterable
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import doubts
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Job, Observed

@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.resolve import driver_log, job_root
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
-from ppojob_operator.reconcile import losses
+from ppojob_operator.reconcile import lost_pods
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
@@ -34,14 +34,16 @@ def judge(situation: Situation) -> Failure | None:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
     loss = _lost_head(situation) or _lost_workers(situation)
-    is_starved = any(pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in losses.all_pods(situation))
+    is_starved = any(
+        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in lost_pods.all_pods(situation)
+    )
     return (_starved(situation) or loss) if (loss or is_starved) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
-    lost = losses.judge(situation)
-    is_suspect = lost is None or not losses.are_replaced(situation)
+    lost = lost_pods.judge(situation)
+    is_suspect = lost is None or not lost_pods.are_replaced(situation)
     if _may_come_of_a_loss(record, is_lost=lost is not None) and (starved := _starved(situation)):
         return starved
     if record is not None and (record.kind is not FailureKind.USER or lost is None):
@@ -83,7 +85,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
 
 def _starved(situation: Situation) -> Failure | None:
     """Return the failure of an attempt of which a pod wanted more memory than it may have; None: no pod did."""
-    killed = next(((pod, pod.out_of_memory) for pod in losses.all_pods(situation) if pod.out_of_memory), None)
+    killed = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
     if killed is None:
         return None
     pod, trouble = killed
@@ -106,12 +108,12 @@ def _lost_head(situation: Situation) -> Failure | None:
         words = _with_log(situation, f"somebody deleted the RayCluster {situation.cluster_name}")
         return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
     message = f"the RayCluster {situation.cluster_name} was suspended" if situation.cluster.is_suspended else ""
-    taken = None if message else losses.taken(situation)
+    taken = None if message else lost_pods.taken(situation)
     message = message or _words_of_a_lost_head(situation)
     if not message:
         return None
     reason, words = (taken.reason, f"{message}: {taken.message}") if taken else (Reason.HEAD_LOST, message)
-    heads = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is None)
+    heads = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is None)
     return Failure(FailureKind.INFRASTRUCTURE, reason, _with_log(situation, words), _exit_code(heads))
 
 
@@ -125,33 +127,33 @@ def _words_of_a_lost_head(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
     head = situation.head
     if head is None:
-        return "" if losses.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
+        return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
     if head.trouble is not None:
         return f"the head pod {head.name} failed: {head.trouble.words}"
     if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
         return f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
     if _is_silent(situation):
         problem = ray.problem if ray else "the head pod is not ready"
-        return f"neither Ray's dashboard nor the trainer answered for {losses.SILENCE.seconds} s: {problem}"
+        return f"neither Ray's dashboard nor the trainer answered for {lost_pods.SILENCE.seconds} s: {problem}"
     return ""
 
 
 def _is_silent(situation: Situation) -> bool:
     unreachable_since = situation.unreachable_since
     is_over = unreachable_since is not None and situation.now - unreachable_since > _SETTLING
-    return is_over and not losses.is_reporting(situation)
+    return is_over and not lost_pods.is_reporting(situation)
 
 
 def _lost_workers(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer had time to notice, and did not."""
     # Without a head nobody knows with which pods the attempt began.
-    lost = losses.judge(situation) if situation.ray_job is not None else None
+    lost = lost_pods.judge(situation) if situation.ray_job is not None else None
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
-    patience = _SETTLING + grace if losses.is_held(situation) else _SETTLING
+    patience = _SETTLING + grace if lost_pods.is_held(situation) else _SETTLING
     if lost is None or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
-    troubles = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is not None)
-    is_suspect = not losses.are_replaced(situation)
+    troubles = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is not None)
+    is_suspect = not lost_pods.are_replaced(situation)
     return Failure(FailureKind.INFRASTRUCTURE, lost.reason, lost.message, _exit_code(troubles), is_suspect)
 
 

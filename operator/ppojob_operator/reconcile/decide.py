@@ -28,12 +28,12 @@ from ppojob_operator.reconcile import (
     completion,
     conditions,
     deadlines,
-    hearing,
     layout,
     log_tail,
-    losses,
+    lost_pods,
     phase,
     pools,
+    progressing,
     restoring,
     retry,
     stall,
@@ -80,7 +80,7 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
     found = pools.judge(situation)
-    if lost := losses.judge(situation):
+    if lost := lost_pods.judge(situation):
         found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
@@ -128,7 +128,7 @@ def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step
         Condition.ADMITTED: admission.judge(situation),
         Condition.POOLS_READY: found.finding,
         Condition.SUBMITTED: step.finding,
-        Condition.PROGRESSING: hearing.judge(situation),
+        Condition.PROGRESSING: progressing.judge(situation),
         Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
         Condition.LAYOUT_APPLIED: layout.finding(situation),
         Condition.SUSPENDED: stopping.resumed(situation),
@@ -151,7 +151,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
 def _attempt_failed(
     situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding, failure: Failure
 ) -> Plan:
-    is_whole = found.is_ready or losses.are_replaced(situation)
+    is_whole = found.is_ready or lost_pods.are_replaced(situation)
     verdict = retry.judge(situation, failure, is_cluster_whole=is_whole)
     if verdict.is_final:
         return _failed(situation, findings, failure, verdict.reason, verdict.message)

@@ -1,6 +1,6 @@
 """Policy: by which layout does the job run, and does its spec want another?
 
-`decide` and `asking` call it. A layout is in force from when its RayCluster is made until that is given up, and
+`decide` and `ray_dashboard` call it. A layout is in force from when its RayCluster is made until that is given up, and
 `status.effectiveLayout` remembers it. Where the edited spec cannot be run, the job stays with the layout that it has.
 """
 

@@ -6,7 +6,7 @@
     ppojob.dev/operator  whom the annotation names takes the job over, and everybody else leaves it alone
 
 Who an operator is say the namespace and the Lease of its release: they are the same over replicas, restarts and
-upgrades. `claims.py` asks for the loop, and the admission webhook asks who judges a job.
+upgrades. `adoption.py` asks for the loop, and the admission webhook asks who judges a job.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Policy: does the trainer get anywhere? It has stalled where its reports arrive and say the same for too long.
 
-Silence is no stall: whoever cannot be heard may train on (`hearing.py`).
+Silence is no stall: whoever cannot be heard may train on (`progressing.py`).
 """
 
 from datetime import timedelta

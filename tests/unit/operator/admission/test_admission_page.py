@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from ppojob_api.v1alpha1.doubts import doubts
+from tests.unit.api.test_doubts import among
+
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import doubts
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim
 from ppojob_operator.reconcile.references import judge, judge_claim, named
-from tests.unit.api.test_doubts import among
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
 PAGE = Path("docs/admission.md").read_text()

@@ -20,7 +20,7 @@ from ppojob_operator.plan import JobKey, Surroundings
 from ppojob_operator.reconcile import JobState
 from ppojob_operator.settings import Settings
 from ppojob_operator.status_server import Health, OperatorMetrics
-from ppojob_operator.together import run_together
+from ppojob_operator.supervisor import run_together
 
 _LOOP_PULSE_SECONDS = 300.0
 _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from ppojob_operator import together
-from ppojob_operator.together import run_together
+from ppojob_operator import supervisor
+from ppojob_operator.supervisor import run_together
 
 
 async def waiting(stop: asyncio.Event) -> None:
@@ -53,7 +53,7 @@ async def test_a_part_that_breaks_is_named_with_its_cause() -> None:
 
 
 async def test_a_part_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.05)
     stop = asyncio.Event()
     stop.set()
 

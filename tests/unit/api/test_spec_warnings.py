@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec_warnings import doubts
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD, with_changes
 from tests.examples import EXAMPLES, name_of

@@ -1,6 +1,6 @@
 """Runs parts that belong together: all until one is asked to stop or ends, and then all end.
 
-`main.py` runs the process' parts so, and `term.py` those of the leader. It knows nothing of either.
+`main.py` runs the process' parts so, and `leader_tasks.py` those of the leader. It knows nothing of either.
 """
 
 import asyncio

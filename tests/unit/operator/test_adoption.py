@@ -9,8 +9,8 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Reason
 from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator.adoption import Claims, own_identity
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.plan import EventRecord, Job, Manifest
 from ppojob_operator.reconcile import read_job
