@@ -41,7 +41,7 @@ class _Seen:
     read_at: float
 
 
-class Claims:
+class Adopter:
     """Which jobs are ours."""
 
     def __init__(
@@ -61,38 +61,38 @@ class Claims:
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._left_alone: set[JobKey] = set()
-        self._told: dict[JobKey, str] = {}
+        self._emitted: dict[JobKey, str] = {}
 
     @property
     def num_left_alone(self) -> int:
         """How many jobs that this operator sees are left to another one."""
         return len(self._left_alone)
 
-    async def claim(self, job: Job) -> Job | None:
+    async def adopt(self, job: Job) -> Job | None:
         """Return the job with a status that says that it is ours, or None: it is another operator's.
 
         Raises:
             ApiError: the claim could not be written, or another operator was quicker; look again.
         """
         rival = ownership.rival(job, self._own)
-        other = None if rival is None else await self._look_at(rival)
-        claim = ownership.judge(job, self._own, other, self._patience)
-        if not claim.is_ours:
+        other = None if rival is None else await self._observe_lease(rival)
+        adoption = ownership.judge(job, self._own, other, self._patience)
+        if not adoption.is_ours:
             self._left_alone.add(job.key)
-            await self._tell(job, claim.told)
+            await self._emit_once(job, adoption.event)
             return None
-        if claim.status is not None and not await self._cluster.write_status(job, owned(claim.status)):
-            raise ApiUnavailable(f"PPOJob {job.key} was deleted, or made anew, while it was being claimed")
+        if adoption.status is not None and not await self._cluster.write_status(job, owned(adoption.status)):
+            raise ApiUnavailable(f"PPOJob {job.key} was deleted or re-created while it was being adopted")
         self._left_alone.discard(job.key)
-        await self._tell(job, claim.told)
-        return job if claim.status is None else replace(job, status=claim.status)
+        await self._emit_once(job, adoption.event)
+        return job if adoption.status is None else replace(job, status=adoption.status)
 
     def forget(self, key: JobKey) -> None:
         """Forget a job that is gone."""
         self._left_alone.discard(key)
-        self._told.pop(key, None)
+        self._emitted.pop(key, None)
 
-    async def _look_at(self, other: OperatorStatus) -> OtherLease | None:
+    async def _observe_lease(self, other: OperatorStatus) -> OtherLease | None:
         place, now = (other.namespace, other.lease), self._clock()
         seen = self._seen.get(place)
         if seen is None or now >= seen.read_at + _LEASE_SECONDS:
@@ -110,14 +110,14 @@ class Claims:
         is_as_before = before is not None and before.lease == lease
         return _Seen(lease, before.changed_at if before is not None and is_as_before else now, now)
 
-    async def _tell(self, job: Job, event: EventRecord | None) -> None:
+    async def _emit_once(self, job: Job, event: EventRecord | None) -> None:
         """Say in the log and in an Event what is so, once for as long as it is so."""
         if event is None:
-            self._told.pop(job.key, None)
+            self._emitted.pop(job.key, None)
             return
-        if self._told.get(job.key) == event.reason:
+        if self._emitted.get(job.key) == event.reason:
             return
-        self._told[job.key] = event.reason
+        self._emitted[job.key] = event.reason
         logger.log(logging.WARNING if event.is_warning else logging.INFO, "%s: %s", job.key, event.message)
         try:
             await self._cluster.emit(job, event)

@@ -58,7 +58,7 @@ class Answer:
     """Decoded JSON; text where it is none."""
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The API server's own words."""
         message = self.body.get("message") if isinstance(self.body, Mapping) else None
         return f"{self.status} {message or repr(self.body)}"[:_MAX_WORDS]
@@ -70,7 +70,7 @@ class Answer:
             ApiRefused: it has another one.
         """
         if self.status not in statuses or not isinstance(self.body, dict):
-            raise ApiRefused(self.words)
+            raise ApiRefused(self.message)
         return self.body
 
 
@@ -204,9 +204,9 @@ class ApiServer:
             raise ApiUnavailable(f"{where}: {type(error).__name__} {error}") from error
         answer = Answer(response.status, _decode(data))
         if answer.status in _COME_AGAIN:
-            raise ApiUnavailable(f"{where}: {answer.words}")
+            raise ApiUnavailable(f"{where}: {answer.message}")
         if answer.status >= 500:
-            raise ApiFailed(f"{where}: {answer.words}")
+            raise ApiFailed(f"{where}: {answer.message}")
         return answer
 
 

@@ -32,7 +32,7 @@ _COLLECTIONS = {
 }
 
 _APPLY = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
-_MAX_NOTE = 1000
+_MAX_MESSAGE = 1000
 _MAX_RACES = 5
 _CONTROLLER = f"{constants.GROUP}/operator"
 
@@ -107,7 +107,7 @@ class Cluster:
         if found is not None and not naming.is_owned(found, owner["uid"]):
             raise _taken(kind, found, owner)
         if found is not None and kind == "RayCluster":
-            manifest = queues.with_kueues_part(manifest, found)
+            manifest = queues.with_kueue_fields(manifest, found)
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
@@ -184,7 +184,7 @@ class Cluster:
             "type": "Warning" if event.is_warning else "Normal",
             "reason": event.reason,
             "action": event.action,
-            "message": event.message[:_MAX_NOTE],
+            "message": event.message[:_MAX_MESSAGE],
             "source": {"component": _CONTROLLER},
             "reportingComponent": _CONTROLLER,
             "reportingInstance": self._reporter,

@@ -27,12 +27,12 @@ _CONFIGURATIONS = f"/apis/{_API_VERSION}/validatingwebhookconfigurations"
 
 
 class AdmissionCluster:
-    """LookPort and TrustPort on a real API server."""
+    """ReferencePort and TrustPort on a real API server."""
 
     def __init__(self, api: ApiServer) -> None:
         self._api = api
 
-    async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
+    async def read_reference(self, reference: Reference, namespace: str) -> RawObject | None:
         """Return the object that a spec names, or None if there is none."""
         if not all(map(_NAME.fullmatch, (reference.name, namespace))):
             # No object can have it, and in a path it might lead elsewhere, as ".." does.

@@ -60,7 +60,7 @@ class Dashboard:
         self._timeout = timeout
         self._guard = guard
 
-    async def look(self, address: Address) -> Ray:
+    async def list_jobs(self, address: Address) -> Ray:
         """Return what Ray knows of its jobs, or why it does not answer."""
         try:
             listed = await self._json("GET", address, "/api/jobs/")
@@ -89,7 +89,7 @@ class Dashboard:
         try:
             await self._json("POST", address, "/api/jobs/", body=body)
         except DashboardError:
-            ray = await self.look(address)
+            ray = await self.list_jobs(address)
             if not any(job.submission_id == submission.submission_id for job in ray.jobs):
                 raise
 

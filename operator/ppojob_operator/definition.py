@@ -2,7 +2,7 @@
 
 An API server with an older definition refuses fields that this operator writes; one with a newer definition stores
 fields that this operator does not know. Both are left to people: the operator may not write definitions. `main.py`
-calls `say_differences`; what everybody may read (the published OpenAPI) is compared, so it takes no right.
+calls `log_differences`; what everybody may read (the published OpenAPI) is compared, so it takes no right.
 """
 
 import logging
@@ -19,7 +19,7 @@ _PATH = f"/openapi/v3/apis/{constants.GROUP}/{constants.VERSION}"
 _MAX_NAMED = 5
 
 
-async def say_differences(api: ApiServer, version: str) -> None:
+async def log_differences(api: ApiServer, version: str) -> None:
     """Log how the definition in the cluster differs from that of this operator; where it cannot be read, nothing."""
     try:
         answer = await api.call("GET", _PATH)

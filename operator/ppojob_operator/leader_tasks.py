@@ -1,6 +1,6 @@
 """The leader's part of the operator: the loop and its watches, made anew for each term.
 
-`main.py` gives `Term.run` to the election. Nothing of one term is used in the next: whatever another leader did in
+`main.py` gives `LeaderTasks.run` to the election. Nothing of one term is used in the next: whatever another leader did in
 between is read from the API server. Every write asks the election first (`guard`), so that a replica that leads no
 longer changes nothing, however late it learns of it.
 """
@@ -20,7 +20,7 @@ from ppojob_operator.plan import JobKey, Surroundings
 from ppojob_operator.reconcile import JobState
 from ppojob_operator.settings import Settings
 from ppojob_operator.status_server import Health, OperatorMetrics
-from ppojob_operator.supervisor import run_together
+from ppojob_operator.supervisor import supervise
 
 _LOOP_PULSE_SECONDS = 300.0
 _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
@@ -30,7 +30,7 @@ Part = Callable[[ApiServer, asyncio.Event], Coroutine[Any, Any, None]]
 """What else runs while the leader leads: until the event is set, with an API server that it may write to."""
 
 
-class Term:
+class LeaderTasks:
     """What only the leader runs."""
 
     def __init__(
@@ -77,19 +77,19 @@ class Term:
         metrics = self._metrics
         hooks = Hooks(
             beat=self._health.pulse(_LOOP, _LOOP_PULSE_SECONDS).beat,
-            observe_look=metrics.observe_reconcile,
+            observe_reconcile=metrics.observe_reconcile,
             count_submission=metrics.count_submission,
             count_retries=metrics.count_retries,
         )
         dashboard = Dashboard(self._session, timeout=self._settings.request_timeout, guard=guard)
         loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks)
-        watches = Watches(self._settings, cluster, loop.note)
+        watches = Watches(self._settings, cluster, loop.enqueue)
         self._health.check(_WATCH, loop.watch_problem)
         self._health.ready_when(_WATCHES, lambda: None if watches.is_ready else "not connected yet")
         self._loop = loop
         try:
             parts = {name: part(api, stop) for name, part in self._parts.items()}
-            await run_together(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop), **parts})
+            await supervise(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop), **parts})
         finally:
             self._loop = None
             for name in (_LOOP, _WATCH, _WATCHES):

@@ -32,8 +32,8 @@ from ppojob_operator.adoption import own_identity
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.cluster_progress import ProgressCluster
-from ppojob_operator.definition import say_differences
-from ppojob_operator.leader_tasks import Part, Term
+from ppojob_operator.definition import log_differences
+from ppojob_operator.leader_tasks import LeaderTasks, Part
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import JobNetwork, Surroundings
@@ -46,7 +46,7 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from ppojob_operator.supervisor import run_together
+from ppojob_operator.supervisor import supervise
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ async def run(settings: Settings) -> None:
     async with _api_client() as client, aiohttp.ClientSession() as session:
         api = ApiServer(client, timeout=settings.request_timeout)
         own = own_identity(settings)
-        await say_differences(api, own.version)
+        await log_differences(api, own.version)
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
@@ -99,7 +99,7 @@ async def run(settings: Settings) -> None:
             server.serve_beside(settings.webhook_port, endpoint.application())
         await server.prepare()
         network = _job_network(settings)
-        term = Term(
+        leader_tasks = LeaderTasks(
             settings,
             api,
             session,
@@ -110,13 +110,13 @@ async def run(settings: Settings) -> None:
         )
         election = _election(settings, api, health)
         metrics.ask(
-            job_states=term.job_states,
-            queue_depth=lambda: term.queue_depth,
-            left_alone=lambda: term.num_left_alone,
+            job_states=leader_tasks.job_states,
+            queue_depth=lambda: leader_tasks.queue_depth,
+            left_alone=lambda: leader_tasks.num_left_alone,
             leads=lambda: election.leads,
         )
-        leading = election.run(stop, lambda over: term.run(over, election.check))
-        await run_together(stop, {"status server": server.run(stop), "election": leading})
+        leading = election.run(stop, lambda over: leader_tasks.run(over, election.check))
+        await supervise(stop, {"status server": server.run(stop), "election": leading})
     logger.info("stopped in order")
 
 
@@ -192,12 +192,12 @@ async def _api_client() -> AsyncIterator[ApiClient]:
             await kubernetes_config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except kubernetes_config.ConfigException as error:
         raise StartError(f"no cluster: run in a pod with a service account, or set KUBECONFIG ({error})") from error
-    ask_environment_once(configuration)
+    read_proxy_once(configuration)
     async with ApiClient(configuration) as client:
         yield client
 
 
-def ask_environment_once(configuration: Configuration) -> None:
+def read_proxy_once(configuration: Configuration) -> None:
     """Look now whether a proxy leads to the API server, and not in a thread at each call, which takes half its time."""
     address = urlsplit(configuration.host)
     if not urllib.request.proxy_bypass(address.netloc):

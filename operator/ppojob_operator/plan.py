@@ -42,9 +42,9 @@ class Job:
     """The resolved spec with the layout that is in force; None: none is, or it cannot be run (any more)."""
     moved: tuple[EffectivePool, ...] = ()
     """What autoBalance has moved; `spec` has it already."""
-    is_going: bool = False
+    is_deleting: bool = False
     """It is being deleted."""
-    operator_wish: str | None = None
+    requested_owner: str | None = None
     """Value of the annotation that names the operator which is to run it. None: there is none."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """What a newer operator wrote into the status that this one does not know; it stays there."""
@@ -66,7 +66,7 @@ class Trouble:
 
     reason: str
     """One of `constants.Reason`."""
-    words: str
+    message: str
     """In the words of whoever found it: the scheduler, the kubelet, KubeRay."""
     container: str = ""
     """The container that it is about; empty: the pod as a whole."""
@@ -84,7 +84,7 @@ class Pod:
     pool: str | None
     """Its pool; None is the head."""
     is_ready: bool = False
-    is_going: bool = False
+    is_deleting: bool = False
     """It is being deleted."""
     address: str = ""
     """Its IP address, once it has one."""
@@ -102,7 +102,7 @@ class Cluster:
     """A RayCluster of the job."""
 
     name: str
-    is_going: bool = False
+    is_deleting: bool = False
     """It is being deleted."""
     is_suspended: bool = False
     """Somebody suspended it: KubeRay deletes its pods."""
@@ -117,7 +117,7 @@ class Cluster:
     """How often its spec was written."""
     spec: Manifest = field(default_factory=dict)
     """Its spec as it stands."""
-    made_of: str | None = None
+    created_from: str | None = None
     """Digest of the spec that it was made with. None: it does not say so."""
 
 
@@ -280,7 +280,7 @@ class Plan:
     events: tuple[EventRecord, ...] = ()
     dry_run: Manifest | None = None
     """RayCluster that the API server is asked about before anything else is done. None: none."""
-    wanted_log: str = ""
+    read_log_of: str = ""
     """Submission whose log is needed to decide; nothing else is done before. Empty: none."""
-    look_again_after: float | None = None
+    requeue_after: float | None = None
     """Seconds until the next look, if no watch asks for it earlier. None: no need."""

@@ -10,7 +10,7 @@ from typing import Any
 _STOP_SECONDS = 25.0
 
 
-async def run_together(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
+async def supervise(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
     """Run the parts until `stop` is set; then give them time to end in order.
 
     Where this is cancelled, the parts are cancelled and awaited.

@@ -35,7 +35,7 @@ class WorkQueue:
         """Return the next job that is due, or None after `limit` seconds. It is in work until `done`."""
         end = monotonic() + limit
         while True:
-            self._drop_old_wishes()
+            self._drop_stale_entries()
             now = monotonic()
             due, key = self._heap[0] if self._heap else (float("inf"), None)
             if key is not None and due <= now:
@@ -59,7 +59,7 @@ class WorkQueue:
             heapq.heappush(self._heap, (self._due[key], key))
             self._changed.set()
 
-    def _drop_old_wishes(self) -> None:
+    def _drop_stale_entries(self) -> None:
         """Let the heap begin with a wish that stands, of a job that is not in work; `done` brings those back."""
         while self._heap and (self._heap[0][1] in self._in_work or self._due.get(self._heap[0][1]) != self._heap[0][0]):
             heapq.heappop(self._heap)

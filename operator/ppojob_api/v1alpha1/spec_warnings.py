@@ -17,7 +17,7 @@ _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
 _MOVING_TAGS = ("", "latest")
 
 
-def doubts(spec: PPOJobSpec) -> Iterator[FieldError]:
+def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     """Yield the doubts about a spec: each field's path, its value, and what would be better."""
     yield from _nothing_is_saved(spec)
     yield from _image_moves(spec)

@@ -5,7 +5,7 @@ on the leader. It decides nothing of its own, and writes nothing: a dry run is l
 """
 
 from ppojob_operator.admission.endpoint import PATH, AdmissionEndpoint
-from ppojob_operator.admission.ports import LookPort, TrustPort
+from ppojob_operator.admission.ports import ReferencePort, TrustPort
 from ppojob_operator.admission.trust import keep_trusted
 
-__all__ = ["PATH", "AdmissionEndpoint", "LookPort", "TrustPort", "keep_trusted"]
+__all__ = ["PATH", "AdmissionEndpoint", "ReferencePort", "TrustPort", "keep_trusted"]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_operator import logs
 from ppojob_operator.admission import review, verdict
-from ppojob_operator.admission.ports import LookPort
+from ppojob_operator.admission.ports import ReferencePort
 from ppojob_operator.admission.review import Request, ReviewError
 from ppojob_operator.admission.verdict import Seen, Verdict
 from ppojob_operator.api_server import ApiError
@@ -28,10 +28,10 @@ PATH = "/validate"
 _MAX_BYTES = 8 * 2**20
 """The API server takes objects of 3 MiB, and a review has two of them."""
 _BODY_SECONDS = 5.0
-_LOOK_SECONDS = 2.0
+_READ_TIMEOUT_SECONDS = 2.0
 _MAX_REVIEWS = 16
 """Reviews in work at the same time; others wait, for as long as the API server does."""
-_MAX_LOOKS = 32
+_MAX_REFERENCES = 32
 """Objects that are looked for in one review: nobody may make a thousand questions of one."""
 _FOREIGN = "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
 
@@ -41,11 +41,11 @@ class AdmissionEndpoint:
 
     def __init__(
         self,
-        port: LookPort,
+        port: ReferencePort,
         own: OperatorStatus,
         count: Callable[[str], None],
         *,
-        look_seconds: float = _LOOK_SECONDS,
+        read_timeout_seconds: float = _READ_TIMEOUT_SECONDS,
     ) -> None:
         """Answer for an operator.
 
@@ -53,12 +53,12 @@ class AdmissionEndpoint:
             port: the API server.
             own: which operator this is; the jobs of another one are that one's to judge.
             count: called with each review's outcome: Allowed, Warned, Refused or Malformed.
-            look_seconds: longest time for one look at an object.
+            read_timeout_seconds: longest time for one look at an object.
         """
         self._port = port
         self._own = own
         self._count = count
-        self._look_seconds = look_seconds
+        self._read_timeout_seconds = read_timeout_seconds
         self._turns = asyncio.Semaphore(_MAX_REVIEWS)
 
     def application(self) -> web.Application:
@@ -87,7 +87,7 @@ class AdmissionEndpoint:
         return web.json_response({"message": message}, status=status)
 
     async def _answer(self, asked: Request) -> object:
-        if problem := ownership.wish_problem(asked.new_wish):
+        if problem := ownership.annotation_problem(asked.new_requested_owner):
             return self._said(asked, Verdict(problem))
         raw = asked.job
         if raw is None:
@@ -96,7 +96,7 @@ class AdmissionEndpoint:
         if ownership.is_another_operators(job, self._own):
             return self._said(asked, Verdict(""))
         with logs.about(str(job.key)):
-            seen = await self._look(job)
+            seen = await self._read_references(job)
             return self._said(asked, verdict.judge(job, seen, None if before is None else _read(before)))
 
     def _said(self, asked: Request, said: Verdict) -> object:
@@ -106,22 +106,22 @@ class AdmissionEndpoint:
             _LOG.info("refused %s of %r", asked.operation, f"{asked.namespace}/{asked.name}")
         return review.answer(asked.uid, said.refusal, said.warnings)
 
-    async def _look(self, job: Job) -> Seen:
-        wanted = verdict.wanted(job)[:_MAX_LOOKS]
-        answers = await asyncio.gather(*(self._look_for(reference, job.key.namespace) for reference in wanted))
-        looked = dict(zip(wanted, answers, strict=True))
+    async def _read_references(self, job: Job) -> Seen:
+        named = verdict.references_to_read(job)[:_MAX_REFERENCES]
+        answers = await asyncio.gather(*(self._read_reference(reference, job.key.namespace) for reference in named))
+        looked = dict(zip(named, answers, strict=True))
         return Seen(
             found={reference: raw for reference, raw in looked.items() if not isinstance(raw, str)},
             unseen={reference: problem for reference, problem in looked.items() if isinstance(problem, str)},
         )
 
-    async def _look_for(self, reference: Reference, namespace: str) -> Manifest | str | None:
+    async def _read_reference(self, reference: Reference, namespace: str) -> Manifest | str | None:
         """Return the object, None if there is none, or in words why that cannot be known."""
         try:
-            async with asyncio.timeout(self._look_seconds):
-                return await self._port.look_for(reference, namespace)
+            async with asyncio.timeout(self._read_timeout_seconds):
+                return await self._port.read_reference(reference, namespace)
         except TimeoutError:
-            return f"no answer within {self._look_seconds:g} s"
+            return f"no answer within {self._read_timeout_seconds:g} s"
         except ApiError as error:
             _LOG.warning("%s %s could not be looked for: %s", reference.kind.value, reference.name, error)
             return "the API server did not answer, or the operator may not ask"

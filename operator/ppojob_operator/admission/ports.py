@@ -9,10 +9,10 @@ from ppojob_operator.api_server import RawObject
 from ppojob_operator.reconcile.references import Reference
 
 
-class LookPort(Protocol):
+class ReferencePort(Protocol):
     """The API server as the verdict needs it. Every method may raise ApiUnavailable or ApiRefused."""
 
-    async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
+    async def read_reference(self, reference: Reference, namespace: str) -> RawObject | None:
         """Return the object that a spec names, or None if there is none."""
 
 

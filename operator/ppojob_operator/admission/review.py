@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
-from ppojob_operator.reconcile.reading import operator_wish
+from ppojob_operator.reconcile.reading import requested_owner
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"
@@ -69,12 +69,12 @@ class Request(_Model):
         return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
 
     @property
-    def new_wish(self) -> str | None:
+    def new_requested_owner(self) -> str | None:
         """The operator that a new or changed annotation names; None: there is none, or it stands there already."""
         if self.new is None or not self.is_ours:
             return None
-        wish = operator_wish(self._complete(self.new))
-        return None if self.old is not None and wish == operator_wish(self._complete(self.old)) else wish
+        requested = requested_owner(self._complete(self.new))
+        return None if self.old is not None and requested == requested_owner(self._complete(self.old)) else requested
 
     @property
     def job_before(self) -> Manifest | None:

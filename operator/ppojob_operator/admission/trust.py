@@ -27,7 +27,7 @@ async def keep_trusted(
     """Keep the configuration's webhooks trusting `ca_bundle()` until `stop` is set."""
     said = ""
     while True:
-        problem = await _look_once(port, configuration, ca_bundle())
+        problem = await _update_once(port, configuration, ca_bundle())
         if problem and problem != said:
             _LOG.warning("the webhook's certificate could not be made trusted: %s", problem)
         said = problem
@@ -35,7 +35,7 @@ async def keep_trusted(
             return
 
 
-async def _look_once(port: TrustPort, configuration: str, ca_bundle: str) -> str:
+async def _update_once(port: TrustPort, configuration: str, ca_bundle: str) -> str:
     """Return what is wrong; nothing: all webhooks trust the bundle."""
     try:
         webhooks = await port.read_webhooks(configuration)

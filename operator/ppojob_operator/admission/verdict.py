@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.spec_warnings import doubts
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile import is_finished, references, spec_problem, was_accepted
@@ -35,7 +35,7 @@ class Verdict:
     warnings: tuple[str, ...] = ()
 
 
-def wanted(job: Job) -> list[Reference]:
+def references_to_read(job: Job) -> list[Reference]:
     """Return what is to be looked for; of a spec that can never be run, nothing."""
     return references.named(job.spec) if isinstance(job.spec, PPOJobSpec) and spec_problem(job) is None else []
 
@@ -56,7 +56,7 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
     refusals = () if was_accepted(job) else named.refusals
     if refusals:
         return Verdict(str(SpecError(refusals)))
-    said = (*problems, *doubts(job.spec), *named.refusals, *named.doubts)
+    said = (*problems, *spec_warnings(job.spec), *named.refusals, *named.warnings)
     return Verdict("", (*map(str, said), *_remarks(job, seen)))
 
 

@@ -14,7 +14,7 @@ from ppojob_operator.handlers.changes import Changes, cluster_view, job_view, po
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
-Note = Callable[[JobKey], object]
+Enqueue = Callable[[JobKey], object]
 
 _OBJECTS_AT_ONCE = 200
 _IDLE_SECONDS = 0.2
@@ -22,8 +22,8 @@ _IDLE_SECONDS = 0.2
 _OF_A_JOB = {constants.LABEL_JOB: kopf.PRESENT}
 
 
-def registry(note: Note) -> kopf.OperatorRegistry:
-    """Return the handlers, which call `note` with the job that an event is about."""
+def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
+    """Return the handlers, which call `enqueue` with the job that an event is about."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -39,21 +39,21 @@ def registry(note: Note) -> kopf.OperatorRegistry:
         event: kopf.RawEvent, namespace: str | None, name: str | None, uid: str | None, **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", job_view(event["object"])):
-            note(JobKey(namespace or "", name or ""))
+            enqueue(JobKey(namespace or "", name or ""))
 
     @kopf.on.event("ray.io", "v1", "rayclusters", labels=_OF_A_JOB, registry=handlers)
     async def cluster_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
-            note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
     @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
     async def pod_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", pod_view(event["object"])):
-            note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
     return handlers
 

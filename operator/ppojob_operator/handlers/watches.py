@@ -14,7 +14,7 @@ import kopf
 
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.cluster import Cluster
-from ppojob_operator.handlers.registry import Note, kopf_settings, registry
+from ppojob_operator.handlers.registry import Enqueue, kopf_settings, registry
 from ppojob_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,13 @@ _RESOURCE_SECONDS = 15.0
 class Watches:
     """Kopf, in a thread and an event loop of its own."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, note: Note) -> None:
-        """`note` is called in the event loop in which this object is made."""
+    def __init__(self, settings: Settings, cluster: Cluster, enqueue: Enqueue) -> None:
+        """`enqueue` is called in the event loop in which this object is made."""
         self._settings = settings
         self._cluster = cluster
         self._ready = threading.Event()
         ours = asyncio.get_running_loop()
-        self._note: Note = lambda key: ours.call_soon_threadsafe(note, key)
+        self._enqueue: Enqueue = lambda key: ours.call_soon_threadsafe(enqueue, key)
 
     @property
     def is_ready(self) -> bool:
@@ -95,7 +95,7 @@ class Watches:
         logger.info("watching PPOJobs, RayClusters and pods in %s", namespace or "all namespaces")
         where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
         operator = kopf.operator(
-            registry=registry(self._note),
+            registry=registry(self._enqueue),
             settings=kopf_settings(self._settings),
             standalone=True,
             # Kopf's own would need a user's name; its type, a str, is not among its public names.

@@ -137,7 +137,7 @@ class Election:
             for task in (working, renewing, stopping):
                 task.cancel()
             await asyncio.wait({working, renewing, stopping}, timeout=_END_SECONDS)
-            await self._give_back()
+            await self._release()
 
     async def _renew(self) -> None:
         """Renew the Lease until it is lost."""
@@ -190,7 +190,7 @@ class Election:
             return await self._port.create(LEASES, {**made, "spec": lease.to_spec()})
         return await self._port.replace(LEASES, {**found, "spec": {**found.get("spec", {}), **lease.to_spec()}})
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         """Let the next one lead at once, where this one still does."""
         if not self.leads:
             return
@@ -198,7 +198,7 @@ class Election:
             async with asyncio.timeout(self._until - self._clock()):
                 found = await self._port.read(LEASES, self._namespace, self._name)
                 if found is not None and Lease.read(found).holder == self._identity:
-                    await self._write(found, Lease.read(found).given_back(datetime.now(UTC)))
+                    await self._write(found, Lease.read(found).released(datetime.now(UTC)))
                     logger.info("gave the Lease back")
         self._until = float("-inf")
 

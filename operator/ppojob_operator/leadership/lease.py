@@ -64,7 +64,7 @@ class Lease:
             transitions=self.transitions if is_same else self.transitions + 1,
         )
 
-    def given_back(self, now: datetime) -> "Lease":
+    def released(self, now: datetime) -> "Lease":
         """Return the Lease without a holder: the next one takes it at once."""
         moment = _micro_time(now)
         return Lease("", 1.0, moment, moment, self.transitions)

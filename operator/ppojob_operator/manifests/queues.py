@@ -20,7 +20,7 @@ def queue_labels(policy: RunPolicy, cluster: str) -> dict[str, str]:
     """Return the labels of a RayCluster.
 
     With a queue, Kueue owns its `spec.suspend` and parts of its pod templates. So the first is never written, and what
-    Kueue has added to the others stays (`with_kueues_part`).
+    Kueue has added to the others stays (`with_kueue_fields`).
     """
     labels: Labels = {
         constants.LABEL_QUEUE: policy.queue_name,
@@ -42,21 +42,21 @@ def queue_annotations(policy: RunPolicy, spec: Manifest) -> dict[str, dict[str, 
     return {"annotations": {constants.ANNOTATION_MADE_OF: digest}}
 
 
-def with_kueues_part(wanted: Manifest, found: Manifest) -> Manifest:
+def with_kueue_fields(desired: Manifest, found: Manifest) -> Manifest:
     """Return a RayCluster to be applied over the one that is there: in a queue, with what Kueue put into its pods.
 
     It is labels, annotations, node selectors, tolerations and scheduling gates. The list of groups is one field to
     server-side apply, which would take them away. The resourceVersion keeps the API server from taking what is older
     than Kueue's last word.
     """
-    if constants.LABEL_QUEUE not in wanted["metadata"]["labels"]:
-        return wanted
-    spec, live = wanted["spec"], found["spec"]
+    if constants.LABEL_QUEUE not in desired["metadata"]["labels"]:
+        return desired
+    spec, live = desired["spec"], found["spec"]
     groups = {group["groupName"]: group for group in live.get("workerGroupSpecs", [])}
     worker_groups = [_beside_kueue(group, groups.get(group["groupName"], {})) for group in spec["workerGroupSpecs"]]
     head = _beside_kueue(spec["headGroupSpec"], live.get("headGroupSpec", {}))
-    metadata = {**wanted["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}
-    return {**wanted, "metadata": metadata, "spec": {**spec, "headGroupSpec": head, "workerGroupSpecs": worker_groups}}
+    metadata = {**desired["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}
+    return {**desired, "metadata": metadata, "spec": {**spec, "headGroupSpec": head, "workerGroupSpecs": worker_groups}}
 
 
 def _beside_kueue(group: Manifest, live: Manifest) -> Manifest:

@@ -27,7 +27,7 @@ RAY_VERSION = "2.60.0"
 
 def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str, Any]:
     """Return the RayCluster. `spec` is resolved and `template_problems` found nothing in it."""
-    wanted = {
+    desired = {
         "rayVersion": RAY_VERSION,
         "enableInTreeAutoscaling": False,
         "authOptions": {"mode": "token", "secretName": naming.dashboard_secret_name(name)},
@@ -38,8 +38,8 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
         "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
     }
     metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
-    metadata |= queue_annotations(spec.run_policy, wanted)
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": wanted}
+    metadata |= queue_annotations(spec.run_policy, desired)
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": desired}
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:

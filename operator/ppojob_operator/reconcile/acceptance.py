@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.spec_warnings import doubts
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Job, Observed
@@ -28,7 +28,7 @@ def judge(job: Job, observed: Observed) -> Finding:
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
     if was_accepted(job):
-        return _still_accepted(job) or _accepted(doubts(job.spec))
+        return _still_accepted(job) or _accepted(spec_warnings(job.spec))
     if job.spec.run_policy.queue_name is not None and observed.workloads is None:
         message = (
             f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the cluster does not know kueue.x-k8s.io "
@@ -66,14 +66,14 @@ def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
     return Finding("Unknown", Reason.OPERATOR_TOO_OLD, message)
 
 
-RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")
+KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")
 """What is said of a job that was accepted, and whose layout was edited into one that cannot be run."""
 
 
-def _accepted(doubtful: Iterable[FieldError]) -> Finding:
-    words = "; ".join(map(str, doubtful))
+def _accepted(warnings: Iterable[FieldError]) -> Finding:
+    words = "; ".join(map(str, warnings))
     message = "the spec is valid and its claim is there; the trainer checks the paths when it starts"
-    return Finding("True", Reason.VALID, f"{message}; doubtful: {words}" if words else message)
+    return Finding("True", Reason.VALID, f"{message}; warnings: {words}" if words else message)
 
 
 def _still_accepted(job: Job) -> Finding | None:
@@ -93,4 +93,4 @@ def _storage(spec: PPOJobSpec, job: Job, observed: Observed) -> Finding:
     if verdict.refusals:
         reason = Reason.STORAGE_MISSING if observed.claim.phase == "Lost" else Reason.STORAGE_UNFIT
         return Finding("False", reason, str(SpecError(verdict.refusals)))
-    return _accepted((*doubts(spec), *verdict.doubts))
+    return _accepted((*spec_warnings(spec), *verdict.warnings))

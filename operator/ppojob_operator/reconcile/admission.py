@@ -38,7 +38,7 @@ def has_lost_all(situation: Situation) -> bool:
     is_suspended = situation.cluster is not None and situation.cluster.is_suspended
     own = (pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name)
     # In a RayCluster that was let in again, the pods that stay are those of the next attempt.
-    return not any(pod.is_going or is_suspended for pod in own)
+    return not any(pod.is_deleting or is_suspended for pod in own)
 
 
 def judge(situation: Situation) -> Finding | None:

@@ -1,7 +1,7 @@
 """Policy: has the current attempt failed, whom is that counted against, and why?
 
 The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
-code must do. A pod that wanted more memory than it may have comes first: to the trainer it looks like a lost machine.
+code must do. A pod that desired more memory than it may have comes first: to the trainer it looks like a lost machine.
 It looks at submitted attempts only.
 """
 
@@ -34,18 +34,18 @@ def judge(situation: Situation) -> Failure | None:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
     loss = _lost_head(situation) or _lost_workers(situation)
-    is_starved = any(
+    is_out_of_memory = any(
         pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in lost_pods.all_pods(situation)
     )
-    return (_starved(situation) or loss) if (loss or is_starved) else None
+    return (_out_of_memory(situation) or loss) if (loss or is_out_of_memory) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
     lost = lost_pods.judge(situation)
     is_suspect = lost is None or not lost_pods.are_replaced(situation)
-    if _may_come_of_a_loss(record, is_lost=lost is not None) and (starved := _starved(situation)):
-        return starved
+    if _may_be_caused_by_a_loss(record, is_lost=lost is not None) and (out_of_memory := _out_of_memory(situation)):
+        return out_of_memory
     if record is not None and (record.kind is not FailureKind.USER or lost is None):
         return _named(situation, record, lost, is_suspect=is_suspect)
     if lost is not None:
@@ -60,11 +60,11 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
             f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
         )
         return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
-    message = f"the trainer ended without naming its failure: {_last_words(situation, ray_job)}"
+    message = f"the trainer ended without naming its failure: {_last_line(situation, ray_job)}"
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
 
 
-def _may_come_of_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
+def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
     """Return whether the end of the trainer, as it names it, may come of the end of a pod."""
     if record is None:
         return True
@@ -83,13 +83,13 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
     return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
 
 
-def _starved(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt of which a pod wanted more memory than it may have; None: no pod did."""
+def _out_of_memory(situation: Situation) -> Failure | None:
+    """Return the failure of an attempt of which a pod desired more memory than it may have; None: no pod did."""
     killed = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
     if killed is None:
         return None
     pod, trouble = killed
-    message = f"pod {pod.name}: {trouble.words}: {_more_memory(pod, trouble.container)}"
+    message = f"pod {pod.name}: {trouble.message}: {_more_memory(pod, trouble.container)}"
     return Failure(FailureKind.USER, trouble.reason, message, trouble.exit_code)
 
 
@@ -109,7 +109,7 @@ def _lost_head(situation: Situation) -> Failure | None:
         return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
     message = f"the RayCluster {situation.cluster_name} was suspended" if situation.cluster.is_suspended else ""
     taken = None if message else lost_pods.taken(situation)
-    message = message or _words_of_a_lost_head(situation)
+    message = message or _lost_head_message(situation)
     if not message:
         return None
     reason, words = (taken.reason, f"{message}: {taken.message}") if taken else (Reason.HEAD_LOST, message)
@@ -123,13 +123,13 @@ def _with_log(situation: Situation, words: str) -> str:
     return f"{words}; what the driver has written is in the storage, in {driver_log(root, situation.attempt)}"
 
 
-def _words_of_a_lost_head(situation: Situation) -> str:
+def _lost_head_message(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
     head = situation.head
     if head is None:
         return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
     if head.trouble is not None:
-        return f"the head pod {head.name} failed: {head.trouble.words}"
+        return f"the head pod {head.name} failed: {head.trouble.message}"
     if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
         return f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
     if _is_silent(situation):
@@ -161,7 +161,7 @@ def _exit_code(troubles: Iterable[Trouble | None]) -> int | None:
     return next((trouble.exit_code for trouble in troubles if trouble and trouble.exit_code is not None), None)
 
 
-def _last_words(situation: Situation, ray_job: RayJob) -> str:
+def _last_line(situation: Situation, ray_job: RayJob) -> str:
     lines = [line.strip() for line in (situation.observed.log_tail or "").splitlines() if line.strip()]
     return lines[-1] if lines else _first_line(ray_job.message)
 

@@ -29,7 +29,7 @@ class Move:
 
 def judge(situation: Situation) -> Move | None:
     """Return what to move of an attempt that goes on as it is; None: nothing."""
-    spec, since = situation.wanted, situation.submitted_at
+    spec, since = situation.desired, situation.submitted_at
     if spec is None or not spec.auto_balance.enabled or since is None or situation.reported_at is None:
         return None
     if spec.run_policy.queue_name is not None:

@@ -22,7 +22,7 @@ _ORDER = (
 )
 _MAX_MESSAGE = 4000
 
-_GOOD_NEWS = {
+_NORMAL_CONDITIONS = {
     (Condition.ACCEPTED, "True"),
     (Condition.ADMITTED, "True"),
     (Condition.POOLS_READY, "True"),
@@ -31,9 +31,9 @@ _GOOD_NEWS = {
     (Condition.LAYOUT_APPLIED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+_NORMAL_REASONS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons that are worth an Event, whatever the status."""
-_BAD_NEWS = {
+_WARNING_REASONS = {
     Reason.INVALID_SPEC,
     Reason.OPERATOR_TOO_OLD,
     Reason.KUBERAY_MISSING,
@@ -88,8 +88,9 @@ def events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> It
     for condition in new:
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
-        is_bad = condition.reason in _BAD_NEWS or (condition.type, condition.status) == (Condition.FAILED, "True")
-        if is_bad or condition.reason in _NEWS or (condition.type, condition.status) in _GOOD_NEWS:
+        state = (condition.type, condition.status)
+        is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
+        if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:
             yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
 
 

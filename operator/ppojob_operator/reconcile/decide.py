@@ -58,23 +58,23 @@ _SOON = 1.0
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     """Return what is to be done about a job, given one look at it."""
-    if job.is_going:
+    if job.is_deleting:
         return Plan()
     if completion.is_finished(job.status):
         return _after_the_end(job, observed, now)
     accepted, spec, refusal = acceptance.judge(job, observed), layout.spec_in_force(job), ""
     if accepted.reason == Reason.INVALID_SPEC and job.effective is not None:
-        accepted, spec, refusal = acceptance.RUNS_ON, job.effective, accepted.message
+        accepted, spec, refusal = acceptance.KEEPS_LAYOUT, job.effective, accepted.message
     if accepted.status != "True" or spec is None:
         return _not_accepted(job, accepted, now)
-    wanted = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
-    situation = Situation(job, spec, observed, now, wanted, refusal)
-    if wanted is not None and layout.is_stop_due(situation):
+    desired = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
+    situation = Situation(job, spec, observed, now, desired, refusal)
+    if desired is not None and layout.is_stop_due(situation):
         # Before the trainer is stopped for it: a RayCluster that is refused would leave the job without any.
         if observed.dry_run is None:
-            return Plan(dry_run=layout.next_cluster(situation, wanted))
+            return Plan(dry_run=layout.next_cluster(situation, desired))
         if observed.dry_run:
-            situation = replace(situation, wanted=None, refusal=observed.dry_run)
+            situation = replace(situation, desired=None, refusal=observed.dry_run)
     return _accepted(situation, accepted)
 
 
@@ -86,14 +86,14 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     findings = _findings(situation, accepted, found, step)
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
-    is_held = stopping.is_held(situation)
-    late = None if is_held else deadlines.judge(situation, found.finding, step)
+    is_paused = stopping.is_paused(situation)
+    late = None if is_paused else deadlines.judge(situation, found.finding, step)
     failure = late or _failure(situation)
-    if failure is not None and log_tail.is_wanted(situation):
-        return Plan(wanted_log=situation.submission_id)
+    if failure is not None and log_tail.is_needed(situation):
+        return Plan(read_log_of=situation.submission_id)
     if late is not None:
         return _failed(situation, findings, late, late.reason, late.message)
-    delay = None if is_held else deadlines.delay(situation, found.finding, step)
+    delay = None if is_paused else deadlines.delay(situation, found.finding, step)
     if delay is not None:
         findings[Condition.PROGRESSING] = delay
     if interruption := stopping.judge(situation, found, failure, is_late=delay is not None):
@@ -101,7 +101,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     if failure is not None:
         return _attempt_failed(situation, findings, found, failure)
     status, move, restored = _status(situation, findings, found), balance.judge(situation), restoring.judge(situation)
-    told = (move.event if move else None, restored.event if restored else None, restoring.remade(situation))
+    other_events = (move.event if move else None, restored.event if restored else None, restoring.recreated(situation))
     if move is not None:
         # The next look finds another layout in the spec.
         status = status.model_copy(update={"effective_pools": list(move.pools)})
@@ -111,8 +111,8 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
         apply=(*step.apply, *((restored.manifest,) if restored else ())),
         stop_submissions=step.stop_submissions,
         submission=step.submission,
-        events=(*stall.told(situation), *filter(None, told), *plan.events),
-        look_again_after=_SOON if move else _interval(situation, found),
+        events=(*stall.events(situation), *filter(None, other_events), *plan.events),
+        requeue_after=_SOON if move else _interval(situation, found),
     )
 
 
@@ -144,7 +144,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
         # A trainer that is waited for still needs the certificate authority; of a job that is held nothing is made.
         apply=step.apply if situation.submitted_at is not None else (),
         events=(*interruption.events, *plan.events),
-        look_again_after=interruption.look_again_after,
+        requeue_after=interruption.requeue_after,
     )
 
 
@@ -169,8 +169,8 @@ def _attempt_failed(
     if not verdict.keeps_cluster:
         status = status.model_copy(update={"ray_cluster": None})
     plan = _plan(situation, status)
-    told = EventRecord(failure.reason, verdict.message, is_warning=True, action=Condition.PROGRESSING)
-    return replace(plan, events=(told, *plan.events), look_again_after=_SOON)
+    event = EventRecord(failure.reason, verdict.message, is_warning=True, action=Condition.PROGRESSING)
+    return replace(plan, events=(event, *plan.events), requeue_after=_SOON)
 
 
 def _failed(situation: Situation, findings: Mapping[str, Finding], failure: Failure, reason: str, message: str) -> Plan:
@@ -189,7 +189,7 @@ def _final(
     """End the job: the verdict is written first, then the cluster is released."""
     verdict = next(finding for kind, finding in over.items() if kind in (Condition.COMPLETE, Condition.FAILED))
     released = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
-    given_back = pools.given_back(situation, released)
+    released_pools = pools.released(situation, released)
     ended = Finding("False", verdict.reason, verdict.message)
     findings = {**findings, Condition.POOLS_READY: released, Condition.PROGRESSING: ended, **over}
     if Condition.ADMITTED in findings:
@@ -197,21 +197,21 @@ def _final(
     for kind in (Condition.LAYOUT_APPLIED, Condition.SUSPENDED):
         if kind not in findings and situation.condition(kind) is not None:
             findings[kind] = ended
-    status = _status(situation, findings, given_back).model_copy(
+    status = _status(situation, findings, released_pools).model_copy(
         update={"completion_time": conditions.format_time(situation.now), "ray_cluster": None}
     )
     if last_failure is not None:
         status = status.model_copy(update={"last_failure": last_failure})
-    return replace(_plan(situation, status), look_again_after=_SOON)
+    return replace(_plan(situation, status), requeue_after=_SOON)
 
 
 def _after_the_end(job: Job, observed: Observed, now: datetime) -> Plan:
-    clusters = tuple(cluster.name for cluster in observed.clusters if not cluster.is_going)
+    clusters = tuple(cluster.name for cluster in observed.clusters if not cluster.is_deleting)
     expiry = ttl.expiry(job.spec, job.status) if isinstance(job.spec, PPOJobSpec) else None
     if expiry is None:
         return Plan(delete_clusters=clusters)
     seconds = max(0.0, (expiry - now).total_seconds())
-    return Plan(delete_clusters=clusters, delete_job=seconds == 0, look_again_after=seconds or None)
+    return Plan(delete_clusters=clusters, delete_job=seconds == 0, requeue_after=seconds or None)
 
 
 def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
@@ -231,7 +231,7 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
     return Plan(
         status=None if status == owned(job.status) else status,
         events=tuple(conditions.events(job.status.conditions, merged)),
-        look_again_after=_NOT_ACCEPTED_INTERVAL,
+        requeue_after=_NOT_ACCEPTED_INTERVAL,
     )
 
 
@@ -274,11 +274,11 @@ def _cluster_status(situation: Situation) -> RayClusterStatus:
 def _plan(situation: Situation, status: PPOJobStatus) -> Plan:
     """Return the plan that leads to a status: written only if it differs, other RayClusters released after it."""
     status = status.model_copy(update={"phase": phase.derive(status.conditions, status.attempt or 0)})
-    wanted = owned(status)
+    desired = owned(status)
     kept = status.ray_cluster.name if status.ray_cluster else None
     return Plan(
-        status=None if wanted == owned(situation.status) else wanted,
-        delete_clusters=tuple(c.name for c in situation.observed.clusters if c.name != kept and not c.is_going),
+        status=None if desired == owned(situation.status) else desired,
+        delete_clusters=tuple(c.name for c in situation.observed.clusters if c.name != kept and not c.is_deleting),
         events=tuple(conditions.events(situation.status.conditions, status.conditions)),
     )
 

@@ -29,7 +29,7 @@ def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
         now,
     )
     status = old.model_copy(update={"conditions": merged, "phase": phase.derive(merged, old.attempt or 0)})
-    wanted = owned(status)
+    desired = owned(status)
     return Plan(
-        status=None if wanted == owned(old) else wanted, events=tuple(conditions.events(old.conditions, merged))
+        status=None if desired == owned(old) else desired, events=tuple(conditions.events(old.conditions, merged))
     )

@@ -22,17 +22,17 @@ def spec_in_force(job: Job) -> PPOJobSpec | None:
 
 def change(situation: Situation) -> str:
     """Return in words what the spec wants otherwise than it is; empty: nothing, or it cannot be run."""
-    if situation.wanted is None or situation.wanted is situation.spec:
+    if situation.desired is None or situation.desired is situation.spec:
         return ""
-    return "; ".join(differences(layout_of(situation.spec), layout_of(situation.wanted)))
+    return "; ".join(differences(layout_of(situation.spec), layout_of(situation.desired)))
 
 
 def needs_other_pods(situation: Situation) -> bool:
-    """Return whether the layout that is wanted has other pods, rather than other sizes on the same ones."""
-    if situation.wanted is None:
+    """Return whether the layout that is desired has other pods, rather than other sizes on the same ones."""
+    if situation.desired is None:
         return False
     job, name = situation.job, situation.cluster_name
-    old, new = (ray_cluster(spec, job.key, job.uid, name) for spec in (situation.spec, situation.wanted))
+    old, new = (ray_cluster(spec, job.key, job.uid, name) for spec in (situation.spec, situation.desired))
     return old != new
 
 
@@ -42,12 +42,12 @@ def is_stop_due(situation: Situation) -> bool:
     return runs and bool(change(situation)) and needs_other_pods(situation)
 
 
-def next_cluster(situation: Situation, wanted: PPOJobSpec) -> Manifest:
+def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
     """Return the RayCluster that the next attempt would get."""
     job = situation.job
     secret = situation.observed.surroundings.dashboard_key
     name = naming.cluster_name(job.key.name, job.uid, situation.attempt + 1, secret)
-    return ray_cluster(wanted, job.key, job.uid, name)
+    return ray_cluster(desired, job.key, job.uid, name)
 
 
 def finding(situation: Situation) -> Finding | None:

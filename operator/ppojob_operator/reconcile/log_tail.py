@@ -6,7 +6,7 @@ from ppojob_operator.reconcile.situation import Situation
 _MAX_LENGTH = 32_000
 
 
-def is_wanted(situation: Situation) -> bool:
+def is_needed(situation: Situation) -> bool:
     """Return whether the log of the current attempt could be read and has not been."""
     ray = situation.observed.ray
     is_there = ray is not None and not ray.problem and situation.ray_job is not None

@@ -32,7 +32,7 @@ def is_held(situation: Situation) -> bool:
 
     Another attempt now would fence it out before its checkpoint.
     """
-    return any(pod.is_going for pod in all_pods(situation)) and is_reporting(situation)
+    return any(pod.is_deleting for pod in all_pods(situation)) and is_reporting(situation)
 
 
 def judge(situation: Situation) -> Finding | None:
@@ -40,7 +40,7 @@ def judge(situation: Situation) -> Finding | None:
     if situation.submitted_at is None:
         return None
     lost = "" if situation.ray_job is None else _lost_workers(situation, situation.ray_job)
-    is_head_leaving = any(pod.pool is None and pod.is_going and pod.disruption for pod in all_pods(situation))
+    is_head_leaving = any(pod.pool is None and pod.is_deleting and pod.disruption for pod in all_pods(situation))
     if not lost and not is_head_leaving:
         return None
     return taken(situation, lost) or Finding("False", Reason.POD_LOST, lost)
@@ -49,8 +49,8 @@ def judge(situation: Situation) -> Finding | None:
 def taken(situation: Situation, lost: str = "") -> Finding | None:
     """Return who takes pods of the attempt away, or took them; None: nobody is known to. `lost` is what is missing."""
     for pod in all_pods(situation):
-        if pod.disruption is not None and (pod.is_going or not pod.is_ready):
-            words = f"pod {pod.name}: {pod.disruption.words}"
+        if pod.disruption is not None and (pod.is_deleting or not pod.is_ready):
+            words = f"pod {pod.name}: {pod.disruption.message}"
             return Finding("False", pod.disruption.reason, f"{words}; {lost}" if lost else words)
     before = situation.condition(Condition.POOLS_READY)
     is_known = before is not None and before.status == "False" and before.reason in _TAKEN
@@ -81,7 +81,7 @@ def _lost_workers(situation: Situation, ray_job: RayJob) -> str:
         pods = [pod for pod in situation.pods if pod.pool == pool.name]
         kept = [pod for pod in pods if pod.is_ready or (is_alive and pod.trouble is None)]
         num_ready = sum(pod.is_ready for pod in pods)
-        words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
+        words = next((f" ({pod.trouble.message})" for pod in pods if pod.trouble), "")
         known = ray_job.metadata.get(pods_key(pool.name))
         if len(kept) < pool.nodes:
             lines.append(f"pool {pool.name} has only {num_ready} of its {pool.nodes} pods ready{words}")

@@ -19,23 +19,23 @@ from ppojob_operator.plan import EventRecord, Job, OtherLease
 from ppojob_operator.reconcile.completion import is_finished
 
 _ACTION = "Ownership"
-_WISH = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:/([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?))?")
+_OWNER = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:/([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?))?")
 _LEASE_DURATIONS = 2
 """How many times its own duration a Lease is waited for at the least, whatever the settings say."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class Adoption:
     """Whose a job is, and what is to be done about it first."""
 
     is_ours: bool
     status: PPOJobStatus | None = None
     """What is written before anything is done for the job. None: it says already whose the job is."""
-    told: EventRecord | None = None
+    event: EventRecord | None = None
     """What people should know."""
 
 
-class _Wish(NamedTuple):
+class _RequestedOwner(NamedTuple):
     """The operator that the annotation names."""
 
     namespace: str
@@ -50,7 +50,7 @@ class _Wish(NamedTuple):
         return self.namespace if self.lease is None else f"{self.namespace} with the Lease {self.lease}"
 
 
-def judge(job: Job, own: OperatorStatus, other: OtherLease | None, patience: float) -> Claim:
+def judge(job: Job, own: OperatorStatus, other: OtherLease | None, patience: float) -> Adoption:
     """Return whose a job is.
 
     Args:
@@ -59,23 +59,23 @@ def judge(job: Job, own: OperatorStatus, other: OtherLease | None, patience: flo
         other: the Lease of the operator that `rival` named. None: there is no rival, or we may not look at its Lease.
         patience: how long another operator's Lease must show no sign of life, in seconds.
     """
-    wish, owner = _wish(job), job.status.operator
-    if wish is not None and not wish.names(own):
-        words = f"the annotation {ANNOTATION_OPERATOR} gives the job to the operator in namespace {wish}"
-        return Claim(False, told=_left_alone(f"{words}; {_itself(own)} leaves it alone"))
+    requested, owner = _requested_owner(job), job.status.operator
+    if requested is not None and not requested.names(own):
+        words = f"the annotation {ANNOTATION_OPERATOR} gives the job to the operator in namespace {requested}"
+        return Adoption(False, event=_left_alone(f"{words}; {_itself(own)} leaves it alone"))
     is_foreign = owner is not None and not is_same(owner, own)
     if owner is not None and is_foreign:
-        if wish is not None and not wish.names(owner):
+        if requested is not None and not requested.names(owner):
             return _taken_over(job, owner, own, f"the annotation {ANNOTATION_OPERATOR} asks for it")
         if other is None or other.unchanged_for < max(patience, _LEASE_DURATIONS * other.duration):
-            return Claim(False, told=_left_alone(_whose(owner, own, is_seen=other is not None)))
+            return Adoption(False, event=_left_alone(_whose(owner, own, is_seen=other is not None)))
         silence = f"its Lease has shown no sign of life for {other.unchanged_for:.0f} s"
         return _taken_over(job, owner, own, silence)
-    problem = wish_problem(job.operator_wish)
-    told = EventRecord(Reason.INVALID_ANNOTATION, problem, is_warning=True, action=_ACTION) if problem else None
+    problem = annotation_problem(job.requested_owner)
+    event = EventRecord(Reason.INVALID_ANNOTATION, problem, is_warning=True, action=_ACTION) if problem else None
     # Of a job that has ended, or is going, nobody need know whose it was.
-    is_settled = owner == own or job.is_going or is_finished(job.status)
-    return Claim(True, None if is_settled else job.status.model_copy(update={"operator": own}), told)
+    is_settled = owner == own or job.is_deleting or is_finished(job.status)
+    return Adoption(True, None if is_settled else job.status.model_copy(update={"operator": own}), event)
 
 
 def rival(job: Job, own: OperatorStatus) -> OperatorStatus | None:
@@ -83,14 +83,14 @@ def rival(job: Job, own: OperatorStatus) -> OperatorStatus | None:
     owner = job.status.operator
     if owner is None or is_same(owner, own):
         return None
-    wish = _wish(job)
-    return owner if wish is None or (wish.names(own) and wish.names(owner)) else None
+    requested = _requested_owner(job)
+    return owner if requested is None or (requested.names(own) and requested.names(owner)) else None
 
 
 def is_another_operators(job: Job, own: OperatorStatus) -> bool:
     """Return whether another operator runs the job, or is to."""
-    wish, owner = _wish(job), job.status.operator
-    return not wish.names(own) if wish is not None else owner is not None and not is_same(owner, own)
+    requested, owner = _requested_owner(job), job.status.operator
+    return not requested.names(own) if requested is not None else owner is not None and not is_same(owner, own)
 
 
 def is_same(one: OperatorStatus, other: OperatorStatus) -> bool:
@@ -98,22 +98,22 @@ def is_same(one: OperatorStatus, other: OperatorStatus) -> bool:
     return (one.namespace, one.lease) == (other.namespace, other.lease)
 
 
-def wish_problem(wish: str | None) -> str:
+def annotation_problem(requested: str | None) -> str:
     """Return what is wrong with the annotation's value; empty: nothing."""
-    if wish is None or _WISH.fullmatch(wish):
+    if requested is None or _OWNER.fullmatch(requested):
         return ""
     return (
-        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {wish[:100]!r}: write the namespace of the operator that is to "
+        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {requested[:100]!r}: write the namespace of the operator that is to "
         "run the job, or namespace/Lease where several have the namespace; until then the annotation counts for nothing"
     )
 
 
-def _wish(job: Job) -> _Wish | None:
-    found = _WISH.fullmatch(job.operator_wish or "")
-    return None if found is None else _Wish(found[1], found[2])
+def _requested_owner(job: Job) -> _RequestedOwner | None:
+    found = _OWNER.fullmatch(job.requested_owner or "")
+    return None if found is None else _RequestedOwner(found[1], found[2])
 
 
-def _taken_over(job: Job, owner: OperatorStatus, own: OperatorStatus, reason: str) -> Claim:
+def _taken_over(job: Job, owner: OperatorStatus, own: OperatorStatus, reason: str) -> Adoption:
     """Take the job over. A RayCluster that waits for its trainer is replaced.
 
     The token of its dashboard is made from a key of the other operator's, and its network policy lets only that one in:
@@ -124,8 +124,8 @@ def _taken_over(job: Job, owner: OperatorStatus, own: OperatorStatus, reason: st
     if status.ray_cluster is not None and not is_sent and not is_finished(status):
         update |= {"ray_cluster": None, "attempt": (status.attempt or 0) + 1}
     words = f"{_itself(own)} runs the job from now on, in the place of {_name(owner)}: {reason}"
-    told = EventRecord(Reason.TAKEN_OVER, words, is_warning=False, action=_ACTION)
-    return Claim(True, status.model_copy(update=update), told)
+    event = EventRecord(Reason.TAKEN_OVER, words, is_warning=False, action=_ACTION)
+    return Adoption(True, status.model_copy(update=update), event)
 
 
 def _left_alone(words: str) -> EventRecord:

@@ -25,7 +25,7 @@ class DashboardTarget:
 def dashboard_target(job: Job, observed: Observed) -> DashboardTarget | None:
     """Return whom to ask about the current attempt, or None: there is nobody yet, or no need any more."""
     spec = spec_in_force(job)
-    if spec is None or job.is_going or is_finished(job.status):
+    if spec is None or job.is_deleting or is_finished(job.status):
         return None
     situation = Situation(job, spec, observed, parse_time(None))
     cluster, head = situation.cluster, situation.head

@@ -56,13 +56,13 @@ def read_job(raw: Manifest) -> Job:
         status=status,
         moved=tuple(moved),
         effective=_read_effective(raw.get("spec", {}), spec, status.effective_layout),
-        is_going="deletionTimestamp" in metadata,
-        operator_wish=operator_wish(raw),
+        is_deleting="deletionTimestamp" in metadata,
+        requested_owner=requested_owner(raw),
         unknown=_unknown(raw),
     )
 
 
-def operator_wish(raw: Manifest) -> str | None:
+def requested_owner(raw: Manifest) -> str | None:
     """Return the value of the annotation that names the operator of a PPOJob; None: there is none."""
     annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
     return annotations.get(constants.ANNOTATION_OPERATOR)
@@ -83,7 +83,7 @@ def read_cluster(raw: Manifest) -> Cluster:
     suspended = conditions.get("RayClusterSuspended", {}).get("status") == "True"
     return Cluster(
         name=metadata["name"],
-        is_going="deletionTimestamp" in metadata,
+        is_deleting="deletionTimestamp" in metadata,
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
         created=parse_time(metadata.get("creationTimestamp")),
         problem=_cluster_problem(status, conditions),
@@ -91,7 +91,7 @@ def read_cluster(raw: Manifest) -> Cluster:
         uid=metadata.get("uid", ""),
         generation=metadata.get("generation", 1),
         spec=raw.get("spec", {}),
-        made_of=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
+        created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
     )
 
 
@@ -117,7 +117,7 @@ def read_pod(raw: Manifest) -> Pod:
         cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
         pool=labels.get(constants.LABEL_POOL),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
-        is_going="deletionTimestamp" in metadata,
+        is_deleting="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
@@ -242,11 +242,11 @@ def _container_troubles(status: Mapping[str, Any]) -> Iterator[Trouble]:
         elif reason not in _HARMLESS_WAITS:
             yield Trouble(Reason.POD_FAILED, f"container {name}: {words}", name)
         if terminated.get("exitCode", 0) != 0:
-            words = f"container {name} ended: {_last_words(terminated)}"
+            words = f"container {name} ended: {_exit_message(terminated)}"
             yield Trouble(Reason.POD_FAILED, words, name, terminated["exitCode"])
 
 
-def _last_words(terminated: Mapping[str, Any]) -> str:
+def _exit_message(terminated: Mapping[str, Any]) -> str:
     code = f"{terminated.get('reason', 'Error')}, exit code {terminated['exitCode']}"
     message = str(terminated.get("message", "")).strip()
     return f"{code}: {message}" if message else code

@@ -51,7 +51,7 @@ class Verdict:
     """What is to be said of a job: refusals, and doubts with which it can be run."""
 
     refusals: tuple[FieldError, ...] = ()
-    doubts: tuple[FieldError, ...] = ()
+    warnings: tuple[FieldError, ...] = ()
 
 
 def named(spec: PPOJobSpec) -> list[Reference]:
@@ -72,7 +72,7 @@ def judge(spec: PPOJobSpec, namespace: str, found: Mapping[Reference, Manifest |
     claims = [read_claim(raw) for reference, raw in found.items() if raw is not None and reference.kind is Kind.CLAIM]
     verdicts = [judge_claim(spec, claim) for claim in claims]
     refusals = tuple(refusal for verdict in verdicts for refusal in verdict.refusals)
-    return Verdict(refusals, (*missing, *(doubt for verdict in verdicts for doubt in verdict.doubts)))
+    return Verdict(refusals, (*missing, *(warning for verdict in verdicts for warning in verdict.warnings)))
 
 
 def absence(reference: Reference, namespace: str) -> FieldError:
@@ -94,10 +94,10 @@ def judge_claim(spec: PPOJobSpec, claim: Claim) -> Verdict:
         # The scheduler itself enforces this mode; the others bind only where a volume is attached to a node.
         words = f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"
         return Verdict((_about(claim, words),))
-    return Verdict(doubts=(_about(claim, _doubtful_modes(spec, shown)),))
+    return Verdict(warnings=(_about(claim, _access_mode_warning(spec, shown)),))
 
 
-def _doubtful_modes(spec: PPOJobSpec, shown: str) -> str:
+def _access_mode_warning(spec: PPOJobSpec, shown: str) -> str:
     apart = [pool.name for pool in spec.pools if pool.nodes > 1 and pool.spread is Spread.REQUIRED]
     if "ReadWrite" not in shown:
         return f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"

@@ -2,7 +2,7 @@
 
 Every field that the operator has set is compared (`edits`). In a queue too: Kueue only adds to pod templates and writes
 `spec.suspend`, which we never set, and `manifests.queues` sees to it that what it added stays. There it is done only to
-a RayCluster that was made of the spec that is wanted: Kueue evicts what changes, and neither a newer operator nor an
+a RayCluster that was made of the spec that is desired: Kueue evicts what changes, and neither a newer operator nor an
 edit of runPolicy is worth that.
 """
 
@@ -34,18 +34,18 @@ def judge(situation: Situation) -> Restoration | None:
     cluster = situation.cluster
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
-    wanted = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
-    if wanted["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.made_of):
+    desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
+    if desired["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.created_from):
         return None
-    found = [*edits(wanted["spec"], cluster.spec, "spec"), *_added_groups(wanted["spec"], cluster.spec)]
+    found = [*edits(desired["spec"], cluster.spec, "spec"), *_added_groups(desired["spec"], cluster.spec)]
     if not found:
         return None
     message = f"RayCluster {cluster.name} was edited by somebody else and is as the job wants it again: "
     message += "; ".join(found[:_MAX_NAMED]) + (" ..." if len(found) > _MAX_NAMED else "")
-    return Restoration(wanted, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
+    return Restoration(desired, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
 
 
-def remade(situation: Situation) -> EventRecord | None:
+def recreated(situation: Situation) -> EventRecord | None:
     """Return what is told where a RayCluster that had no trainer yet was deleted, and is made again in this look.
 
     With a trainer it is the end of the attempt (`attempts.py`).
@@ -58,9 +58,9 @@ def remade(situation: Situation) -> EventRecord | None:
     return EventRecord(Reason.CLUSTER_RESTORED, message, is_warning=True, action=Condition.POOLS_READY)
 
 
-def _added_groups(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the groups that nobody asked for: their pods take GPUs. Applying the wanted spec takes them away."""
-    names = {group["groupName"] for group in wanted["workerGroupSpecs"]}
+def _added_groups(desired: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the groups that nobody asked for: their pods take GPUs. Applying the desired spec takes them away."""
+    names = {group["groupName"] for group in desired["workerGroupSpecs"]}
     for group in found.get("workerGroupSpecs", []):
         if group["groupName"] not in names:
             yield f"spec.workerGroupSpecs[{group['groupName']}] was added"

@@ -59,7 +59,7 @@ class Situation:
     """The spec with the layout in force."""
     observed: Observed
     now: datetime
-    wanted: PPOJobSpec | None = None
+    desired: PPOJobSpec | None = None
     """The spec as it stands. None: it cannot be run."""
     refusal: str = ""
     """Why the spec as it stands cannot be run; empty: it can."""
@@ -116,17 +116,17 @@ class Situation:
     @cached_property
     def cluster(self) -> Cluster | None:
         """The RayCluster of the current attempt, if it is there to stay."""
-        return next((c for c in self.observed.clusters if c.name == self.cluster_name and not c.is_going), None)
+        return next((c for c in self.observed.clusters if c.name == self.cluster_name and not c.is_deleting), None)
 
     @cached_property
     def pods(self) -> tuple[Pod, ...]:
         """The pods of that RayCluster which are there to stay."""
-        return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_going)
+        return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_deleting)
 
     @property
     def leaving_pods(self) -> tuple[Pod, ...]:
         """The pods that are on their way out, most of them of an earlier attempt's RayCluster."""
-        return tuple(pod for pod in self.observed.pods if pod.cluster != self.cluster_name or pod.is_going)
+        return tuple(pod for pod in self.observed.pods if pod.cluster != self.cluster_name or pod.is_deleting)
 
     @property
     def head(self) -> Pod | None:

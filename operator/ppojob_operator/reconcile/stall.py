@@ -26,7 +26,7 @@ def overdue(situation: Situation) -> Finding:
     return Finding("True", Reason.NO_PROGRESS, f"{words}; it goes on, as spec.runPolicy.restartOnStall is false")
 
 
-def told(situation: Situation) -> tuple[EventRecord, ...]:
+def events(situation: Situation) -> tuple[EventRecord, ...]:
     """Return the Event of an attempt that has just stalled and goes on."""
     before, found = situation.condition(Condition.STALLED), overdue(situation)
     if found.status == "False" or (before is not None and before.status == "True"):

@@ -25,7 +25,7 @@ from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.sizes import with_nodes
 
-_LISTENING = 3.0
+_STOPPING_INTERVAL = 3.0
 _SOON = 1.0
 _HOW_TO_RESUME = "set spec.runPolicy.suspend to false, and it goes on from its last checkpoint"
 
@@ -39,10 +39,10 @@ class Interruption:
     update: Mapping[str, Any]
     """Fields of the status."""
     events: tuple[EventRecord, ...] = field(default=())
-    look_again_after: float | None = None
+    requeue_after: float | None = None
 
 
-def is_held(situation: Situation) -> bool:
+def is_paused(situation: Situation) -> bool:
     """Return whether the job is suspended or queued and has no trainer: then no deadline runs."""
     is_suspended = situation.spec.run_policy.suspend and situation.submitted_at is None
     return is_suspended or admission.is_queued(situation)
@@ -58,27 +58,27 @@ def judge(situation: Situation, found: PoolsFinding, failure: Failure | None, *,
         if situation.spec.run_policy.suspend:
             return _suspended(situation, None)
         if change:
-            return _other_layout(situation, found, change)
-        return _moved_back(situation, found) if is_late and not found.is_ready else None
-    return _of_a_trainer(situation, found, failure, change)
+            return _change_layout(situation, found, change)
+        return _revert_balance(situation, found) if is_late and not found.is_ready else None
+    return _judge_trainer(situation, found, failure, change)
 
 
-def _of_a_trainer(
+def _judge_trainer(
     situation: Situation, found: PoolsFinding, failure: Failure | None, change: str
 ) -> Interruption | None:
     stop = situation.open_stop
-    is_in_order = stop is not None and failure is not None and failure.reason == Reason.INTERRUPTED
-    if failure is not None and not is_in_order:
+    is_graceful = stop is not None and failure is not None and failure.reason == Reason.INTERRUPTED
+    if failure is not None and not is_graceful:
         return None
     if stop is None:
-        stop = _wish(situation, change)
-        return _asked(situation, found, stop, change) if stop else None
-    if is_in_order or (admission.is_evicted(situation) and admission.has_lost_all(situation)):
-        return _over(situation, found, stop, "")
+        stop = _stop_request(situation, change)
+        return _stop_requested(situation, found, stop, change) if stop else None
+    if is_graceful or (admission.is_evicted(situation) and admission.has_lost_all(situation)):
+        return _stopped(situation, found, stop, "")
     if situation.now >= _deadline(situation, stop):
         limit = situation.spec.run_policy.stop_grace_period_seconds
-        return _over(situation, found, stop, f"it had not ended {limit} s after it was asked to stop")
-    return _asked(situation, found, stop, change)
+        return _stopped(situation, found, stop, f"it had not ended {limit} s after it was asked to stop")
+    return _stop_requested(situation, found, stop, change)
 
 
 def active_seconds(situation: Situation) -> int | None:
@@ -97,7 +97,7 @@ def _deadline(situation: Situation, stop: StopStatus) -> datetime:
     return parse_time(stop.time) + timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
 
 
-def _wish(situation: Situation, change: str) -> StopStatus | None:
+def _stop_request(situation: Situation, change: str) -> StopStatus | None:
     """Return the stop that is to be asked for now. A suspension waits for the layout too: one stop serves both."""
     if admission.is_evicted(situation):
         reason = Reason.PREEMPTED
@@ -108,7 +108,7 @@ def _wish(situation: Situation, change: str) -> StopStatus | None:
     return StopStatus(attempt=situation.attempt, reason=reason, time=format_time(situation.now))
 
 
-def _asked(situation: Situation, found: PoolsFinding, stop: StopStatus, change: str) -> Interruption:
+def _stop_requested(situation: Situation, found: PoolsFinding, stop: StopStatus, change: str) -> Interruption:
     deadline = _deadline(situation, stop)
     words = f"attempt {stop.attempt} is asked to put a checkpoint down and to stop, until {deadline:%H:%M:%S} UTC"
     if stop.reason == Reason.PREEMPTED:
@@ -120,17 +120,17 @@ def _asked(situation: Situation, found: PoolsFinding, stop: StopStatus, change: 
         what = f" for another layout ({change})" if change else ""
         findings = {Condition.LAYOUT_APPLIED: Finding("False", Reason.REALLOCATING, f"{words}{what}")}
     left = (deadline - situation.now) / timedelta(seconds=1)
-    return Interruption(found, findings, {"stop": stop}, look_again_after=max(_SOON, min(_LISTENING, left)))
+    return Interruption(found, findings, {"stop": stop}, requeue_after=max(_SOON, min(_STOPPING_INTERVAL, left)))
 
 
-def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: str) -> Interruption:
+def _stopped(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: str) -> Interruption:
     """Go on without the attempt: it has ended in order, or (`fault`) its time is over."""
     done = stop.model_copy(update={"completion_time": format_time(situation.now)})
     if fault:
         message = f"attempt {stop.attempt} is ended: {fault}; the checkpoint before counts"
         event = EventRecord(Reason.GRACE_PERIOD_EXCEEDED, message, is_warning=True, action=stop.reason)
     elif stop.reason == Reason.PREEMPTED:
-        message = f"attempt {stop.attempt} was pre-empted and its pods are gone; {_goes_on_from(situation)}"
+        message = f"attempt {stop.attempt} was pre-empted and its pods are gone; {_resume_message(situation)}"
         event = EventRecord(Reason.PREEMPTED, message, is_warning=False, action=Condition.SUBMITTED)
     else:
         message = f"attempt {stop.attempt} has put a checkpoint down and ended in order"
@@ -143,21 +143,21 @@ def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: st
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
 
-def _moved_back(situation: Situation, found: PoolsFinding) -> Interruption | None:
+def _revert_balance(situation: Situation, found: PoolsFinding) -> Interruption | None:
     """Go back to the nodes of the spec where there is no room for the more that autoBalance has given a pool."""
-    wanted, moved = situation.wanted, situation.job.moved
-    if wanted is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
+    desired, moved = situation.desired, situation.job.moved
+    if desired is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
         return None
-    own = replace(situation, wanted=with_nodes(wanted, {pool.name: pool.spec_nodes for pool in moved}))
+    own = replace(situation, desired=with_nodes(desired, {pool.name: pool.spec_nodes for pool in moved}))
     change = layout.change(own)
     words = f"{found.finding.reason}: {found.finding.message}"
     message = f"autoBalance goes back to the nodes of the spec ({change}), because there is no room for more: {words}"
     event = EventRecord(Reason.REBALANCED, message, is_warning=True, action=Condition.LAYOUT_APPLIED)
-    back = _other_layout(own, found, change, Reason.STARTUP_DELAYED)
+    back = _change_layout(own, found, change, Reason.STARTUP_DELAYED)
     return replace(back, update={**back.update, "effective_pools": []}, events=(event,))
 
 
-def _other_layout(
+def _change_layout(
     situation: Situation, found: PoolsFinding, change: str, reason: str = Reason.REALLOCATING
 ) -> Interruption:
     """Change the layout of an attempt that has not begun; `reason` says in the status what for."""
@@ -166,8 +166,8 @@ def _other_layout(
     relaid = Finding("False", Reason.REALLOCATING, f"the next attempt has another layout ({change})")
     keeps_pods = not layout.needs_other_pods(situation)
     is_over = not keeps_pods and _is_used(situation)
-    update = _onwards(situation, done if is_over else situation.status.stop, is_over=is_over, keeps_pods=keeps_pods)
-    return Interruption(found, {Condition.LAYOUT_APPLIED: relaid}, update, look_again_after=_SOON)
+    update = _next_update(situation, done if is_over else situation.status.stop, is_over=is_over, keeps_pods=keeps_pods)
+    return Interruption(found, {Condition.LAYOUT_APPLIED: relaid}, update, requeue_after=_SOON)
 
 
 def _next_attempt(
@@ -176,16 +176,16 @@ def _next_attempt(
     """Go on with another attempt, on the pods that are there or on new ones."""
     begins = Finding("False", Reason.RESTARTING, f"{event.message}; attempt {situation.attempt + 1} begins")
     findings = {Condition.SUBMITTED: begins, Condition.PROGRESSING: begins, Condition.STALLED: stall.stalled(None)}
-    update = _onwards(situation, stop, is_over=True, keeps_pods=keeps_pods)
+    update = _next_update(situation, stop, is_over=True, keeps_pods=keeps_pods)
     return Interruption(found, findings, update, (event,), _SOON)
 
 
-def _onwards(situation: Situation, stop: StopStatus | None, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
+def _next_update(situation: Situation, stop: StopStatus | None, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
     update: dict[str, Any] = {"attempt": situation.attempt + is_over, "submission_id": None, "stop": stop}
     if not keeps_pods:
         update["ray_cluster"] = None
-    elif situation.wanted is not None:
-        update["effective_layout"] = layout_of(situation.wanted)
+    elif situation.desired is not None:
+        update["effective_layout"] = layout_of(situation.desired)
     return update
 
 
@@ -214,10 +214,10 @@ def _suspended(situation: Situation, stop: StopStatus | None, *events: EventReco
         findings[Condition.ADMITTED] = held
     if situation.condition(Condition.STALLED) is not None:
         findings[Condition.STALLED] = stall.stalled(None)
-    return Interruption(pools.given_back(situation, held), findings, update, events)
+    return Interruption(pools.released(situation, held), findings, update, events)
 
 
-def _goes_on_from(situation: Situation) -> str:
+def _resume_message(situation: Situation) -> str:
     checkpoint = situation.status.checkpoint
     where = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "the beginning"
     return f"when it is admitted again, it goes on from {where}"

@@ -16,7 +16,7 @@ from ppojob_operator.plan import ALIVE, Manifest, Submission
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Finding, Situation
 
-_LONGEST_END = timedelta(seconds=60)
+_MAX_STOP_WAIT = timedelta(seconds=60)
 """How long the next attempt waits for an earlier one. Ray kills what has not ended three seconds after it was asked."""
 
 
@@ -34,11 +34,11 @@ class Step:
 def next_step(situation: Situation, pools: PoolsFinding) -> Step:
     """Return what brings the attempt forward: its objects, the submission, or nothing but patience."""
     if situation.submitted_at is not None:
-        return Step(_sent(situation), apply=_renewed_ca(situation))
-    return replace(_towards_sending(situation, pools), stop_submissions=_running_before(situation))
+        return Step(_submitted(situation), apply=_renewed_ca(situation))
+    return replace(_before_submission(situation, pools), stop_submissions=_running_before(situation))
 
 
-def _towards_sending(situation: Situation, pools: PoolsFinding) -> Step:
+def _before_submission(situation: Situation, pools: PoolsFinding) -> Step:
     if situation.now < situation.due:
         failure = situation.status.last_failure
         words = f"attempt {failure.attempt} failed ({failure.reason})" if failure else "the last attempt failed"
@@ -46,9 +46,10 @@ def _towards_sending(situation: Situation, pools: PoolsFinding) -> Step:
         return Step(Finding("False", Reason.RESTARTING, message))
     text = job_file(situation.job, situation.spec, situation.observed.surroundings)
     if situation.cluster is None:
-        return Step(_waiting("the pools are not ready"), apply=(*_companions(situation), *_objects(situation, text)))
+        created = (*_pod_dependencies(situation), *_objects(situation, text))
+        return Step(_waiting("the pools are not ready"), apply=created)
     changed = _objects(situation, text)[:1] if _is_config_old(situation, text) else ()
-    repair = _companions(situation) if situation.cluster.problem else ()
+    repair = _pod_dependencies(situation) if situation.cluster.problem else ()
     if not pools.is_ready:
         return Step(_waiting("the pools are not ready"), apply=(*repair, *changed))
     if obstacle := _obstacle(situation):
@@ -60,7 +61,7 @@ def _towards_sending(situation: Situation, pools: PoolsFinding) -> Step:
         job_text=text,
         pods={pool.name: situation.pod_names(pool.name) for pool in situation.spec.pools},
     )
-    return Step(_sent(situation), apply=changed, submission=sent)
+    return Step(_submitted(situation), apply=changed, submission=sent)
 
 
 def _obstacle(situation: Situation) -> str:
@@ -71,7 +72,7 @@ def _obstacle(situation: Situation) -> str:
     if situation.observed.last_error:
         return f"the trainer cannot be started: {situation.observed.last_error}"
     running = _running_before(situation)
-    is_patient = min(situation.now - situation.due, situation.age_of(Condition.POOLS_READY, "True")) < _LONGEST_END
+    is_patient = min(situation.now - situation.due, situation.age_of(Condition.POOLS_READY, "True")) < _MAX_STOP_WAIT
     return f"Ray has not ended {', '.join(running)} yet" if running and is_patient else ""
 
 
@@ -82,7 +83,7 @@ def _running_before(situation: Situation) -> tuple[str, ...]:
     return tuple(job.submission_id for job in jobs if job.submission_id in earlier and job.state in ALIVE)
 
 
-def _sent(situation: Situation) -> Finding:
+def _submitted(situation: Situation) -> Finding:
     words = f"attempt {situation.attempt} of the trainer was sent to Ray in {situation.cluster_name}"
     return Finding("True", Reason.TRAINER_SUBMITTED, words)
 
@@ -91,16 +92,16 @@ def _waiting(words: str) -> Finding:
     return Finding("False", Reason.NOT_SUBMITTED, words)
 
 
-def _companions(situation: Situation) -> tuple[Manifest, ...]:
+def _pod_dependencies(situation: Situation) -> tuple[Manifest, ...]:
     """Return what the pods need before KubeRay can make them."""
     job, name = situation.job, situation.cluster_name
     surroundings = situation.observed.surroundings
     token = dashboard_token(surroundings.dashboard_key, job.uid, name)
     account = () if situation.spec.service_account_name else (service_account(job.key, job.uid),)
-    companions = (*account, dashboard_secret(job.key, job.uid, name, token))
+    dependencies = (*account, dashboard_secret(job.key, job.uid, name, token))
     network = surroundings.network
     policy = None if network is None else network_policy(situation.spec, job.key, job.uid, network)
-    return companions if policy is None else (policy, *companions)
+    return dependencies if policy is None else (policy, *dependencies)
 
 
 def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:
@@ -113,8 +114,8 @@ def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:
 
 
 def _is_config_old(situation: Situation, text: str) -> bool:
-    wanted = {constants.JOB_FILE: text, constants.CA_FILE: situation.observed.surroundings.ca_bundle}
-    return dict(situation.observed.config or {}) != wanted
+    desired = {constants.JOB_FILE: text, constants.CA_FILE: situation.observed.surroundings.ca_bundle}
+    return dict(situation.observed.config or {}) != desired
 
 
 def _renewed_ca(situation: Situation) -> tuple[Manifest, ...]:

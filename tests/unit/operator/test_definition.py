@@ -8,7 +8,7 @@ import pytest
 
 from ppojob_api.v1alpha1.schema import custom_resource_definition
 from ppojob_operator.api_server import Answer, ApiUnavailable
-from ppojob_operator.definition import say_differences
+from ppojob_operator.definition import log_differences
 
 KIND = {"group": "ppojob.dev", "version": "v1alpha1", "kind": "PPOJob"}
 
@@ -38,7 +38,7 @@ def own() -> Any:
 async def said(server: Server, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     """Return what is logged."""
     caplog.set_level(logging.INFO)
-    await say_differences(server, "0.1.0")  # type: ignore[arg-type]
+    await log_differences(server, "0.1.0")  # type: ignore[arg-type]
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 

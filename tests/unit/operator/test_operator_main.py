@@ -9,7 +9,7 @@ from kubernetes.aio.client import Configuration
 
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.main import StartError, ask_environment_once, dashboard_key
+from ppojob_operator.main import StartError, dashboard_key, read_proxy_once
 from ppojob_operator.settings import Settings
 
 
@@ -89,7 +89,7 @@ def test_the_environments_proxy_is_found_once(
         monkeypatch.setenv(name, value)
     configuration = Configuration(host="https://10.96.0.1:443")
 
-    ask_environment_once(configuration)
+    read_proxy_once(configuration)
 
     assert (configuration.proxy, configuration.client_session_kwargs) == (proxy, {"trust_env": False})
 

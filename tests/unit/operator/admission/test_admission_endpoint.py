@@ -30,7 +30,7 @@ class Asking:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.outcomes: list[str] = []
-        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, look_seconds=0.2)
+        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, read_timeout_seconds=0.2)
         self.client = TestClient(TestServer(endpoint.application()))
 
     async def post(self, body: Any) -> tuple[int, Any]:

@@ -40,7 +40,7 @@ class Queue:
     def evicts(self) -> "Queue":
         """Let Kueue take the quota away: KubeRay deletes the pods, and their hooks hold them."""
         self._suspend(True)
-        pods = tuple(replace(pod, is_going=True) for pod in self.world.observed.pods)
+        pods = tuple(replace(pod, is_deleting=True) for pod in self.world.observed.pods)
         self.world.see(pods=pods)
         return self.says(eviction=PREEMPTED)
 
@@ -65,12 +65,12 @@ def test_a_job_waits_in_its_queue_and_says_what_for() -> None:
     assert world.verdict(Condition.ADMITTED) == ("False", Reason.QUEUED)
     assert world.condition(Condition.ADMITTED).message == f"the job waits in the queue gpus: {NO_ROOM}"
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
-    assert world.plan().look_again_after == 30
+    assert world.plan().requeue_after == 30
     assert "startTime" not in world.status
 
 
 def test_kueue_is_asked_again_soon_until_it_has_said_what_for() -> None:
-    assert Queue().world.plan().look_again_after == 3
+    assert Queue().world.plan().requeue_after == 3
 
 
 def test_the_cluster_is_made_once_and_nothing_that_kueue_owns_is_written() -> None:

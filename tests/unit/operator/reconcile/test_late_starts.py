@@ -37,7 +37,7 @@ def after_a_lost_head() -> World:
 def test_a_job_that_has_run_waits_on_for_room_and_says_since_when() -> None:
     world = after_a_lost_head()
     assert world.wait(59).settle().verdict(Condition.PROGRESSING) == ("False", Reason.RESTARTING)
-    assert world.plan().look_again_after == 1
+    assert world.plan().requeue_after == 1
 
     for _ in range(100):
         world.wait(DAY / 100).settle()

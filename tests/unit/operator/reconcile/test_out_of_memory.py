@@ -28,10 +28,12 @@ OOM = killed("ray-worker")
         ("head", "logger", "raise the memory limit of that container in podTemplate of the head"),
     ],
 )
-@pytest.mark.parametrize("is_going", [False, True])
-def test_a_pod_beyond_its_memory_is_the_users_to_mend(group: str, container: str, remedy: str, is_going: bool) -> None:
+@pytest.mark.parametrize("is_deleting", [False, True])
+def test_a_pod_beyond_its_memory_is_the_users_to_fix(
+    group: str, container: str, remedy: str, is_deleting: bool
+) -> None:
     world = World().run().pods_become(ready=False, pool=group, trouble=killed(container))
-    if is_going:
+    if is_deleting:
         world.pod_leaves(group)
 
     world.trainer_reports().settle()

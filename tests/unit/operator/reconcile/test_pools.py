@@ -119,14 +119,14 @@ def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_conditio
 def test_while_pods_of_an_earlier_attempt_leave_the_new_ones_wait_for_their_room() -> None:
     world = starting(pools=GPU_POOLS).pods_become(ready=True).pods_become(ready=False, pool="critic", trouble=NO_GPUS)
     here = world.observed.pods
-    world.see(pods=(*here, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
+    world.see(pods=(*here, Pod("old-worker", "arithmetic-00000", "critic", is_deleting=True)))
 
     world.settle()
 
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
     message = world.condition(Condition.POOLS_READY).message
     assert message.startswith("waits until the pods of an earlier attempt have left (old-worker); pool critic wants 8")
-    assert NO_GPUS.words in message
+    assert NO_GPUS.message in message
     assert NO_GPUS.reason not in world.said
 
     world.see(pods=here).settle()
@@ -135,7 +135,7 @@ def test_while_pods_of_an_earlier_attempt_leave_the_new_ones_wait_for_their_room
 
 def test_an_image_that_cannot_be_pulled_waits_for_no_leaving_pod() -> None:
     world = starting().pods_become(ready=False, pool="critic", trouble=NO_IMAGE)
-    world.see(pods=(*world.observed.pods, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
+    world.see(pods=(*world.observed.pods, Pod("old-worker", "arithmetic-00000", "critic", is_deleting=True)))
 
     world.settle()
 
@@ -147,7 +147,7 @@ def test_a_head_in_trouble_names_the_condition_too() -> None:
 
     world.settle()
 
-    assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.words}"
+    assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.message}"
 
 
 def test_a_cluster_that_kuberay_cannot_fill_says_so_in_its_words() -> None:

@@ -199,7 +199,7 @@ def test_a_pod_without_a_pool_is_the_head() -> None:
     found = read_pod(raw)
 
     assert found.pool is None
-    assert found.is_going
+    assert found.is_deleting
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_cluster_with_a_head_names_its_service() -> None:
 
     found = read_cluster(raw)
 
-    assert (found.head_service, found.is_going, found.is_suspended) == ("c-head-svc", True, False)
+    assert (found.head_service, found.is_deleting, found.is_suspended) == ("c-head-svc", True, False)
 
 
 @pytest.mark.parametrize(

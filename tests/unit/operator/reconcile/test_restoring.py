@@ -231,10 +231,10 @@ def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> 
         template["spec"]["tolerations"].append({"key": "spot", "operator": "Exists"})
 
     world = World(runPolicy={"queueName": "gpus"}).settle()
-    made_of = world.made[-1]["metadata"]["annotations"][ANNOTATION_MADE_OF]
+    created_from = world.made[-1]["metadata"]["annotations"][ANNOTATION_MADE_OF]
     edited(world, lets_in)
     [cluster] = world.observed.clusters
-    world.see(clusters=(replace(cluster, made_of=made_of),))
+    world.see(clusters=(replace(cluster, created_from=created_from),))
     assert world.plan().apply == ()
 
     [cluster] = world.observed.clusters
@@ -243,5 +243,5 @@ def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> 
     assert world.plan().apply == (world.made[-1],)
 
     # As an older operator made it, or before runPolicy was edited: Kueue would evict it for the difference.
-    world.see(clusters=(replace(cluster, spec=spec, made_of="other"),))
+    world.see(clusters=(replace(cluster, spec=spec, created_from="other"),))
     assert world.plan().apply == ()

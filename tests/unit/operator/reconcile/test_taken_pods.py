@@ -15,11 +15,11 @@ DEAD = Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 
 LOG = "in /data/ppojob/rl-team/arithmetic/logs/attempt-0/driver.log"
 
 
-def take(world: World, group: str, trouble: Trouble, *, is_going: bool = True) -> World:
+def take(world: World, group: str, trouble: Trouble, *, is_deleting: bool = True) -> World:
     """Let somebody take a pod away ("head" is the head's): its hook holds it."""
 
     def taken(pod: Pod) -> Pod:
-        return replace(pod, disruption=trouble, is_going=is_going) if (pod.pool or "head") == group else pod
+        return replace(pod, disruption=trouble, is_deleting=is_deleting) if (pod.pool or "head") == group else pod
 
     return world.see(pods=tuple(map(taken, world.observed.pods)))
 
@@ -34,7 +34,7 @@ def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_sto
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (trouble.reason, 130)
-    lost = f"pod {first_cluster()}-critic: {trouble.words}; pool critic has only 0 of its 1 pods ready; "
+    lost = f"pod {first_cluster()}-critic: {trouble.message}; pool critic has only 0 of its 1 pods ready; "
     assert failure["message"] == f"{lost}the trainer: Interrupted: stopped in order after step 3"
     assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
 
@@ -48,7 +48,7 @@ def test_who_took_a_worker_is_remembered_when_its_pod_is_gone() -> None:
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["message"]) == (Reason.PREEMPTED, said)
-    assert PREEMPTED.words in said
+    assert PREEMPTED.message in said
 
 
 def test_who_took_pods_of_an_earlier_attempt_is_not_remembered() -> None:
@@ -82,8 +82,8 @@ def test_what_the_trainer_found_wrong_stays_its_own_though_a_pod_is_taken_away()
 
 
 def test_a_pod_that_is_to_be_taken_away_and_still_runs_is_no_loss() -> None:
-    world = take(World().run(), "head", PREEMPTED, is_going=False)
-    take(world, "critic", PREEMPTED, is_going=False)
+    world = take(World().run(), "head", PREEMPTED, is_deleting=False)
+    take(world, "critic", PREEMPTED, is_deleting=False)
 
     world.settle()
 
@@ -104,14 +104,14 @@ def test_a_head_that_is_taken_away_is_held_and_names_the_failure_when_it_is_gone
     failure = world.status["lastFailure"]
     assert failure["reason"] == trouble.reason
     assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} is gone: pod")
-    assert trouble.words in failure["message"]
+    assert trouble.message in failure["message"]
     assert failure["message"].endswith(LOG)
     assert world.status["retries"]["infrastructure"] == 1
 
 
 def test_a_silent_head_whose_node_does_not_answer_is_a_lost_node() -> None:
     world = World().run().pods_become(ready=False, pool="head")
-    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not answer"), is_going=False)
+    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not answer"), is_deleting=False)
     world.settle()
 
     world.wait(121).settle()
