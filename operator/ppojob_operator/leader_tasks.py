@@ -1,8 +1,8 @@
-"""The leader's part of the operator: the loop and its watches, made anew for each term.
+"""What only the leader runs: the reconcile loop and its watches.
 
-`main.py` gives `LeaderTasks.run` to the election. Nothing of one term is used in the next: whatever another leader did in
-between is read from the API server. Every write asks the election first (`guard`), so that a replica that leads no
-longer changes nothing, however late it learns of it.
+`main.py` passes `LeaderTasks.run` to the election. Each time that this replica becomes the leader, loop and watches are
+created again and read everything from the API server, because another leader may have changed it. Every write calls
+`guard` first, which fails if this replica no longer leads, so a replica that learns late of its loss changes nothing.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
 
 
 Part = Callable[[ApiServer, asyncio.Event], Coroutine[Any, Any, None]]
-"""What else runs while the leader leads: until the event is set, with an API server that it may write to."""
+"""A further task of the leader. It runs until the event is set and may write to the API server."""
 
 
 class LeaderTasks:
-    """What only the leader runs."""
+    """The tasks of the leader."""
 
     def __init__(
         self,
@@ -54,23 +54,23 @@ class LeaderTasks:
 
     @property
     def queue_depth(self) -> int:
-        """How many jobs wait for a look; none on a replica that stands by."""
+        """Number of jobs that are due to be reconciled; 0 on a standby."""
         return 0 if self._loop is None else self._loop.queue_depth
 
     @property
     def num_left_alone(self) -> int:
-        """How many jobs another operator runs; none on a replica that stands by."""
+        """Number of jobs that belong to another operator; 0 on a standby."""
         return 0 if self._loop is None else self._loop.num_left_alone
 
     def job_states(self) -> Mapping[JobKey, JobState] | None:
-        """Return the jobs; None on a replica that does not lead, so that a sum over replicas counts once."""
+        """Return the jobs' states; None on a standby, so that a sum over replicas counts each job once."""
         return None if self._loop is None else self._loop.job_states()
 
     async def run(self, stop: asyncio.Event, guard: Callable[[], None]) -> None:
-        """Look after the jobs until `stop` is set, or this is cancelled.
+        """Reconcile jobs until `stop` is set or this is cancelled.
 
         Raises:
-            RuntimeError: one of its parts ended by itself.
+            RuntimeError: a task ended before `stop` was set.
         """
         api = self._api.guarded(guard)
         cluster = Cluster(api, reporter=self._settings.pod_name)

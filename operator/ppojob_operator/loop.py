@@ -1,17 +1,17 @@
-"""The loop: which job needs a look, and the look itself: observe -> decide -> apply, one status write each.
+"""The reconcile loop: observe a job, decide, apply, and write its status once.
 
-        handlers (watches)        timers (requeue_after)        sweep (all jobs, every few minutes)
+        handlers (watches)        timers (requeue_after)        resync (all jobs, every few minutes)
                  |                          |                              |
-                 +----------> WorkQueue: one entry a job, never two looks at the same job
+                 +----------> WorkQueue: one entry per job; no two workers reconcile the same job
                                             |
-                              workers: ours? (adoption) -> observe (cluster, dashboard) -> reconcile.decide -> carry out
+                              workers: adopt -> observe (cluster, dashboard) -> reconcile.decide -> execute the plan
 
-Between two looks at a job whose objects no watch told of, only the job itself and Ray's dashboard are asked again: a
-thousand running jobs would otherwise list their pods a hundred times a second. The sweep distrusts the watches and has
-everything read anew.
+Between reconciles, a job's RayCluster and pods are cached until a watch reports a change; only the job and Ray's
+dashboard are read each time. Otherwise a thousand running jobs would list their pods a hundred times per second. The
+resync does not rely on the watches and reads everything again.
 
-`main.py` runs it; `handlers` only note keys. An error of one job is written down, and the job is tried again after a
-growing pause; it never stops the others.
+`leader_tasks.py` runs the loop; `handlers` only enqueue keys. An error of one job is logged and the job is retried with
+exponential backoff; other jobs are not affected.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from ppojob_operator.work_queue import WorkQueue, wait
 logger = logging.getLogger(__name__)
 
 _BURST = 0.2
-"""Seconds that a note waits for others about the same job: an event rarely comes alone."""
+"""Seconds between an event and the reconcile, because several events about one job usually come together."""
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
@@ -61,20 +61,20 @@ _IDLE_TICK = 1.0
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop tells the probes and the metrics."""
+    """Callbacks for the probes and the metrics."""
 
     beat: Callable[[], None] = lambda: None
-    """Called at least every second while a worker has nothing to do, and after each look."""
+    """Called after each reconcile, and at least every second while a worker is idle."""
     observe_reconcile: Callable[[float, str], None] = lambda seconds, outcome: None
-    """Called after each look with its seconds and `ok`, `left`, `gone` or `error`."""
+    """Called after each reconcile with its seconds and `ok`, `left`, `gone` or `error`."""
     count_submission: Callable[[], None] = lambda: None
-    """Called after Ray was given an attempt."""
+    """Called after an attempt was submitted to Ray."""
     count_retries: Callable[[str, int], None] = lambda cause, count: None
-    """Called with `user` or `infrastructure` and how many retries a written status has more than the one before."""
+    """Called with `user` or `infrastructure` and the number of retries that a status write added."""
 
 
 class Loop:
-    """The queue, its workers, and the look at one job."""
+    """The work queue, its workers, and the reconcile of one job."""
 
     def __init__(
         self,
@@ -100,37 +100,37 @@ class Loop:
         self._watched: set[JobKey] = set()
         self._not_watched: set[JobKey] = set()
         self._cache: dict[JobKey, Observed | None] = {}
-        """What the last look found; None: it is to be read anew. No entry: a watch has told of a change since."""
+        """What the last reconcile observed. None: read it again. No entry: a watch has reported a change since."""
 
     def enqueue(self, key: JobKey) -> None:
-        """Note that a job needs a look. The handlers of the watches call it."""
+        """Enqueue a job whose objects changed. The handlers of the watches call it."""
         self._watched.add(key)
         self._cache.pop(key, None)
         self._queue.add(key, _BURST)
 
     @property
     def queue_depth(self) -> int:
-        """How many jobs wait for a look that is due."""
+        """Number of jobs that are due to be reconciled."""
         return len(self._queue)
 
     @property
     def num_left_alone(self) -> int:
-        """How many jobs are another operator's."""
+        """Number of jobs that belong to another operator."""
         return self._adopter.num_left_alone
 
     def job_states(self) -> Mapping[JobKey, JobState]:
-        """Return our jobs as the last pass over each left them."""
+        """Return the state of each of our jobs after its last reconcile."""
         return dict(self._states)
 
     def watch_problem(self) -> str | None:
-        """Return what is wrong if the watches do not tell of jobs that are there."""
+        """Return the problem if the watches do not report jobs that exist, else None."""
         missed = self._not_watched - self._watched
         if not missed:
             return None
-        return f"the watch never told of {len(missed)} jobs that exist, such as {min(missed)}"
+        return f"the watch never reported {len(missed)} jobs that exist, such as {min(missed)}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look at jobs until `stop` is set; looks in work are finished first."""
+        """Reconcile jobs until `stop` is set; reconciles in progress are finished first."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._settings.workers):
                 tasks.create_task(self._work(stop))
@@ -147,23 +147,23 @@ class Loop:
             self._hooks.beat()
 
     async def _resync(self, stop: asyncio.Event) -> None:
-        """Ask for a look at every job from time to time: what no watch told of is found nevertheless."""
+        """Enqueue all jobs at every `idle_interval`, which also finds changes that no watch reported."""
         found: set[JobKey] = set()
         while not await wait(stop, self._settings.idle_interval):
             try:
                 listed = await self._cluster.list_jobs(self._settings.watch_namespace)
             except ApiError as error:
-                logger.warning("the sweep could not list the jobs: %s", error)
+                logger.warning("the resync could not list the jobs: %s", error)
                 continue
             keys = {JobKey(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in listed}
-            # The watch had the time between two sweeps to tell of them.
+            # A watch has one resync interval to report a job.
             self._not_watched, found = found & keys, keys
             for key in keys:
                 self._cache.pop(key, None)
                 self._queue.add(key)
 
     async def _reconcile_guarded(self, key: JobKey) -> None:
-        """Look at a job; whatever goes wrong is this job's affair alone."""
+        """Reconcile a job; an error affects this job only."""
         began, outcome = monotonic(), "error"
         try:
             async with asyncio.timeout(self._settings.pass_timeout):
@@ -172,42 +172,42 @@ class Loop:
         except (ApiError, DashboardError) as error:
             self._retry_later(key, str(error))
         except TimeoutError:
-            self._retry_later(key, f"the look took more than {self._settings.pass_timeout:g} s")
-        except Exception as error:  # A fault of ours in one job's look must not end the looks at all others.
-            logger.exception("%s: fault in the operator", key)
+            self._retry_later(key, f"the reconcile took more than {self._settings.pass_timeout:g} s")
+        except Exception as error:  # A defect that one job triggers must not stop the other jobs.
+            logger.exception("%s: defect in the operator", key)
             await self._show_fault(key, error)
-            self._retry_later(key, "see the fault above")
+            self._retry_later(key, "see the exception above")
         self._hooks.observe_reconcile(monotonic() - began, outcome)
 
     async def _show_fault(self, key: JobKey, error: Exception) -> None:
-        """Write into the job's status that this operator has a defect which keeps it from looking after the job."""
+        """Write into the job's status that a defect of the operator prevents its reconcile."""
         try:
             raw = await self._cluster.read_job(key)
             job = None if raw is None else await self._adopter.adopt(read_job(raw))
             if job is not None:
                 await self._write(job, show_fault(job, error, self._clock()))
-        except Exception:  # The same defect may be in the way here.
-            logger.exception("%s: the fault could not be shown in the status", key)
+        except Exception:  # The same defect may prevent this write.
+            logger.exception("%s: the defect could not be written into the status", key)
 
-    def _retry_later(self, key: JobKey, words: str) -> None:
+    def _retry_later(self, key: JobKey, message: str) -> None:
         self._cache.pop(key, None)
         count = self._num_errors[key] = self._num_errors.get(key, 0) + 1
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(count - 1, 10))
-        logger.warning("%s: %s; tried again in %g s", key, words, pause)
+        logger.warning("%s: %s; retry in %g s", key, message, pause)
         self._queue.add(key, pause)
 
     async def reconcile(self, key: JobKey) -> str:
-        """Look at a job once and do what is to be done. Return `ok`; `gone`: there is none; `left`: it is another's.
+        """Reconcile a job once. Return `ok`, `gone` (it does not exist) or `left` (another operator's).
 
         Raises:
-            ApiError, DashboardError: something could not be done; the look is to be repeated.
+            ApiError, DashboardError: the plan was not completed; reconcile again.
         """
         raw = await self._cluster.read_job(key)
         if raw is None:
             self._forget(key)
             self._adopter.forget(key)
             self._watched.discard(key)
-            # Deleted: that no watch reports it any more is no fault of the watch.
+            # The watch is right not to report a deleted job.
             self._not_watched.discard(key)
             return "gone"
         found = read_job(raw)
@@ -250,15 +250,15 @@ class Loop:
         return observed if address is None else replace(observed, ray=await self._dashboard.list_jobs(address))
 
     async def _objects(self, job: Job) -> Observed:
-        """Return the job's objects: read anew, but for those of an admitted job of which no watch told since."""
+        """Return the job's objects, from the cache if the job was admitted and no watch has reported a change."""
         cached = self._cache.get(job.key)
         if cached is not None and job.status.start_time is not None:
-            # No watch tells of ConfigMap and Workloads; once there is a trainer, they can wait for the sweep.
+            # ConfigMap and Workloads have no watch; once there is a trainer, they can wait for the resync.
             if job.status.submission_id is not None:
                 return cached
             cached = replace(cached, config=await self._cluster.read_config(job.key))
             return await self._with_workloads(job, cached)
-        # A watch that tells of a change from here on takes the entry away, and the result is not cached.
+        # If a watch reports a change from here on, it removes this entry, and the result is not cached.
         self._cache[job.key] = None
         clusters = await self._cluster.list_clusters(job.key)
         observed = Observed(
@@ -280,7 +280,7 @@ class Loop:
         return await self._with_workloads(job, observed)
 
     async def _with_workloads(self, job: Job, observed: Observed) -> Observed:
-        """Add what Kueue says of a job with a queue."""
+        """Add Kueue's Workloads if the job has a queue."""
         if not isinstance(job.spec, PPOJobSpec) or job.spec.run_policy.queue_name is None:
             return observed
         owners = [cluster.uid for cluster in observed.clusters if cluster.uid]
@@ -288,14 +288,14 @@ class Loop:
         return replace(observed, workloads=None if found is None else tuple(read_workload(raw) for raw in found))
 
     def _update_cache(self, job: Job, observed: Observed, plan: Plan) -> None:
-        """Keep what a look found for the next one, if the look itself changed nothing of it."""
+        """Cache what was observed, unless this reconcile changed it."""
         is_as_found = not (plan.apply or plan.submission or plan.delete_clusters or plan.delete_job)
         if job.key in self._cache:
             keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
             self._cache[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
 
     async def _read_claim(self, job: Job) -> Manifest | None:
-        """Return the job's claim, which matters until the job is admitted."""
+        """Return the job's PersistentVolumeClaim, which is checked until the job is admitted."""
         if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
             return None
         return await self._cluster.read_claim(job.key.namespace, job.spec.storage.persistent_volume_claim)
@@ -319,7 +319,7 @@ class Loop:
         try:
             await self._apply(job, observed, plan)
         except (ApiRefused, ApiFailed, DashboardError) as error:
-            # Said in the status too: the user can do something about it, or at least see it.
+            # The status shows the error too, because the user may be able to fix it.
             failed = decide(job, replace(observed, last_error=str(error)), self._clock())
             await self._write(job, replace(failed, apply=(), submission=None))
             raise
@@ -341,16 +341,16 @@ class Loop:
             self._hooks.count_submission()
 
     async def _stop(self, job: Job, observed: Observed, submission_id: str) -> None:
-        """Have Ray end an earlier attempt. If it cannot be asked, the next look asks again, and nothing waits."""
+        """Ask Ray to stop an earlier attempt. If the request fails, the next reconcile repeats it; nothing waits."""
         address = self._address(job, observed)
         assert address is not None
         try:
             await self._dashboard.stop(address, submission_id)
         except DashboardError as error:
-            logger.warning("%s: %s could not be ended in Ray: %s", job.key, submission_id, error)
+            logger.warning("%s: %s could not be stopped in Ray: %s", job.key, submission_id, error)
 
     async def _write(self, job: Job, plan: Plan) -> bool:
-        """Write status and Events; False if the object is gone, or another has its name."""
+        """Write status and Events; False if the object was deleted or re-created."""
         if plan.status is not None:
             if not await self._cluster.write_status(job, plan.status):
                 self._queue.add(job.key)
@@ -373,7 +373,7 @@ class Loop:
 
 
 def _summary(plan: Plan) -> str:
-    """Return one line about a status: phase, and the condition that was said last."""
-    status = plan.status or {}
-    words = "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    return f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {words}".rstrip()
+    """Return one line for the log: phase, attempt, ready GPUs and the Events of the plan."""
+    status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
+    summary = f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
+    return summary.rstrip()

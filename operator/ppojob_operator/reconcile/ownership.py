@@ -103,8 +103,8 @@ def annotation_problem(requested: str | None) -> str:
     if requested is None or _OWNER.fullmatch(requested):
         return ""
     return (
-        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {requested[:100]!r}: write the namespace of the operator that is to "
-        "run the job, or namespace/Lease where several have the namespace; until then the annotation counts for nothing"
+        f"metadata.annotations[{ANNOTATION_OPERATOR}]: {requested[:100]!r}: write the namespace of the operator that "
+        "should run the job, or namespace/Lease if the namespace has several operators; this value is ignored"
     )
 
 

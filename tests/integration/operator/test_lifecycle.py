@@ -69,7 +69,7 @@ def test_a_new_operator_goes_on_where_the_last_one_stopped(kubectl: Any, jobs: A
     before = jobs.wait(name, lambda status: "rayCluster" in status)
 
     assert operator.stop() == 0
-    assert "stopped in order" in operator.log.read_text()
+    assert "stopped gracefully" in operator.log.read_text()
     operator.start()
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
@@ -113,7 +113,7 @@ def test_an_object_of_somebody_else_is_named_and_not_taken_over(kubectl: Any, jo
     name = jobs.create(name="taken")
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_REFUSED)
-    assert "ConfigMap taken-job is there already and belongs to nobody" in message
+    assert "ConfigMap taken-job exists and belongs to nobody" in message
     assert "give the PPOJob another name" in message
     assert kubectl.json("get", "configmap", "taken-job")["data"] == {"mine": "1"}
     kubectl("delete", "configmap", "taken-job")

@@ -88,7 +88,7 @@ async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCapt
 
     await run_for(loop, 0.5)
 
-    assert "the look took more than 0.1 s" in caplog.text
+    assert "the reconcile took more than 0.1 s" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [ApiRefused, ApiFailed])
@@ -203,7 +203,7 @@ async def test_jobs_that_no_watch_told_of_are_found_and_the_watch_is_blamed() ->
     assert loop.watch_problem() is None, "the watch has the time between two sweeps"
 
     await run_for(loop, 0.7)
-    assert loop.watch_problem() == "the watch never told of 1 jobs that exist, such as ns/bad"
+    assert loop.watch_problem() == "the watch never reported 1 jobs that exist, such as ns/bad"
 
     loop.enqueue(BAD)
     assert loop.watch_problem() is None

@@ -140,7 +140,7 @@ def test_an_annotation_that_names_nobody_is_told_with_its_value_and_the_remedy()
     job = job_of(World(), OURS, "Not a name")
 
     assert told(job).startswith(
-        "metadata.annotations[ppojob.dev/operator]: 'Not a name': write the namespace of the operator that is to run"
+        "metadata.annotations[ppojob.dev/operator]: 'Not a name': write the namespace of the operator that should run"
     )
 
 
