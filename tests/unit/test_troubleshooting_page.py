@@ -88,7 +88,7 @@ def test_reports_that_do_not_arrive() -> None:
 
 
 def test_a_pod_that_wanted_more_memory_than_it_may_have() -> None:
-    words = "container ray-worker went beyond its memory limit of 64Gi and was killed"
+    words = "container ray-worker exceeded its memory limit of 64Gi and was terminated"
     world, killed = World().run(), Trouble(Reason.OUT_OF_MEMORY, words, "ray-worker", 137)
     pod = f"{world.cluster_name}-critic"
     world.pods_become(ready=False, pool="critic", trouble=killed).settle()

@@ -1,6 +1,6 @@
-"""What is to be done about a job: pure policies, one in each file; `decide` puts them together.
+"""The policies of a reconcile, one per file, which `decide` combines. Pure.
 
-`loop.py` and `admission` call them. They refuse to do anything: no kopf, no kubernetes, no clock, no memory.
+`loop.py` and `admission` call them. They do no input or output: no Kopf, no client, no clock, no state.
 """
 
 from ppojob_operator.reconcile.acceptance import spec_problem, was_accepted

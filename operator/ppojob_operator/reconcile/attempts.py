@@ -1,8 +1,8 @@
-"""Policy: has the current attempt failed, whom is that counted against, and why?
+"""Policy: has the current attempt failed, why, and against which limit does it count?
 
-The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
-code must do. A pod that desired more memory than it may have comes first: to the trainer it looks like a lost machine.
-It looks at submitted attempts only.
+The last line of the trainer's log names its failure. Without it, the reason comes from Ray's message, the pods and the
+exit code. A pod that exceeded its memory limit takes precedence, because the trainer sees it as a lost worker. Only
+submitted attempts are judged.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from ppojob_operator.reconcile import lost_pods
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
-"""How long Ray may not yet know a job that it took, and the trainer may look for the words for a lost pod."""
+"""Time for Ray to list a job that it accepted, and for the trainer to report a lost pod itself."""
 
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 
 
 def judge(situation: Situation) -> Failure | None:
-    """Return why the attempt failed, or None: it did not, or was not sent yet."""
+    """Return why the attempt failed; None: it has not failed, or was not submitted yet."""
     if situation.submitted_at is None:
         return None
     ray_job = situation.ray_job
@@ -56,7 +56,7 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
         return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message, ray_job.exit_code)
     if ray_job.exit_code in _SIGKILL:
         message = (
-            "the trainer was killed by signal 9, most likely for want of memory on the head pod: "
+            "the trainer was terminated by SIGKILL, most likely because the head pod ran out of memory: "
             f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
         )
         return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
@@ -65,7 +65,7 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
 
 
 def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
-    """Return whether the end of the trainer, as it names it, may come of the end of a pod."""
+    """Return whether the failure that the trainer names may be the consequence of a lost pod."""
     if record is None:
         return True
     if record.kind is FailureKind.INFRASTRUCTURE:
@@ -74,7 +74,7 @@ def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> 
 
 
 def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *, is_suspect: bool) -> Failure:
-    """Return the failure as the trainer names it; where somebody has taken its pods, by that name."""
+    """Return the failure that the trainer names, or the eviction of its pods that caused it."""
     if record.kind is not FailureKind.INFRASTRUCTURE:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
@@ -84,7 +84,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
 
 
 def _out_of_memory(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt of which a pod desired more memory than it may have; None: no pod did."""
+    """Return the failure of an attempt with a pod that exceeded its memory limit; None: no pod did."""
     killed = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
     if killed is None:
         return None
@@ -103,7 +103,7 @@ def _more_memory(pod: Pod, container: str) -> str:
 
 
 def _lost_head(situation: Situation) -> Failure | None:
-    """Return the loss of the head, with which the attempt is gone: Ray's memory of it lives there."""
+    """Return the loss of the head, which ends the attempt, because Ray's state is in the head."""
     if situation.cluster is None:
         words = _with_log(situation, f"somebody deleted the RayCluster {situation.cluster_name}")
         return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
@@ -120,14 +120,14 @@ def _lost_head(situation: Situation) -> Failure | None:
 def _with_log(situation: Situation, words: str) -> str:
     key, spec = situation.job.key, situation.spec
     root = job_root(spec.storage.mount_path, key.namespace, key.name, situation.job.uid, spec.checkpoint.resume)
-    return f"{words}; what the driver has written is in the storage, in {driver_log(root, situation.attempt)}"
+    return f"{words}; the driver's log is in the storage: {driver_log(root, situation.attempt)}"
 
 
 def _lost_head_message(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
     head = situation.head
     if head is None:
-        return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
+        return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} was deleted"
     if head.trouble is not None:
         return f"the head pod {head.name} failed: {head.trouble.message}"
     if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
@@ -145,8 +145,8 @@ def _is_silent(situation: Situation) -> bool:
 
 
 def _lost_workers(situation: Situation) -> Failure | None:
-    """Return the loss of worker pods that the trainer had time to notice, and did not."""
-    # Without a head nobody knows with which pods the attempt began.
+    """Return the loss of worker pods that the trainer has not reported in time."""
+    # Without a head, the pods that the attempt started with are unknown.
     lost = lost_pods.judge(situation) if situation.ray_job is not None else None
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
     patience = _SETTLING + grace if lost_pods.is_held(situation) else _SETTLING

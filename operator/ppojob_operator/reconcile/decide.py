@@ -1,13 +1,13 @@
-"""decide(job, observed, now) -> Plan: the policies put together, in the order in which they overrule each other.
+"""decide(job, observed, now) -> Plan: combines the policies. The first that applies wins:
 
-    finished?   release the RayCluster, delete the job when its time is over
-    accepted?   no: say why and wait
-    ended?      complete -> final; past a deadline -> final
-    stopped?    suspended, or another layout: the trainer is asked to stop in order, then the pods go
-    failed?     next attempt or final
-    else        the next step towards a running trainer
+    finished       delete the RayCluster; delete the job after ttlSecondsAfterFinished
+    not accepted   set the conditions and wait
+    ended          Complete, or Failed after a deadline
+    stopped        suspended, evicted or with a new layout: graceful stop of the trainer, then release the pods
+    failed         next attempt, or Failed
+    otherwise      the next step towards a running trainer
 
-Pure and without memory: everything that it must remember is in the status. `loop.py` calls it.
+Pure and stateless: everything to remember is in the status. `loop.py` calls it.
 """
 
 from collections.abc import Mapping
@@ -52,12 +52,12 @@ _STARTING_INTERVAL = 15.0
 _ASKING_INTERVAL = 3.0
 _RUNNING_INTERVAL = 10.0
 _QUEUED_INTERVAL = 30.0
-"""Its words may change; that it is let in, the watch of the RayCluster tells."""
+"""Only the message may change; the watch of the RayCluster reports its admission."""
 _SOON = 1.0
 
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
-    """Return what is to be done about a job, given one look at it."""
+    """Return the plan for a job from what was observed."""
     if job.is_deleting:
         return Plan()
     if completion.is_finished(job.status):
@@ -70,7 +70,7 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     desired = job.spec if isinstance(job.spec, PPOJobSpec) and not refusal else None
     situation = Situation(job, spec, observed, now, desired, refusal)
     if desired is not None and layout.is_stop_due(situation):
-        # Before the trainer is stopped for it: a RayCluster that is refused would leave the job without any.
+        # Before the trainer is stopped: a rejected RayCluster would leave the job without pods.
         if observed.dry_run is None:
             return Plan(dry_run=layout.next_cluster(situation, desired))
         if observed.dry_run:
@@ -103,7 +103,7 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
     status, move, restored = _status(situation, findings, found), balance.judge(situation), restoring.judge(situation)
     other_events = (move.event if move else None, restored.event if restored else None, restoring.recreated(situation))
     if move is not None:
-        # The next look finds another layout in the spec.
+        # The next reconcile finds another layout in the spec.
         status = status.model_copy(update={"effective_pools": list(move.pools)})
     plan = _plan(situation, status)
     return replace(
@@ -117,12 +117,12 @@ def _accepted(situation: Situation, accepted: Finding) -> Plan:
 
 
 def _failure(situation: Situation) -> Failure | None:
-    """Return why the attempt has failed. Pods that its queue takes away are no failure."""
+    """Return why the attempt has failed. An eviction by the queue is no failure."""
     return None if admission.is_evicted(situation) else attempts.judge(situation) or stall.judge(situation)
 
 
 def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step: Step) -> dict[str, Finding]:
-    """Return what is to be said of a job that goes on as it is."""
+    """Return the findings of a job that is neither stopped nor failed."""
     findings: dict[str, Finding | None] = {
         Condition.ACCEPTED: accepted,
         Condition.ADMITTED: admission.judge(situation),
@@ -141,7 +141,7 @@ def _interrupted(situation: Situation, findings: Mapping[str, Finding], step: St
     plan = _plan(situation, status.model_copy(update=dict(interruption.update)))
     return replace(
         plan,
-        # A trainer that is waited for still needs the certificate authority; of a job that is held nothing is made.
+        # A trainer that is stopping may still need a renewed certificate authority; a paused job needs no objects.
         apply=step.apply if situation.submitted_at is not None else (),
         events=(*interruption.events, *plan.events),
         requeue_after=interruption.requeue_after,
@@ -186,7 +186,7 @@ def _final(
     over: Mapping[str, Finding],
     last_failure: LastFailure | None = None,
 ) -> Plan:
-    """End the job: the verdict is written first, then the cluster is released."""
+    """Finish the job: write the verdict first, then delete the RayCluster."""
     verdict = next(finding for kind, finding in over.items() if kind in (Condition.COMPLETE, Condition.FAILED))
     released = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
     released_pools = pools.released(situation, released)
@@ -215,7 +215,7 @@ def _after_the_end(job: Job, observed: Observed, now: datetime) -> Plan:
 
 
 def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
-    """Say why the job cannot be run. One that was running under an older operator ends here."""
+    """Return the plan for a job that cannot be run. A job that an older operator was running fails."""
     findings = {Condition.ACCEPTED: accepted}
     was_admitted = job.status.start_time is not None
     update: dict[str, object] = {"observed_generation": job.generation, "attempt": job.status.attempt or 0}
@@ -225,7 +225,7 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
     merged = conditions.merge(job.status.conditions, findings, job.generation, now)
     update["conditions"] = merged
     if accepted.status == "False" or not was_admitted:
-        # A trainer that runs goes on meanwhile.
+        # A running trainer continues.
         update["phase"] = phase.derive(merged, job.status.attempt or 0)
     status = owned(job.status.model_copy(update=update))
     return Plan(
@@ -236,7 +236,7 @@ def _not_accepted(job: Job, accepted: Finding, now: datetime) -> Plan:
 
 
 def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding) -> PPOJobStatus:
-    """Return the status with the findings in it; of the trainer's part nothing is kept or needed."""
+    """Return the operator's part of the status, with the findings."""
     old, job = situation.status, situation.job
     is_due, is_queued = situation.now >= situation.due, admission.is_queued(situation)
     cluster = _cluster_status(situation) if is_due else old.ray_cluster
@@ -272,7 +272,7 @@ def _cluster_status(situation: Situation) -> RayClusterStatus:
 
 
 def _plan(situation: Situation, status: PPOJobStatus) -> Plan:
-    """Return the plan that leads to a status: written only if it differs, other RayClusters released after it."""
+    """Return the plan that writes a status, if it changed, and then deletes other RayClusters."""
     status = status.model_copy(update={"phase": phase.derive(status.conditions, status.attempt or 0)})
     desired = owned(status)
     kept = status.ray_cluster.name if status.ray_cluster else None
@@ -296,7 +296,7 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
 
 
 def _interval(situation: Situation, found: PoolsFinding) -> float:
-    """Return the seconds until the next look, were nothing to happen: no later than the next deadline."""
+    """Return the seconds until the next reconcile without a change: no later than the next deadline."""
     if situation.submitted_at is not None:
         progress = situation.status.progress
         is_ending = progress is not None and situation.reported_at and progress.activity == Activity.FINISHED

@@ -1,4 +1,4 @@
-"""Policy: are the pods of the pools and the head ready, and if not, why not?"""
+"""Policy: are the pods of the pools and the head ready, and if not, why? Sets condition PoolsReady."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _SEVERITY = (
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
 )
-"""Which trouble names the condition where there are several: the one that waiting helps least comes first."""
+"""Order in which one of several problems becomes the reason: first those that waiting does not solve."""
 _CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
-"""What pods of an earlier attempt can be the cause of, as long as they hold their resources."""
+"""Reasons that pods of an earlier attempt may cause until they are deleted."""
 
 
 @dataclass(frozen=True)
 class PoolsFinding:
-    """The condition PoolsReady and the status of each pool."""
+    """Condition PoolsReady and the status of each pool."""
 
     finding: Finding
     pools: tuple[PoolStatus, ...]
@@ -40,7 +40,7 @@ class PoolsFinding:
 
 
 def judge(situation: Situation) -> PoolsFinding:
-    """Return the condition PoolsReady and the status of each pool."""
+    """Return condition PoolsReady and the status of each pool."""
     pools = situation.spec.pools
     pods = {pool.name: [pod for pod in situation.pods if pod.pool == pool.name] for pool in pools}
     num_ready = {name: sum(pod.is_ready for pod in group) for name, group in pods.items()}
@@ -62,7 +62,7 @@ def judge(situation: Situation) -> PoolsFinding:
 
 
 def released(situation: Situation, finding: Finding) -> PoolsFinding:
-    """Return the same for a job that gives its pods back; `finding` says why."""
+    """Return the same for a job that releases its pods; `finding` is the condition."""
     pools = situation.spec.pools
     statuses = (PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools)
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
@@ -71,7 +71,7 @@ def released(situation: Situation, finding: Finding) -> PoolsFinding:
 def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str, int]) -> Finding:
     cluster, head, error = situation.cluster, situation.head, situation.observed.last_error
     if cluster is None:
-        words = f"the RayCluster {situation.cluster_name} is being made"
+        words = f"the RayCluster {situation.cluster_name} is being created"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
     if cluster.is_suspended:
         return _suspended(situation, cluster)
@@ -79,14 +79,14 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
         troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.message}"), *troubles]
     not_ready = _not_ready(situation, num_ready)
     if not_ready and cluster.problem:
-        words = f"KubeRay cannot make all pods: {cluster.problem[:_MAX_WORDS]}"
+        words = f"KubeRay cannot create all pods: {cluster.problem[:_MAX_WORDS]}"
         troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
     if troubles:
         worst = min(troubles, key=lambda trouble: _SEVERITY.index(trouble.reason))
         words = "; ".join(trouble.message for trouble in troubles)
         if worst.reason in _CAPACITY_REASONS and (leaving := situation.leaving_pods):
             names = ", ".join(pod.name for pod in leaving)
-            return _waiting(f"waits until the pods of an earlier attempt have left ({names[:_MAX_WORDS]}); {words}")
+            return _waiting(f"waits for the deletion of the pods of an earlier attempt ({names[:_MAX_WORDS]}); {words}")
         return Finding("False", worst.reason, words)
     if not_ready:
         return _waiting("; ".join(not_ready))
@@ -101,7 +101,7 @@ def _suspended(situation: Situation, cluster: Cluster) -> Finding:
 
 
 def _not_ready(situation: Situation, num_ready: dict[str, int]) -> list[str]:
-    """Return what is not ready yet, head first."""
+    """Return what is not ready yet, starting with the head."""
     head = situation.head
     return [
         *(["the head pod is not ready"] if head is None or not head.is_ready else []),
@@ -118,7 +118,7 @@ def _waiting(words: str) -> Finding:
 
 
 def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
-    """Return what keeps most of the pool's pods from being ready, with the pool's wish before the scheduler's words."""
+    """Return the most severe problem of the pool's pods, with the pool's requests before the scheduler's message."""
     troubles = Counter(pod.trouble for pod in pods if pod.trouble and not pod.is_ready)
     if not troubles:
         return None
@@ -129,19 +129,19 @@ def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
 def _preface(pool: Pool, trouble: Trouble) -> str:
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
-        return f"pool {pool.name} wants {' and '.join(_devices(pool))} per node; "
+        return f"pool {pool.name} requests {' and '.join(_devices(pool))} per node; "
     if trouble.reason == Reason.UNSCHEDULABLE:
         requests = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
         if devices := _devices(pool):
             requests.insert(0, f"{', '.join(devices)},")
         selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
         where = f" on nodes with {selector}" if selector else ""
-        return f"pool {pool.name} wants {' '.join(requests)} per node{where}; "
+        return f"pool {pool.name} requests {' '.join(requests)} per node{where}; "
     return f"pool {pool.name}: "
 
 
 def _devices(pool: Pool) -> list[str]:
-    """Return what each pod asks of device plugins and by claims, in words."""
+    """Return the extended resources and ResourceClaims that each pod requests, as phrases."""
     rdma = pool.network.rdma
     return [
         *([f"{pool.gpus_per_node} {pool.gpu_resource_name}"] if pool.gpu_resource_name else []),

@@ -102,8 +102,8 @@ def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubect
     jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
     kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
     event = jobs.event(name, Reason.CLUSTER_RESTORED)
-    assert f".replicas was {before + 1} in place of {before}" in event["message"]
-    assert "spec.authOptions.mode was disabled in place of token" in event["message"]
+    assert f".replicas was {before + 1} instead of {before}" in event["message"]
+    assert "spec.authOptions.mode was disabled instead of token" in event["message"]
     assert kubectl.json("get", "raycluster", cluster)["spec"]["authOptions"]["mode"] == "token"
 
 

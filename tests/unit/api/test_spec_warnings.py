@@ -42,7 +42,7 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
-            "spec.autoBalance.enabled: True: in a queue no pool is moved",
+            "spec.autoBalance.enabled: True: in a queue, pools are not resized",
         ),
         ({"pools": [POOL, CRITIC]}, "spec.pools[0].nodeSelector: nothing says which GPU the 2 pods get"),
         (

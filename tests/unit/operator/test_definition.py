@@ -67,7 +67,10 @@ async def test_a_newer_definition_is_named_with_what_it_has(caplog: pytest.LogCa
 
     assert level == logging.WARNING
     assert "newer than this operator (0.1.0)" in words
-    assert "it has spec.new0, spec.new1, spec.new2, spec.new3, spec.new4 and 2 more; jobs with these fields in their spec" in words
+    assert (
+        "it has spec.new0, spec.new1, spec.new2, spec.new3, spec.new4 and 2 more; jobs with these fields in their spec"
+        in words
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -
     assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
     assert "; spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
     assert said in world.words
-    assert mended == "the spec is valid and its claim is there; the trainer checks the paths when it starts"
+    assert mended == "the spec is valid and its claim exists; the trainer checks the paths when it starts"
 
 
 def test_the_claim_is_not_asked_for_again_once_the_job_was_admitted() -> None:

@@ -139,13 +139,13 @@ def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -
     world = queue.pods_are_gone().says(waits_for=NO_ROOM, eviction=PREEMPTED).settle()
 
     assert world.status["phase"] == Phase.QUEUED
-    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was let in before: {PREEMPTED}")
+    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was admitted before: {PREEMPTED}")
     assert world.status["attempt"] == 1
     assert world.status["retries"] == NO_RETRIES
     assert "lastFailure" not in world.status
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()], "it keeps its place"
-    [told] = [words for words in world.words if "was pre-empted and its pods are gone" in words]
-    assert told.endswith("it goes on from its checkpoint of step 7")
+    [told] = [words for words in world.words if "was pre-empted and its pods are deleted" in words]
+    assert told.endswith("it resumes from its checkpoint of step 7")
 
 
 def test_it_goes_on_when_it_is_let_in_again() -> None:

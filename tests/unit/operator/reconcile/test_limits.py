@@ -24,7 +24,7 @@ def test_pools_that_never_come_fail_the_job_with_their_reason_and_words() -> Non
     world.wait(1).settle()
     assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
     message = world.condition(Condition.FAILED).message
-    assert "within 60 s (spec.runPolicy.startupDeadlineSeconds): InsufficientGPUs: pool critic wants 1" in message
+    assert "within 60 s (spec.runPolicy.startupDeadlineSeconds): InsufficientGPUs: pool critic requests 1" in message
     assert world.status["lastFailure"]["reason"] == Reason.STARTUP_DEADLINE_EXCEEDED
     assert world.observed.clusters == ()
 

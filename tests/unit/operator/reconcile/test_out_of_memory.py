@@ -12,7 +12,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
 
 def killed(container: str) -> Trouble:
     """Return what is said of a pod whose container wanted too much memory."""
-    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     return Trouble(Reason.OUT_OF_MEMORY, words, container, 137)
 
 
@@ -40,7 +40,7 @@ def test_a_pod_beyond_its_memory_is_the_users_to_fix(
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (Reason.OUT_OF_MEMORY, 137)
-    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     assert failure["message"] == f"pod {first_cluster()}-{group}: {words}: {remedy}"
     assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
     assert "rayCluster" not in world.status

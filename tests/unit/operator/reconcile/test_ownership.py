@@ -128,12 +128,14 @@ def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
 
     assert told(job) == (
         "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
-        "(ppojob-leader, version 2) leaves it alone: limit one of them by watchNamespace, uninstall it, or hand the "
-        "job over (ppojob.dev/operator)"
+        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespace, uninstall it, or hand "
+        "the job over (ppojob.dev/operator)"
     )
-    assert "leaves it alone, and may not look whether that one still runs: limit" in told(job, UNSEEN)
-    assert told(job, DEAD).endswith("version 3): its Lease has shown no sign of life for 120 s")
-    assert "gives the job to the operator in namespace theirs; the one in ours" in told(job_of(World(), OURS, "theirs"))
+    assert "does not reconcile it, and may not read the other's Lease: limit" in told(job, UNSEEN)
+    assert told(job, DEAD).endswith("version 3): its Lease has not been renewed for 120 s")
+    assert "assigns the job to the operator in namespace theirs; the one in ours" in told(
+        job_of(World(), OURS, "theirs")
+    )
 
 
 def test_an_annotation_that_names_nobody_is_told_with_its_value_and_the_remedy() -> None:

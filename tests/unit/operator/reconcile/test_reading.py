@@ -16,7 +16,7 @@ REFUSED = 'FailedCreateHeadPod\npods "q-head-rs8cg" is forbidden: exceeded quota
 
 RAY = "ray-worker"
 OOM = Trouble(
-    Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit of 64Gi and was killed", RAY, 137
+    Reason.OUT_OF_MEMORY, "container ray-worker exceeded its memory limit of 64Gi and was terminated", RAY, 137
 )
 
 
@@ -155,7 +155,7 @@ def test_a_pod_whose_node_does_not_answer_is_known_by_its_containers(
 
     found = pod({"phase": "Running", "conditions": conditions}).disruption
 
-    assert (found == Trouble(Reason.NODE_LOST, "its node does not answer")) is is_lost
+    assert (found == Trouble(Reason.NODE_LOST, "its node does not respond")) is is_lost
 
 
 def test_a_gpu_may_have_another_name() -> None:

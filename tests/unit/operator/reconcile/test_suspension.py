@@ -37,7 +37,7 @@ def test_the_trainer_is_asked_and_keeps_its_pods_until_it_has_ended() -> None:
     assert world.status["phase"] == Phase.SUSPENDING
     assert world.status["stop"] == {"attempt": 0, "reason": Reason.SUSPENDING, "time": time(20)}
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.SUSPENDING)
-    assert "until 12:10:20 UTC" in world.condition(Condition.SUSPENDED).message
+    assert "by 12:10:20 UTC" in world.condition(Condition.SUSPENDED).message
     assert [cluster.name for cluster in world.wait(100).settle().observed.clusters] == [first_cluster()]
     assert world.status["attempt"] == 0
 

@@ -12,7 +12,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
 PREEMPTED = Trouble(Reason.PREEMPTED, "PreemptionByScheduler: preempting to accommodate a higher priority pod")
 LOST = Trouble(Reason.NODE_LOST, "DeletionByTaintManager: deleting due to NoExecute taint")
 DEAD = Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 7", "ray-worker", 7)
-LOG = "in /data/ppojob/rl-team/arithmetic/logs/attempt-0/driver.log"
+LOG = "/data/ppojob/rl-team/arithmetic/logs/attempt-0/driver.log"
 
 
 def take(world: World, group: str, trouble: Trouble, *, is_deleting: bool = True) -> World:
@@ -103,7 +103,7 @@ def test_a_head_that_is_taken_away_is_held_and_names_the_failure_when_it_is_gone
 
     failure = world.status["lastFailure"]
     assert failure["reason"] == trouble.reason
-    assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} is gone: pod")
+    assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} was deleted: pod")
     assert trouble.message in failure["message"]
     assert failure["message"].endswith(LOG)
     assert world.status["retries"]["infrastructure"] == 1
@@ -111,14 +111,14 @@ def test_a_head_that_is_taken_away_is_held_and_names_the_failure_when_it_is_gone
 
 def test_a_silent_head_whose_node_does_not_answer_is_a_lost_node() -> None:
     world = World().run().pods_become(ready=False, pool="head")
-    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not answer"), is_deleting=False)
+    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not respond"), is_deleting=False)
     world.settle()
 
     world.wait(121).settle()
 
     failure = world.status["lastFailure"]
     assert failure["reason"] == Reason.NODE_LOST
-    assert "its node does not answer" in failure["message"]
+    assert "its node does not respond" in failure["message"]
 
 
 def test_a_lost_worker_has_the_exit_code_of_its_container() -> None:
@@ -137,7 +137,7 @@ def test_a_lost_head_has_the_exit_code_of_its_container_and_the_place_of_the_dri
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (Reason.HEAD_LOST, 7)
-    assert failure["message"].endswith(f"what the driver has written is in the storage, {LOG}")
+    assert failure["message"].endswith(f"the driver's log is in the storage: {LOG}")
 
 
 def test_a_trainer_that_ray_lost_says_where_its_log_is() -> None:
@@ -146,4 +146,4 @@ def test_a_trainer_that_ray_lost_says_where_its_log_is() -> None:
     world.ray_says(RayState.FAILED, error_type="JOB_SUPERVISOR_ACTOR_DIED", message="The actor died\nmore").settle()
 
     message = world.status["lastFailure"]["message"]
-    assert message == f"Ray lost the trainer: The actor died; what the driver has written is in the storage, {LOG}"
+    assert message == f"Ray lost the trainer: The actor died; the driver's log is in the storage: {LOG}"
