@@ -163,8 +163,8 @@ class Cluster:
 
     async def emit(self, job: Job, event: EventRecord) -> None:
         """Emit an Event about the job. Repetitions within an attempt increase the count of one Event."""
-        said = f"{job.uid}/{job.status.attempt}/{event.action}/{event.reason}/{event.message}"
-        name = f"{job.key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        content = f"{job.uid}/{job.status.attempt}/{event.action}/{event.reason}/{event.message}"
+        name = f"{job.key.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         regarding = {
             "apiVersion": constants.API_VERSION,
             "kind": constants.KIND,

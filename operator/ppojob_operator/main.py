@@ -153,7 +153,7 @@ async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
     Raises:
         StartError: the Secret cannot be read, or has no valid key.
     """
-    made = {
+    secret = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": name, "namespace": namespace},
@@ -166,7 +166,7 @@ async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
             found = await port.read_secret(namespace, name)
             if found is not None:
                 return _decode_key(found, f"{namespace}/{name}")
-            await port.create_secret(made)
+            await port.create_secret(secret)
         except ApiUnavailable as error:
             problem = str(error)
             await asyncio.sleep(_KEY_PAUSE)

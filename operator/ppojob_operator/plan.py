@@ -89,7 +89,7 @@ class Pod:
     address: str = ""
     """Its IP address. Empty: not assigned yet."""
     created: datetime | None = None
-    """When it was made, by the API server's clock."""
+    """creationTimestamp, by the API server's clock."""
     trouble: Trouble | None = None
     out_of_memory: Trouble | None = None
     """Its container that exceeded its memory limit, even if that was restarted."""
@@ -107,7 +107,7 @@ class Cluster:
     is_suspended: bool = False
     """`spec.suspend` is true: KubeRay deletes its pods."""
     created: datetime | None = None
-    """When it was made, by the API server's clock."""
+    """creationTimestamp, by the API server's clock."""
     problem: str = ""
     """KubeRay's message if it cannot create the pods. Empty: no problem."""
     head_service: str = ""

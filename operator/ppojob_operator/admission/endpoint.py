@@ -71,7 +71,7 @@ class AdmissionEndpoint:
         # Read the body first: a slow sender must not occupy a slot.
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                asked = review.read(await request.read())
+                parsed = review.read(await request.read())
         except TimeoutError:
             return self._malformed(408, f"the body did not arrive within {_BODY_SECONDS:g} s")
         except web.HTTPRequestEntityTooLarge:
@@ -79,40 +79,40 @@ class AdmissionEndpoint:
         except ReviewError as error:
             return self._malformed(400, str(error))
         async with self._turns:
-            return web.json_response(await self._answer(asked))
+            return web.json_response(await self._answer(parsed))
 
     def _malformed(self, status: int, message: str) -> web.Response:
         self._count("Malformed")
         _LOG.debug("an unreadable admission review: %s", message)
         return web.json_response({"message": message}, status=status)
 
-    async def _answer(self, asked: Request) -> object:
-        if problem := ownership.annotation_problem(asked.new_requested_owner):
-            return self._said(asked, Verdict(problem))
-        raw = asked.job
+    async def _answer(self, request: Request) -> object:
+        if problem := ownership.annotation_problem(request.new_requested_owner):
+            return self._respond(request, Verdict(problem))
+        raw = request.job
         if raw is None:
-            return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
-        job, before = _read(raw), asked.job_before
+            return self._respond(request, Verdict("", () if request.is_ours else (_FOREIGN,)))
+        job, before = _read(raw), request.job_before
         if ownership.is_another_operators(job, self._own):
-            return self._said(asked, Verdict(""))
+            return self._respond(request, Verdict(""))
         with logs.about(str(job.key)):
             seen = await self._read_references(job)
-            return self._said(asked, verdict.judge(job, seen, None if before is None else _read(before)))
+            return self._respond(request, verdict.judge(job, seen, None if before is None else _read(before)))
 
-    def _said(self, asked: Request, said: Verdict) -> object:
-        self._count("Refused" if said.refusal else "Warned" if said.warnings else "Allowed")
-        if said.refusal:
+    def _respond(self, request: Request, result: Verdict) -> object:
+        self._count("Refused" if result.refusal else "Warned" if result.warnings else "Allowed")
+        if result.refusal:
             # The requester gets the message. It may contain values of the spec, which must not be logged.
-            _LOG.info("refused %s of %r", asked.operation, f"{asked.namespace}/{asked.name}")
-        return review.answer(asked.uid, said.refusal, said.warnings)
+            _LOG.info("refused %s of %r", request.operation, f"{request.namespace}/{request.name}")
+        return review.answer(request.uid, result.refusal, result.warnings)
 
     async def _read_references(self, job: Job) -> Seen:
         named = verdict.references_to_read(job)[:_MAX_REFERENCES]
         answers = await asyncio.gather(*(self._read_reference(reference, job.key.namespace) for reference in named))
-        looked = dict(zip(named, answers, strict=True))
+        read = dict(zip(named, answers, strict=True))
         return Seen(
-            found={reference: raw for reference, raw in looked.items() if not isinstance(raw, str)},
-            unseen={reference: problem for reference, problem in looked.items() if isinstance(problem, str)},
+            found={reference: raw for reference, raw in read.items() if not isinstance(raw, str)},
+            unreadable={reference: problem for reference, problem in read.items() if isinstance(problem, str)},
         )
 
     async def _read_reference(self, reference: Reference, namespace: str) -> Manifest | str | None:

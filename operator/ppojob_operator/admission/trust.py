@@ -24,12 +24,12 @@ async def keep_trusted(
     interval_seconds: float = _INTERVAL_SECONDS,
 ) -> None:
     """Keep `caBundle` of the configuration's webhooks at `ca_bundle()` until `stop` is set."""
-    said = ""
+    logged = ""
     while True:
         problem = await _update_once(port, configuration, ca_bundle())
-        if problem and problem != said:
+        if problem and problem != logged:
             _LOG.warning("the webhook's caBundle could not be written: %s", problem)
-        said = problem
+        logged = problem
         if await wait(stop, interval_seconds):
             return
 

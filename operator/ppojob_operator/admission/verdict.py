@@ -22,7 +22,7 @@ class Seen:
 
     found: Mapping[Reference, Manifest | None]
     """None: the object does not exist."""
-    unseen: Mapping[Reference, str]
+    unreadable: Mapping[Reference, str]
     """Why an object could not be read."""
 
 
@@ -56,8 +56,8 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
     refusals = () if was_accepted(job) else named.refusals
     if refusals:
         return Verdict(str(SpecError(refusals)))
-    said = (*problems, *spec_warnings(job.spec), *named.refusals, *named.warnings)
-    return Verdict("", (*map(str, said), *_remarks(job, seen)))
+    problems_and_warnings = (*problems, *spec_warnings(job.spec), *named.refusals, *named.warnings)
+    return Verdict("", (*map(str, problems_and_warnings), *_remarks(job, seen)))
 
 
 def _problems(job: Job) -> Sequence[FieldError]:
@@ -68,5 +68,5 @@ def _problems(job: Job) -> Sequence[FieldError]:
 def _remarks(job: Job, seen: Seen) -> Iterator[str]:
     if is_finished(job.status):
         yield _TOO_LATE
-    for reference, problem in seen.unseen.items():
+    for reference, problem in seen.unreadable.items():
         yield f"{reference.path}: {reference.name!r}: could not check whether it exists ({problem})"

@@ -186,8 +186,8 @@ class Election:
     async def _write(self, found: Any, lease: Lease) -> bool:
         if found is None:
             metadata = {"namespace": self._namespace, "name": self._name}
-            made = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
-            return await self._port.create(LEASES, {**made, "spec": lease.to_spec()})
+            manifest = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+            return await self._port.create(LEASES, {**manifest, "spec": lease.to_spec()})
         return await self._port.replace(LEASES, {**found, "spec": {**found.get("spec", {}), **lease.to_spec()}})
 
     async def _release(self) -> None:

@@ -85,10 +85,10 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
 
 def _out_of_memory(situation: Situation) -> Failure | None:
     """Return the failure of an attempt with a pod that exceeded its memory limit; None: no pod did."""
-    killed = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
-    if killed is None:
+    exceeded = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
+    if exceeded is None:
         return None
-    pod, trouble = killed
+    pod, trouble = exceeded
     message = f"pod {pod.name}: {trouble.message}: {_more_memory(pod, trouble.container)}"
     return Failure(FailureKind.USER, trouble.reason, message, trouble.exit_code)
 

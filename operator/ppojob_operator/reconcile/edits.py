@@ -44,8 +44,8 @@ def _field(name: str, desired: Any, found: Any, path: str, within: frozenset[str
     elif _has_objects(desired) and isinstance(found, list):
         yield from _items(desired, found, path, _KEYS.get(name), within)
     elif not _is_same(desired, found, is_amount=bool(within & _AMOUNTS)):
-        is_said = not within & _SECRETIVE and not isinstance(desired, Mapping) and not _has_objects(desired)
-        yield f"{path} was {found} instead of {desired}" if is_said else f"{path} was changed"
+        shows_values = not within & _SECRETIVE and not isinstance(desired, Mapping) and not _has_objects(desired)
+        yield f"{path} was {found} instead of {desired}" if shows_values else f"{path} was changed"
 
 
 def _items(

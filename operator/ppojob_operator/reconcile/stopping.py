@@ -174,8 +174,12 @@ def _next_attempt(
     situation: Situation, found: PoolsFinding, stop: StopStatus, event: EventRecord, *, keeps_pods: bool
 ) -> Interruption:
     """Start the next attempt, on the same pods or on new ones."""
-    begins = Finding("False", Reason.RESTARTING, f"{event.message}; attempt {situation.attempt + 1} starts")
-    findings = {Condition.SUBMITTED: begins, Condition.PROGRESSING: begins, Condition.STALLED: stall.stalled(None)}
+    starting = Finding("False", Reason.RESTARTING, f"{event.message}; attempt {situation.attempt + 1} starts")
+    findings = {
+        Condition.SUBMITTED: starting,
+        Condition.PROGRESSING: starting,
+        Condition.STALLED: stall.stalled(None),
+    }
     update = _next_update(situation, stop, is_over=True, keeps_pods=keeps_pods)
     return Interruption(found, findings, update, (event,), _SOON)
 
