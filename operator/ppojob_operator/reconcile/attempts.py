@@ -74,7 +74,7 @@ def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> 
 
 
 def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *, is_suspect: bool) -> Failure:
-    """Return the failure that the trainer names, or the eviction of its pods that caused it."""
+    """Return the failure that the trainer names, or the disruption of its pods that caused it."""
     if record.kind is not FailureKind.INFRASTRUCTURE:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:

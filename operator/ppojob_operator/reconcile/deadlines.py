@@ -72,7 +72,7 @@ def _startup_deadline(situation: Situation, pools: Finding) -> datetime:
 
 
 def _begin(situation: Situation, pools: Finding) -> datetime:
-    """Return when the attempt's startup deadline began. Each attempt has the whole time, as its nodes may be new.
+    """Return the start of the attempt's startup deadline. Each attempt has the whole time, as its nodes may be new.
 
     If the next action is the operator's (no RayCluster exists, or all pods are ready), time without an operator is
     not counted.

@@ -47,7 +47,7 @@ def judge(situation: Situation) -> Finding | None:
 
 
 def taken(situation: Situation, lost: str = "") -> Finding | None:
-    """Return the eviction of the attempt's pods, as a finding; None: none is known. `lost` names the missing pods."""
+    """Return the disruption of the attempt's pods, as a finding; None: none is known. `lost` names the lost pods."""
     for pod in all_pods(situation):
         if pod.disruption is not None and (pod.is_deleting or not pod.is_ready):
             words = f"pod {pod.name}: {pod.disruption.message}"

@@ -123,7 +123,7 @@ def _take_over(job: Job, owner: OperatorStatus, own: OperatorStatus, reason: str
     is_sent = any((each.type, each.status) == (Condition.SUBMITTED, "True") for each in status.conditions)
     if status.ray_cluster is not None and not is_sent and not is_finished(status):
         update |= {"ray_cluster": None, "attempt": (status.attempt or 0) + 1}
-    words = f"{_itself(own)} has taken the job over from {_name(owner)}: {reason}"
+    words = f"{_name(own)} has taken the job over from {_name(owner)}: {reason}"
     event = EventRecord(Reason.TAKEN_OVER, words, is_warning=False, action=_ACTION)
     return Adoption(True, status.model_copy(update=update), event)
 
