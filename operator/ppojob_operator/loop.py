@@ -298,7 +298,7 @@ class Loop:
         """Return the job's PersistentVolumeClaim, which is checked until the job is admitted."""
         if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
             return None
-        return await self._cluster.read_claim(job.key.namespace, job.spec.storage.persistent_volume_claim)
+        return await self._cluster.read_claim(job.key.namespace, job.spec.storage.claim_name)
 
     def _address(self, job: Job, observed: Observed) -> Address | None:
         target = dashboard_target(job, observed)

@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
-from ppojob_operator.reconcile.reading import requested_owner
+from ppojob_operator.reconcile.reading import queue_label, requested_owner
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"
@@ -59,13 +59,13 @@ class Request(_Model):
     def job(self) -> Manifest | None:
         """The PPOJob to validate. None: nothing to validate.
 
-        Updates of an unchanged spec and of an object that is being deleted are allowed: even a job that an older
-        operator or nobody validated must accept new labels and lose its finalizers.
+        Updates that change neither the spec nor the queue's label, and updates of an object that is being deleted, are
+        allowed: even a job that an older operator or nobody validated must accept new labels and lose its finalizers.
         """
         if self.new is None or not self.is_ours:
             return None
         job = self._complete(self.new)
-        is_as_before = self.old is not None and self.old.get("spec") == self.new.get("spec")
+        is_as_before = self.old is not None and _validated_fields(self.old) == _validated_fields(self.new)
         return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
 
     @property
@@ -85,6 +85,10 @@ class Request(_Model):
         given = raw.get("metadata")
         metadata = {"uid": "", "generation": 1, "name": self.name, **(given if isinstance(given, dict) else {})}
         return {**raw, "metadata": {**metadata, "namespace": self.namespace}}
+
+
+def _validated_fields(raw: Mapping[str, Any]) -> tuple[Any, str | None]:
+    return raw.get("spec"), queue_label(raw.get("metadata") or {})
 
 
 class _Review(_Model):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
-from ppojob_api.v1alpha1.validation import FieldError, SpecError
+from ppojob_api.v1alpha1.validation import QUEUE_LABEL_PATH, FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
-from ppojob_operator.reconcile import is_finished, references, spec_problem, was_accepted
+from ppojob_operator.reconcile import is_accepted, is_finished, references, spec_problem, was_accepted
 from ppojob_operator.reconcile.references import Reference
 
 _TOO_LATE = "the job has finished, and a change of its spec has no effect: create another PPOJob"
@@ -45,6 +45,9 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
 
     An update is rejected only for new problems, so a job that an older operator accepted can still be suspended.
     """
+    if before is not None and is_accepted(before.status) and job.queue_label != before.queue_label:
+        remedy = "the queue cannot change once the job is accepted: create another PPOJob"
+        return Verdict(str(FieldError(QUEUE_LABEL_PATH, job.queue_label, remedy)))
     known = _problems(before) if before is not None else []
     problems = _problems(job)
     if new := [problem for problem in problems if str(problem) not in map(str, known)]:

@@ -95,7 +95,7 @@ def _pod_spec(spec: PPOJobSpec, scheduling: Pool | Head, key: JobKey, container:
         },
         "tolerations": [*scheduling.tolerations, *_lost_node_tolerations(scheduling.tolerations)],
         "volumes": [
-            {"name": _STORAGE, "persistentVolumeClaim": {"claimName": spec.storage.persistent_volume_claim}},
+            {"name": _STORAGE, "persistentVolumeClaim": {"claimName": spec.storage.claim_name}},
             {"name": _CONFIG, "configMap": {"name": naming.config_map_name(key.name)}},
         ],
     }

@@ -9,12 +9,20 @@ from ppojob_operator.reconcile.decide import decide
 from ppojob_operator.reconcile.faults import show_fault
 from ppojob_operator.reconcile.job_state import JobState, job_state
 from ppojob_operator.reconcile.ray_dashboard import dashboard_target
-from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod, read_workload
+from ppojob_operator.reconcile.reading import (
+    is_accepted,
+    read_claim,
+    read_cluster,
+    read_job,
+    read_pod,
+    read_workload,
+)
 
 __all__ = [
     "JobState",
     "dashboard_target",
     "decide",
+    "is_accepted",
     "is_finished",
     "job_state",
     "read_claim",

@@ -256,6 +256,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         ray_cluster=cluster,
         last_failure=old.last_failure,
         stop=old.stop,
+        queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
     )

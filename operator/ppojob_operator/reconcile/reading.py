@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import Layout, layout_of, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
-from ppojob_api.v1alpha1.validation import SpecError, parse_spec
+from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble, Workload
 from ppojob_operator.reconcile import sizes
@@ -44,7 +44,8 @@ def read_job(raw: Manifest) -> Job:
         pydantic.ValidationError: a known field of the status is invalid.
     """
     metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}), extra="ignore")
-    spec, moved = _read_spec(raw.get("spec", {})), status.effective_pools
+    wire, spec = _read_spec(raw.get("spec", {}), _queue(metadata, status))
+    moved = status.effective_pools
     if isinstance(spec, PPOJobSpec):
         moved = sizes.in_force(spec, moved)
         spec = sizes.with_moved(spec, moved)
@@ -55,9 +56,10 @@ def read_job(raw: Manifest) -> Job:
         spec=spec,
         status=status,
         moved=tuple(moved),
-        effective=_read_effective(raw.get("spec", {}), spec, status.effective_layout),
+        effective=_read_effective(wire, spec, status.effective_layout),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
+        queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )
 
@@ -66,6 +68,22 @@ def requested_owner(raw: Manifest) -> str | None:
     """Return the value of the annotation that requests an operator; None: no annotation."""
     annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
     return annotations.get(constants.ANNOTATION_OPERATOR)
+
+
+def queue_label(metadata: Mapping[str, Any]) -> str | None:
+    """Return the queue in the label of a PPOJob; None: it has no such label."""
+    labels = metadata.get("labels")
+    return labels.get(constants.LABEL_QUEUE) if isinstance(labels, Mapping) else None
+
+
+def _queue(metadata: Mapping[str, Any], status: PPOJobStatus) -> str | None:
+    """Return the queue of a spec without queueName: before acceptance that of the label, then that in the status."""
+    return status.queue_name if is_accepted(status) else queue_label(metadata)
+
+
+def is_accepted(status: PPOJobStatus) -> bool:
+    """Return whether the job is accepted now, so that the API server rejects changes of immutable fields."""
+    return any((each.type, each.status) == (Condition.ACCEPTED, "True") for each in status.conditions)
 
 
 def read_claim(raw: Manifest) -> Claim:
@@ -142,11 +160,13 @@ def _unknown(raw: Manifest) -> dict[str, Any]:
     return {name: value for name, value in raw.get("status", {}).items() if name in managed - known}
 
 
-def _read_spec(raw: Mapping[str, Any]) -> PPOJobSpec | SpecError:
+def _read_spec(raw: Mapping[str, Any], queue: str | None = None) -> tuple[Mapping[str, Any], PPOJobSpec | SpecError]:
+    """Return the spec as it is on the wire with the queue in it, and the resolved spec or what is wrong with it."""
     try:
-        return resolve(parse_spec(raw))
+        raw = with_queue(raw, queue)
+        return raw, resolve(parse_spec(raw))
     except SpecError as error:
-        return error
+        return raw, error
 
 
 def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None) -> PPOJobSpec | None:
@@ -155,7 +175,7 @@ def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout
         return None
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
         return spec
-    relaid = _read_spec(with_layout(raw, layout))
+    _, relaid = _read_spec(with_layout(raw, layout))
     return relaid if isinstance(relaid, PPOJobSpec) else None
 
 

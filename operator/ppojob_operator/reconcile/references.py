@@ -30,7 +30,7 @@ class Kind(StrEnum):
     WORKLOAD_PRIORITY_CLASS = "WorkloadPriorityClass"
 
 
-_CLAIM_PATH = "spec.storage.persistentVolumeClaim"
+_CLAIM_PATH = "spec.storage.claimName"
 _IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE}
 _CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
 _ONE_POD = "ReadWriteOncePod"
@@ -63,7 +63,7 @@ def named(spec: PPOJobSpec) -> list[Reference]:
 
 def claim_of(spec: PPOJobSpec) -> Reference:
     """Return the claim of a spec."""
-    return Reference(Kind.CLAIM, spec.storage.persistent_volume_claim, _CLAIM_PATH)
+    return Reference(Kind.CLAIM, spec.storage.claim_name, _CLAIM_PATH)
 
 
 def judge(spec: PPOJobSpec, namespace: str, found: Mapping[Reference, Manifest | None]) -> Verdict:

@@ -9,7 +9,8 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "effectiveLayout", "effectivePools",
+    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "queueName", "effectiveLayout",
+    "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 

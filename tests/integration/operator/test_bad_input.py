@@ -15,7 +15,7 @@ def test_a_claim_that_does_not_exist_is_named_and_picked_up_when_it_comes(
     name = jobs.create()
 
     message = jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
-    assert message.startswith("spec.storage.persistentVolumeClaim: 'data': there is no such claim")
+    assert message.startswith("spec.storage.claimName: 'data': there is no such claim")
     assert kubectl.json("get", "rayclusters")["items"] == []
     assert jobs.status(name)["phase"] == "Pending"
 
@@ -64,7 +64,7 @@ MANAGED = [{"key": "a", "operator": "Exists", "effect": "NoExecute", "toleration
         ({"head": {"podTemplate": {"spec": {"nodeSelector": {"gpu": True}}}}}, "nodeSelector.gpu"),
         ({"head": {"podTemplate": {"spec": {"tolerations": MANAGED}}}}, "tolerationSeconds"),
         ({"imagePullSecrets": [{"name": "twice"}, {"name": "twice"}]}, "imagePullSecrets"),
-        ({"storage": {"persistentVolumeClaim": "data", "mountPath": "/dev/shm"}}, "/dev/shm"),
+        ({"storage": {"claimName": "data", "mountPath": "/dev/shm"}}, "/dev/shm"),
     ],
     ids=["a boolean as a label", "a string as seconds", "a secret twice", "a mount twice"],
 )

@@ -99,7 +99,7 @@ def test_the_second_leaves_a_job_of_the_first_alone_and_says_so_once(
     kubectl: Any, jobs: Any, pair: Pair, rights: Rights
 ) -> None:
     # One whose status is at rest: whatever is written, is written by an operator.
-    name = started_by_the_first(kubectl, jobs, pair, rights, storage={"persistentVolumeClaim": "missing"})
+    name = started_by_the_first(kubectl, jobs, pair, rights, storage={"claimName": "missing"})
     jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
     jobs.wait_until(lambda: pair.second.metric("ppojob_jobs_left_alone") == 1)
     pair.proxy.used.clear()

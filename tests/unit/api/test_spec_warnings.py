@@ -69,8 +69,8 @@ def test_a_doubtful_setting_is_named_with_what_would_be_better(spec: dict[str, A
         {"pools": [{**POOL, "podTemplate": among("H200")}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},
         {"pools": [{**POOL, "gpusPerNode": 1, "gpuResourceName": "nvidia.com/mig-1g.10gb"}, CRITIC]},
-        {"pools": [POOL, CRITIC], "device": "cpu"},
-        {"autoBalance": {"enabled": True}, "device": "cpu", "pools": [{**POOL, "maxNodes": 3}, CRITIC]},
+        {"pools": [POOL, CRITIC], "device": "CPU"},
+        {"autoBalance": {"enabled": True}, "device": "CPU", "pools": [{**POOL, "maxNodes": 3}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"affinity": "none", "nodeSelector": {"a": "b"}}}}, CRITIC]},
     ],
 )

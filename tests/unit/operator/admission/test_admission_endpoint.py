@@ -25,6 +25,16 @@ OWN = OperatorStatus(namespace="system", lease="ppojob-leader", version="2")
 HOST_NETWORK = {"podTemplate": {"spec": {"hostNetwork": True}}}
 
 
+ACCEPTED = {
+    "type": "Accepted",
+    "status": "True",
+    "reason": "Valid",
+    "message": "",
+    "observedGeneration": 1,
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
 class Asking:
     """The API server's side."""
 
@@ -92,17 +102,16 @@ async def test_a_claim_is_judged_as_reconcile_does(ask: Asking, cluster: FakeClu
     del cluster.objects[place]
     allowed, _, warnings = await ask(review(job()))
 
-    assert refusal.startswith("spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOncePod, and all pods")
+    assert refusal.startswith("spec.storage.claimName: 'data': the claim is ReadWriteOncePod, and all pods")
     assert allowed
     assert warnings == [
-        "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team: create it, or name "
-        "another"
+        "spec.storage.claimName: 'data': there is no such claim in namespace rl-team: create it, or name another"
     ]
     assert ask.outcomes == ["Refused", "Warned"]
 
 
 async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: Asking, cluster: FakeCluster) -> None:
-    where = "spec.storage.persistentVolumeClaim: 'data': could not check whether it exists"
+    where = "spec.storage.claimName: 'data': could not check whether it exists"
     for error in (ApiUnavailable("503 at 10.0.0.1"), ApiRefused("403 of account x")):
         cluster.errors = [error]
         assert await ask(review(job())) == (
@@ -148,6 +157,21 @@ async def test_an_edit_is_not_refused_for_what_was_there_before(ask: Asking, clu
     allowed, message, _ = await ask(review(worse, job(spec(head=refused_since), begun)))
     assert not allowed
     assert message.startswith("spec.image: ''")
+
+
+@pytest.mark.parametrize(("conditions", "is_allowed"), [([ACCEPTED], False), ([], True)], ids=["accepted", "new"])
+async def test_the_label_of_the_queue_changes_only_before_a_job_is_accepted(
+    ask: Asking, cluster: FakeCluster, conditions: list[dict[str, Any]], is_allowed: bool
+) -> None:
+    cluster.objects["LocalQueue", "rl-team", "other"] = {"metadata": {"name": "other"}}
+    old, new = ({"labels": {"kueue.x-k8s.io/queue-name": queue}} for queue in ("gpus", "other"))
+    status = {"conditions": conditions}
+
+    allowed, message, _ = await ask(review(job(status=status, **new), job(status=status, **old)))
+
+    assert allowed == is_allowed
+    if not is_allowed:
+        assert message.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'other': the queue cannot change")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ GOOD, BAD = JobKey("ns", "good"), JobKey("ns", "bad")
 SPEC = {
     "image": "trainer:1",
     "model": {"actor": {"path": "/data/model"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "rewards"}},
     "pools": [{"name": "actor", "gpusPerNode": 2}],
     "placement": {"actor": "actor"},
-    "storage": {"persistentVolumeClaim": "data"},
+    "storage": {"claimName": "data"},
 }
 
 

@@ -67,7 +67,7 @@ def test_without_kuberay_the_job_waits_and_goes_on_when_it_comes() -> None:
 @pytest.mark.parametrize(
     ("claim", "words"),
     [
-        (None, "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team"),
+        (None, "spec.storage.claimName: 'data': there is no such claim in namespace rl-team"),
         (Claim("data", "Lost"), "the claim has lost its volume"),
     ],
 )
@@ -112,7 +112,7 @@ def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -
     mended = world.condition(Condition.ACCEPTED).message
 
     assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
-    assert "; spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
+    assert "; spec.storage.claimName: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
     assert said in world.words
     assert mended == "the spec is valid and its claim exists; the trainer checks the paths when it starts"
 

@@ -223,6 +223,40 @@ def test_a_finished_job_is_in_no_queue() -> None:
     assert world.observed.clusters == ()
 
 
+def labelled(queue: str, **policy: str) -> World:
+    world = World(runPolicy=policy)
+    world.labels = {constants.LABEL_QUEUE: queue}
+    return world
+
+
+def test_kueues_label_of_the_job_is_its_queue() -> None:
+    world = labelled("gpus", queuePriorityClass="high").see(workloads=()).settle()
+
+    assert (world.status["phase"], world.status["queueName"]) == (Phase.QUEUED, "gpus")
+    [cluster] = world.made
+    assert cluster["metadata"]["labels"][constants.LABEL_QUEUE] == "gpus"
+
+
+@pytest.mark.parametrize("labels", [{constants.LABEL_QUEUE: "others"}, {}], ids=["another", "none"])
+def test_the_queue_of_an_accepted_job_stays_whatever_becomes_of_its_label(labels: dict[str, str]) -> None:
+    world = labelled("gpus").see(workloads=()).settle()
+
+    world.labels = labels
+
+    assert world.settle().status["queueName"] == "gpus"
+    assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_a_label_that_names_another_queue_than_the_spec_is_refused_with_both() -> None:
+    world = labelled("gpus", queueName="others").see(workloads=())
+
+    world.look()
+
+    assert world.verdict(Condition.ACCEPTED) == ("False", Reason.INVALID_SPEC)
+    said = world.condition(Condition.ACCEPTED).message
+    assert said.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'gpus': spec.runPolicy.queueName is 'others'")
+
+
 def test_without_kueue_a_job_with_a_queue_makes_nothing_and_goes_on_when_it_comes() -> None:
     world = World(runPolicy={"queueName": "gpus"}).see(workloads=None)
 

@@ -37,7 +37,7 @@ def test_every_object_is_looked_for_once_at_the_first_field_that_names_it() -> N
     )
 
     assert places(named(job)) == [
-        ("PersistentVolumeClaim", "data", "spec.storage.persistentVolumeClaim"),
+        ("PersistentVolumeClaim", "data", "spec.storage.claimName"),
         ("ServiceAccount", "reader", "spec.serviceAccountName"),
         ("LocalQueue", "team-a", "spec.runPolicy.queueName"),
         ("WorkloadPriorityClass", "soon", "spec.runPolicy.queuePriorityClass"),
@@ -75,8 +75,7 @@ def test_what_is_missing_is_a_doubt_because_it_may_come_a_moment_later() -> None
 
     assert verdict.refusals == ()
     assert list(map(str, verdict.warnings)) == [
-        "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team: create it, or name "
-        "another",
+        "spec.storage.claimName: 'data': there is no such claim in namespace rl-team: create it, or name another",
         "spec.head.podTemplate.spec.runtimeClassName: 'nvidia': there is no such RuntimeClass: create it, or name "
         "another",
     ]

@@ -39,7 +39,7 @@ SURROUNDINGS = Surroundings("https://operator/progress", "PEM", b"k" * 32)
 
 def spec(**changes: Any) -> dict[str, Any]:
     """Return a good spec with two pools, with sections replaced."""
-    task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+    task = {"reasoningGym": {"task": "products"}}
     return {
         "image": "trainer:1",
         "model": {"actor": {"path": "/data/model"}},
@@ -49,7 +49,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "critic": {"miniBatchSize": 8},
         "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "data"},
+        "storage": {"claimName": "data"},
         **changes,
     }
 
@@ -59,6 +59,7 @@ class World:
 
     def __init__(self, **changes: Any) -> None:
         self.spec = spec(**changes)
+        self.labels: dict[str, str] = {}
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.now = START
@@ -245,6 +246,7 @@ class World:
             "name": KEY.name,
             "uid": UID,
             "generation": self.generation,
+            "labels": self.labels,
         }
         if self.is_deleting:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
