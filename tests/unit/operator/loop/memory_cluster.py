@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ppojob_operator.claims import own_identity
+from ppojob_operator.adoption import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
