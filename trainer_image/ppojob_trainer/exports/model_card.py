@@ -88,7 +88,8 @@ def _hub_name(path: str) -> str:
 
 def _base(spec: PPOJobSpec) -> str:
     path = spec.model.actor.path
-    return f"[{name}](https://huggingface.co/{name})" if (name := _hub_name(path)) else _code(path.rstrip("/"))
+    # No link: the hub may be another one.
+    return _code(_hub_name(path) or path.rstrip("/"))
 
 
 def _served(spec: PPOJobSpec) -> str:
