@@ -46,6 +46,10 @@ class OperatorMetrics:
             "ppojob_progress_reports", "Progress reports by outcome: Accepted, or why not.", ["outcome"],
             registry=self.registry,
         )  # fmt: skip
+        self.closed_connections = Counter(
+            "ppojob_closed_connections", "Connections that the operator closed because of a limit, by reason.",
+            ["reason"], registry=self.registry,
+        )  # fmt: skip
         self.status_writes = Counter(
             "ppojob_progress_status_writes", "Status writes of reports by outcome.", ["outcome"], registry=self.registry
         )
@@ -86,6 +90,10 @@ class OperatorMetrics:
     def count_review(self, outcome: str) -> None:
         """Count one answer of the admission webhook: Allowed, Warned, Refused or Malformed."""
         self.reviews.labels(outcome=outcome).inc()
+
+    def count_closed_connection(self, reason: str) -> None:
+        """Count one connection that was closed: SourceLimit, SourceRate, TotalLimit or TooSlow."""
+        self.closed_connections.labels(reason=reason).inc()
 
     def observe_reconcile(self, seconds: float, outcome: str) -> None:
         """Count one reconcile of one job."""

@@ -1,6 +1,6 @@
 """Why a report is refused: HTTP status, one word for programs, and a sentence that says what to do.
 
-The trainer stops on 409 and 410 (it was replaced), goes on training on everything else. Nothing here may carry a token.
+The trainer stops on 409 and 410 (it was replaced) and continues on everything else. Nothing here may carry a token.
 """
 
 from collections.abc import Mapping
@@ -64,6 +64,12 @@ def unknown_attempt(job: str, told: int, current: int) -> Refusal:
     return Refusal(422, "UnknownAttempt", message)
 
 
+def stale_report(job: str, told: int, newest: int) -> Refusal:
+    """Return the answer to a report that is older than one that the operator has. It stops no trainer."""
+    message = f"report {told} of PPOJob {job} is older than report {newest}, which has arrived: number reports upwards"
+    return Refusal(422, "StaleReport", message)
+
+
 def job_finished(job: str, condition: str) -> Refusal:
     """Return the answer where the job is over."""
     message = f"PPOJob {job} is {condition} and takes no more reports: stop the trainer"
@@ -76,7 +82,17 @@ def too_large(limit: int) -> Refusal:
     return Refusal(413, "TooLarge", message)
 
 
+def disconnected() -> Refusal:
+    """Return the end of a request whose sender closed the connection; nobody receives it."""
+    return Refusal(400, "Disconnected", "the connection ended before the report arrived: send it again")
+
+
+def too_many_requests(problem: str) -> Refusal:
+    """Return the answer to a sender that asks for more than its share."""
+    return Refusal(429, "TooManyRequests", problem, {"Retry-After": "10"})
+
+
 def unavailable(problem: str) -> Refusal:
     """Return the answer where the operator cannot decide or write at the moment."""
-    message = f"{problem}: go on training and send the next report as usual"
+    message = f"{problem}: continue training and send the next report as usual"
     return Refusal(503, "Unavailable", message, {"Retry-After": "10"})

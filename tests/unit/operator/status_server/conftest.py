@@ -1,6 +1,8 @@
 """A PPOJob, its pod, and an API server that knows both, for the status server's tests."""
 
+import base64
 import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +14,29 @@ from ppojob_operator.api_server import ApiUnavailable, RawObject, StatusOf
 from ppojob_operator.status_server import JobIdentity, TokenIdentity
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
-TOKEN = "good-token"
 CLUSTER = "arithmetic-1a2b3"
+
+
+def make_token(signature: str = "good", **changes: Any) -> str:
+    """Return a token like a kubelet's for the job's head pod; `changes` replace claims, None removes one."""
+    claims = {
+        "aud": [progress_audience(*KEY)],
+        "exp": 2**32,
+        "iss": "https://kubernetes.default.svc",
+        "kubernetes.io": {
+            "namespace": KEY.namespace,
+            "pod": {"name": "arithmetic-head", "uid": "pod-1"},
+            "serviceaccount": {"name": "arithmetic-trainer", "uid": "account-1"},
+        },
+        "sub": f"system:serviceaccount:{KEY.namespace}:arithmetic-trainer",
+        **changes,
+    }
+    present = {name: value for name, value in claims.items() if value is not None}
+    parts = [json.dumps({"alg": "RS256", "kid": "1"}), json.dumps(present), signature]
+    return ".".join(base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in parts)
+
+
+TOKEN = make_token()
 
 
 class FakeCluster:

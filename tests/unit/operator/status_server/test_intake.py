@@ -1,5 +1,6 @@
 """Which reports are taken, and how the others are refused."""
 
+import asyncio
 import copy
 import json
 from collections.abc import Awaitable, Callable
@@ -11,12 +12,14 @@ import pytest
 
 from ppojob_api.v1alpha1.progress import Command, ProgressReply, progress_audience
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity
+from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity, authentication
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.intake import Intake, parse_report
 from ppojob_operator.status_server.refusals import Refusal
 from ppojob_operator.status_server.writer import ProgressWriter
+from tests.unit.operator.status_server.conftest import TOKEN, make_token
 
+SOURCE = "10.0.0.1"
 Send = Callable[..., Awaitable[ProgressReply]]
 
 
@@ -55,7 +58,8 @@ def send(cluster: Any, clock: Clock, writer: ProgressWriter, report: dict[str, A
         **changes: Any,
     ) -> ProgressReply:
         sent = json.dumps({**report, **changes}).encode() if body is None else body
-        return await intake.receive(namespace, name, header, sent)
+        caller = await intake.identify(header, namespace, name, SOURCE)
+        return await intake.receive(caller, sent)
 
     return send
 
@@ -123,7 +127,7 @@ async def test_a_malformed_report_is_refused_with_the_field_that_is_wrong(
     assert refusal.message.endswith("send a ProgressReport of ppojob.dev/v1alpha1 as JSON")
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer  ", "Basic dXNlcg==", "good-token"])
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer  ", "Basic dXNlcg==", TOKEN])
 async def test_a_request_without_a_token_is_refused(send: Send, cluster: Any, header: str | None) -> None:
     refusal = await refusal_of(send(header=header))
 
@@ -132,11 +136,11 @@ async def test_a_request_without_a_token_is_refused(send: Send, cluster: Any, he
 
 
 async def test_a_token_for_another_audience_is_refused_and_not_repeated_in_the_answer(send: Send) -> None:
-    refusal = await refusal_of(send(header="Bearer secret-of-another"))
+    refusal = await refusal_of(send(header=f"Bearer {make_token('secret')}"))
 
     assert (refusal.status, refusal.reason) == (401, "Unauthenticated")
     assert "ppojob.dev/rl-team/arithmetic/uid-1" in refusal.message
-    assert "secret" not in refusal.message
+    assert make_token("secret") not in refusal.message
 
 
 async def test_the_token_of_one_job_is_worth_nothing_for_another(send: Send, cluster: Any, job: dict[str, Any]) -> None:
@@ -154,17 +158,17 @@ async def test_the_token_of_one_job_is_worth_nothing_for_another(send: Send, clu
     [
         ({"audiences": ()}, "not valid"),
         ({"username": "system:serviceaccount:rl-team:default"}, "system:serviceaccount:rl-team:default"),
-        ({"username": "system:serviceaccount:elsewhere:arithmetic-trainer"}, "rl-team:arithmetic-trainer"),
+        ({"username": "system:serviceaccount:elsewhere:arithmetic-trainer"}, "not in namespace rl-team"),
         ({"pod_uid": None}, "not bound to a pod"),
         ({"pod_name": None}, "not bound to a pod"),
-        ({"pod_uid": "pod-0"}, "gone"),
-        ({"pod_name": "no-such-pod"}, "gone"),
+        ({"pod_uid": "pod-0"}, "was deleted"),
+        ({"pod_name": "no-such-pod"}, "was deleted"),
     ],
 )
 async def test_a_token_of_somebody_else_is_refused(
     send: Send, cluster: Any, identity: TokenIdentity, key: JobIdentity, change: dict[str, Any], words: str
 ) -> None:
-    cluster.tokens["good-token", progress_audience(*key)] = replace(identity, **change)
+    cluster.tokens[TOKEN, progress_audience(*key)] = replace(identity, **change)
 
     refusal = await refusal_of(send())
 
@@ -179,11 +183,11 @@ async def test_a_job_with_a_service_account_of_the_users_is_reported_for_by_that
     assert (await refusal_of(send())).status == 403
 
     own = replace(identity, username="system:serviceaccount:rl-team:bucket-reader")
-    cluster.tokens["good-token", progress_audience(*key)] = own
+    cluster.tokens[TOKEN, progress_audience(*key)] = own
     # Another token in the same words would be answered from memory.
-    cluster.tokens["second-token", progress_audience(*key)] = own
+    cluster.tokens[make_token("second"), progress_audience(*key)] = own
 
-    assert (await send(header="Bearer second-token")).command is Command.NONE
+    assert (await send(header=f"Bearer {make_token('second')}")).command is Command.NONE
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ async def test_an_api_server_that_does_not_answer_lets_the_trainer_go_on(
     refusal = await refusal_of(send())
 
     assert (refusal.status, refusal.headers) == (503, {"Retry-After": "10"})
-    assert "go on training" in refusal.message
+    assert "continue training" in refusal.message
     assert (await send()).settings
 
 
@@ -336,18 +340,59 @@ async def test_a_token_is_reviewed_once_in_a_while(send: Send, cluster: Any, clo
 
 async def test_a_refused_token_is_remembered_for_a_shorter_time(send: Send, cluster: Any, clock: Clock) -> None:
     for clock.now in (0, 9.9, 10.0):
-        assert (await refusal_of(send(header="Bearer bad"))).status == 401
+        assert (await refusal_of(send(header=f"Bearer {make_token('bad')}"))).status == 401
 
     assert cluster.reviews == 2
 
 
-async def test_a_flood_of_tokens_does_not_grow_the_memory(cluster: Any, key: JobIdentity) -> None:
-    reviews = TokenReviews(cluster, cache_seconds=60)
+async def test_a_flood_of_bad_tokens_takes_no_memory_from_good_ones(
+    cluster: Any, key: JobIdentity, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "_MAX_CACHED", 16)
+    reviews, audience = TokenReviews(cluster, cache_seconds=60, clock=clock), progress_audience(*key)
+    assert await reviews.review(TOKEN, audience, SOURCE)
 
-    for number in range(5000):
-        await reviews.review(f"token-{number}", progress_audience(*key))
+    for number in range(20):
+        assert await reviews.review(f"token-{number}", audience, SOURCE) is None
+    assert cluster.reviews == 21
 
-    assert len(reviews._cached) == 4096
+    assert await reviews.review(TOKEN, audience, SOURCE)
+    assert await reviews.review("token-19", audience, SOURCE) is None
+    assert cluster.reviews == 21, "both are remembered"
+    assert (len(reviews._good), len(reviews._refused)) == (1, 16)
+
+
+async def test_a_source_gets_few_reviews_of_bad_tokens_and_others_are_reviewed_still(
+    cluster: Any, key: JobIdentity, clock: Clock
+) -> None:
+    reviews, audience = TokenReviews(cluster, cache_seconds=60, clock=clock), progress_audience(*key)
+
+    async def review(number: int, source: str) -> object:
+        return await reviews.review(f"token-{number}", audience, source)
+
+    answers = await asyncio.gather(*(review(number, SOURCE) for number in range(100)), return_exceptions=True)
+
+    refused = [answer for answer in answers if isinstance(answer, Refusal)]
+    assert {(refusal.status, refusal.reason) for refusal in refused} == {(429, "TooManyRequests")}
+    assert cluster.reviews == 100 - len(refused) == 32
+    assert await reviews.review(TOKEN, audience, "10.0.0.2")
+    clock.now += 2
+    assert await reviews.review(TOKEN, audience, SOURCE)
+    assert await review(101, SOURCE) is None
+
+
+async def test_good_tokens_and_reviews_that_fail_do_not_count_as_bad(
+    cluster: Any, key: JobIdentity, identity: TokenIdentity, clock: Clock
+) -> None:
+    reviews, audience = TokenReviews(cluster, cache_seconds=60, clock=clock), progress_audience(*key)
+    cluster.errors["review_token"] = iter([ApiUnavailable("no answer")] * 40)
+    for _ in range(40):
+        with pytest.raises(ApiUnavailable):
+            await reviews.review(TOKEN, audience, SOURCE)
+
+    for number in range(40):
+        cluster.tokens[f"good-{number}", audience] = identity
+        assert await reviews.review(f"good-{number}", audience, SOURCE)
 
 
 async def test_the_last_report_is_answered_only_once_it_is_written(send: Send, cluster: Any) -> None:
