@@ -13,6 +13,10 @@ from ppojob_api.v1alpha1.progress import Command, LiveSettings, ProgressReply, P
 from ppojob_api.v1alpha1.status import Progress
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
+Order = tuple[int, int]
+"""Attempt and number of a report: the larger one is newer."""
+NO_REPORT: Order = (-1, 0)
+
 # What a report may not know yet, such as while the model of a new attempt is being loaded.
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 # What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
@@ -24,10 +28,10 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """Return the status fields of field manager `ppojob-progress`, or None where the status has a newer report.
 
     Reports are ordered by attempt and by their number within it, which the trainer gives: the clocks of two replicas
-    may differ. One without a number, of an older trainer, is always the newest.
+    may differ.
 
-    What the report does not carry keeps its previous value: with server-side apply a field that is left out is
-    deleted, and a restarted trainer does not know the last checkpoint before it has looked.
+    What the report does not have keeps its previous value: server-side apply deletes a field that is left out, and a
+    restarted trainer does not know the last checkpoint at first.
 
     Args:
         report: the report.
@@ -36,7 +40,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
-    if report.number and (report.attempt, report.number) < _newest(previous):
+    if order_of(report) < newest_order(job):
         return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
@@ -49,6 +53,19 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     }
     fields["progress"]["lastChangeTime"] = _last_change(fields, previous)
     return {name: value for name, value in fields.items() if value}
+
+
+def order_of(report: ProgressReport) -> Order:
+    """Return the place of a report among those of its job."""
+    return report.attempt, report.number
+
+
+def newest_order(job: Mapping[str, Any]) -> Order:
+    """Return the place of the report that the status has. One of an attempt that never began does not count."""
+    status = job.get("status", {})
+    progress = status.get("progress", {})
+    attempt = progress.get("attempt", -1)
+    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else NO_REPORT
 
 
 def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
@@ -97,13 +114,6 @@ def format_number(value: float) -> str:
 def format_time(moment: datetime) -> str:
     """Return RFC 3339 in UTC, whole seconds, as metav1.Time has it."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _newest(status: Mapping[str, Any]) -> tuple[int, int]:
-    """Return attempt and number of the report that the status has; one of an attempt that never began counts not."""
-    progress = status.get("progress", {})
-    attempt = progress.get("attempt", -1)
-    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else (-1, 0)
 
 
 def _progress(report: ProgressReport, now: datetime) -> Progress:

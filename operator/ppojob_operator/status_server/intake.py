@@ -16,7 +16,13 @@ from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.authentication import Authenticator, Caller
-from ppojob_operator.status_server.fields import finished_condition, progress_reply, progress_status
+from ppojob_operator.status_server.fields import (
+    finished_condition,
+    newest_order,
+    order_of,
+    progress_reply,
+    progress_status,
+)
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 from ppojob_operator.status_server.writer import ProgressWriter
 
@@ -74,7 +80,11 @@ class Intake:
         current = _check_job(job, key, report)
         self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
+        order = order_of(report)
+        newest = max(newest_order(current), self._writer.newest(key))
+        if order < newest:
+            raise refusals.stale_report(str(key), report.number, newest[1])
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
         return progress_reply(current, report.attempt)

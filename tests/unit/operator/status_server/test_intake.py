@@ -97,6 +97,12 @@ async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
     assert status["progress"]["trainerVersion"] == "0.9.0"
 
 
+def advice(**changes: int) -> dict[str, Any]:
+    """Return advice on one pool; `changes` replace its size."""
+    pool = {"name": "actor", "nodes": 1, "gpusPerNode": 1, **changes}
+    return {"pools": [pool], "gpus": 1, "stepTimePercent": 3}
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -106,7 +112,27 @@ async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
         (b"\xff\xfe", "body: "),
         (b"{}", "uid: Field required; attempt: Field required; activity: Field required; totalSteps: Field required"),
         ({"step": -1}, "step: "),
+        ({"step": 10**30}, "step: "),
+        ({"step": 2**31}, "step: "),
+        ({"totalSteps": 2**31}, "totalSteps: "),
+        ({"attempt": 2**31}, "attempt: "),
+        ({"number": 2**53}, "number: "),
+        ({"phases": 2**53}, "phases: "),
+        ({"etaSeconds": 1e30}, "etaSeconds: "),
+        ({"step": 3.0}, "step: "),
+        ({"step": True}, "step: "),
+        ({"checkpoint": {"step": 2**31, "path": "/x", "time": "2026-01-31T12:00:00Z"}}, "checkpoint.step: "),
+        ({"checkpoint": {"step": -1, "path": "/x", "time": "2026-01-31T12:00:00Z"}}, "checkpoint.step: "),
+        ({"layoutAdvice": [advice(nodes=4097)]}, "layoutAdvice[0].pools[0].nodes: "),
+        ({"layoutAdvice": [advice(gpusPerNode=65)]}, "layoutAdvice[0].pools[0].gpusPerNode: "),
+        ({"layoutAdvice": [{**advice(), "gpus": 2**31}]}, "layoutAdvice[0].gpus: "),
+        ({"layoutAdvice": [{**advice(), "stepTimePercent": 10**30}]}, "layoutAdvice[0].stepTimePercent: "),
+        ({"layoutAdvice": [{**advice(), "stepTimePercent": -101}]}, "layoutAdvice[0].stepTimePercent: "),
         ({"activity": "Dreaming"}, "activity: "),
+        ({"reward": 10**400}, "reward: "),
+        ({"metrics": {"actor/lr": float("inf")}}, "metrics.actor/lr: "),
+        ({"metrics": {"actor/lr": float("nan")}}, "metrics.actor/lr: "),
+        ({"metrics": {"m" * 254: 1.0}}, "metrics."),
         ({"reward": float("nan")}, "reward: "),
         ({"metrics": {f"m{n}": 1.0 for n in range(65)}}, "metrics: "),
         ({"pools": [{"name": "actor", "busyFraction": 1.5}]}, "pools[0].busyFraction: "),
@@ -393,6 +419,50 @@ async def test_good_tokens_and_reviews_that_fail_do_not_count_as_bad(
     for number in range(40):
         cluster.tokens[f"good-{number}", audience] = identity
         assert await reviews.review(f"good-{number}", audience, SOURCE)
+
+
+@pytest.mark.parametrize("number", [0, 1, 16])
+async def test_a_report_that_is_older_than_the_stored_one_is_refused(
+    send: Send, job: dict[str, Any], number: int
+) -> None:
+    job["status"]["progress"] = {"attempt": 2, "report": 17}
+
+    refusal = await refusal_of(send(number=number))
+
+    assert (refusal.status, refusal.reason) == (422, "StaleReport"), "409 and 410 would stop a trainer"
+    assert refusal.message.startswith(f"report {number} of PPOJob rl-team/arithmetic is older than report 17")
+
+
+async def test_a_report_that_was_delayed_does_not_replace_a_newer_one_that_is_not_written_yet(
+    send: Send, cluster: Any, writer: ProgressWriter
+) -> None:
+    await send(number=18, step=13)
+    assert (await refusal_of(send(number=17))).reason == "StaleReport"
+
+    assert await writer.flush(1) == 0
+    assert [status["progress"]["step"] for _, status in cluster.writes] == [13]
+
+
+@pytest.mark.parametrize(
+    "stored", [{"attempt": 1, "report": 99}, {"attempt": 2, "report": 17}, {"attempt": 3, "report": 99}, {}]
+)
+async def test_a_report_that_is_newer_or_was_sent_twice_is_taken(
+    send: Send, job: dict[str, Any], stored: dict[str, int]
+) -> None:
+    job["status"]["progress"] = stored
+
+    assert (await send()).settings
+    assert (await send()).settings
+
+
+async def test_steps_beyond_the_total_are_taken_because_the_total_may_be_lowered(
+    send: Send, cluster: Any, writer: ProgressWriter
+) -> None:
+    await send(step=150)
+
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert (status["progress"]["step"], status["progress"]["percentage"]) == (150, 100)
 
 
 async def test_the_last_report_is_answered_only_once_it_is_written(send: Send, cluster: Any) -> None:
