@@ -2,7 +2,8 @@
 
 The body is read only after the token in the header was checked, and counts against the limits of the token's job.
 
-It logs what it refuses, never headers or bodies: they carry tokens. aiohttp's access log stays off.
+It logs what it refuses, with a limit per reason, and never headers or bodies:
+they carry tokens. aiohttp's access log stays off.
 """
 
 import asyncio
@@ -14,11 +15,14 @@ from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, REPORT_PATH, Progress
 from ppojob_operator import logs
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.intake import Intake
-from ppojob_operator.status_server.limits import Connections, JobRequests
+from ppojob_operator.status_server.limits import Connections, JobRequests, Rates
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.refusals import Refusal
 
 _LOG = logging.getLogger(__name__)
+_LINES_PER_SECOND = 5.0
+_LINES_AT_ONCE = 200
+"""Log lines of refusals for the same reason; the metric counts all of them."""
 
 
 class ReportEndpoint:
@@ -39,6 +43,7 @@ class ReportEndpoint:
         self._body_limit = body_limit_seconds
         self._connections = connections
         self._requests = requests
+        self._log_rates = Rates(_LINES_PER_SECOND, _LINES_AT_ONCE)
 
     def application(self) -> web.Application:
         """Return the application; it knows this one path."""
@@ -56,7 +61,8 @@ class ReportEndpoint:
             reply = await self._receive(request)
         except Refusal as refusal:
             self._metrics.reports.labels(outcome=refusal.reason).inc()
-            _LOG.info("%r: %d %s", request.path, refusal.status, refusal)
+            if self._log_rates.take(refusal.reason):
+                _LOG.info("%r: %d %s", request.path, refusal.status, refusal)
             answer = {"reason": refusal.reason, "message": refusal.message}
             return web.json_response(answer, status=refusal.status, headers=refusal.headers)
         self._metrics.reports.labels(outcome="Accepted").inc()
