@@ -1,13 +1,16 @@
 """Kopf, running in a thread and an event loop of its own.
 
 It has them because it cancels, when it ends, every younger task of the event loop that it runs in, reports in work
-among them; in a thread it also leaves the process' signals alone.
+among them; in a thread it also leaves the process' signals alone. If a watch fails beyond Kopf's own retries, Kopf ends
+and is started again: it then lists all objects, so no change is missed.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any
 
 import kopf
@@ -20,15 +23,28 @@ from ppojob_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 _RESOURCE_SECONDS = 15.0
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+"""Pauses before Kopf is started again; one that has run for longer than this begins with the first one again."""
 
 
 class Watches:
     """Kopf, in a thread and an event loop of its own."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, note: Note) -> None:
-        """`note` is called in the event loop in which this object is made."""
+    def __init__(
+        self, settings: Settings, cluster: Cluster, note: Note, count_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """`note` and `count_failure` are called in the event loop in which this object is made.
+
+        Args:
+            settings: of the operator.
+            cluster: says which resources are served.
+            note: called with a job that has changed.
+            count_failure: called each time that the watches fail.
+        """
         self._settings = settings
         self._cluster = cluster
+        self._count_failure = count_failure
         self._ready = threading.Event()
         ours = asyncio.get_running_loop()
         self._note: Note = lambda key: ours.call_soon_threadsafe(note, key)
@@ -39,19 +55,28 @@ class Watches:
         return self._ready.is_set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch until `stop` is set; ends earlier only if Kopf does.
+        """Watch until `stop` is set, whatever fails meanwhile.
 
-        In one namespace Kopf may not see that a resource begins to be served: it is started anew when KubeRay comes.
+        In one namespace Kopf may not see that a resource begins to be served: it is started again when KubeRay comes.
         """
+        pause = 0.0
         while not stop.is_set():
             is_whole = await self._await_resources(stop)
             if stop.is_set():
                 return
-            if not await self._watch_until(stop, is_whole=is_whole):
-                return
+            began = monotonic()
+            problem = await self._watch_until(stop, is_whole=is_whole)
+            if problem is None:
+                continue
+            ran_long = monotonic() - began > _LONGEST_PAUSE
+            pause = _FIRST_PAUSE if ran_long or not pause else min(2 * pause, _LONGEST_PAUSE)
+            self._count_failure()
+            logger.error("the watches failed, and begin again in %g s: %s", pause, problem)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause)
 
-    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> bool:
-        """Let Kopf watch until `stop` is set or KubeRay has come; False if it ended by itself."""
+    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> str | None:
+        """Let Kopf watch until `stop` is set or KubeRay has come; return the problem if Kopf ended before."""
         stopped = threading.Event()
         watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
@@ -61,13 +86,15 @@ class Watches:
             await asyncio.wait([watching, *ends], return_when=asyncio.FIRST_COMPLETED)
             was_asked = not watching.done()
         finally:
-            # Its thread ends in order even where this is cancelled: no thread can be ended from outside.
+            # The thread stops gracefully even if this is cancelled: no thread can be ended from outside.
             stopped.set()
             for end in ends:
                 end.cancel()
             await asyncio.wait([watching])
-        await watching
-        return was_asked
+        error = watching.exception()
+        if was_asked and error is None:
+            return None
+        return "Kopf ended without an error" if error is None else f"{type(error).__name__}: {error}"
 
     async def _await_resources(self, stop: asyncio.Event) -> bool:
         """Wait until the API server serves PPOJobs; return whether it serves RayClusters too."""
@@ -104,4 +131,12 @@ class Watches:
             ready_flag=self._ready,
             **where,
         )
-        asyncio.run(operator)
+        asyncio.run(_ended(operator, stopped))
+
+
+async def _ended(operator: Coroutine[Any, Any, None], stopped: threading.Event) -> None:
+    """Run Kopf. Without the event, the thread in which Kopf waits for it would keep this one from ending."""
+    try:
+        await operator
+    finally:
+        stopped.set()

@@ -35,6 +35,9 @@ class OperatorMetrics:
             "PPOJobs in the watched namespaces that another operator runs.",
             registry=self.registry,
         )
+        self.watch_failures = Counter(
+            "ppojob_watch_failures", "Failures of the watches after which they began again.", registry=self.registry
+        )
         self.submissions = Counter("ppojob_submissions", "Attempts submitted to Ray.", registry=self.registry)
         self.retries = Counter(
             "ppojob_retries", "Attempts that failed and are tried again, by cause.", ["cause"],
@@ -78,6 +81,10 @@ class OperatorMetrics:
         self.queue_depth.set_function(queue_depth)
         self.left_alone.set_function(left_alone)
         self.leads.set_function(leads)
+
+    def count_watch_failure(self) -> None:
+        """Count one failure of the watches."""
+        self.watch_failures.inc()
 
     def count_submission(self) -> None:
         """Count one attempt that was submitted to Ray."""
