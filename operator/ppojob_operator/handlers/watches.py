@@ -1,8 +1,8 @@
-"""Kopf, running in a thread and an event loop of its own.
+"""Runs Kopf in a separate thread with its own event loop. `leader_tasks.py` starts and stops it.
 
-It has them because it cancels, when it ends, every younger task of the event loop that it runs in, reports in work
-among them; in a thread it also leaves the process' signals alone. If a watch fails beyond Kopf's own retries, Kopf ends
-and is started again: it then lists all objects, so no change is missed.
+When Kopf ends, it cancels every task that was created after it in its event loop, which must not include reports in
+progress. In a thread, it also installs no signal handlers. If a watch fails beyond Kopf's own retries, Kopf ends and is
+restarted: it then lists all objects, so no change is missed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import kopf
 
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.cluster import Cluster
-from ppojob_operator.handlers.registry import Note, kopf_settings, registry
+from ppojob_operator.handlers.registry import Enqueue, kopf_settings, registry
 from ppojob_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ _LONGEST_PAUSE = 60.0
 
 
 class Watches:
-    """Kopf, in a thread and an event loop of its own."""
+    """Kopf in a separate thread with its own event loop."""
 
     def __init__(
-        self, settings: Settings, cluster: Cluster, note: Note, count_failure: Callable[[], None] = lambda: None
+        self, settings: Settings, cluster: Cluster, enqueue: Enqueue, count_failure: Callable[[], None] = lambda: None
     ) -> None:
-        """`note` and `count_failure` are called in the event loop in which this object is made.
+        """`enqueue` and `count_failure` are called in the event loop that creates this object.
 
         Args:
             settings: of the operator.
             cluster: says which resources are served.
-            note: called with a job that has changed.
+            enqueue: called with a job that has changed.
             count_failure: called each time that the watches fail.
         """
         self._settings = settings
@@ -47,17 +47,17 @@ class Watches:
         self._count_failure = count_failure
         self._ready = threading.Event()
         ours = asyncio.get_running_loop()
-        self._note: Note = lambda key: ours.call_soon_threadsafe(note, key)
+        self._enqueue: Enqueue = lambda key: ours.call_soon_threadsafe(enqueue, key)
 
     @property
     def is_ready(self) -> bool:
-        """Whether Kopf has begun to watch."""
+        """Whether Kopf is watching."""
         return self._ready.is_set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch until `stop` is set, whatever fails meanwhile.
+        """Watch until `stop` is set. If the watches fail, restart them.
 
-        In one namespace Kopf may not see that a resource begins to be served: it is started again when KubeRay comes.
+        Limited to one namespace, Kopf does not see new CRDs, so it is restarted when KubeRay is installed.
         """
         pause = 0.0
         while not stop.is_set():
@@ -71,12 +71,12 @@ class Watches:
             ran_long = monotonic() - began > _LONGEST_PAUSE
             pause = _FIRST_PAUSE if ran_long or not pause else min(2 * pause, _LONGEST_PAUSE)
             self._count_failure()
-            logger.error("the watches failed, and begin again in %g s: %s", pause, problem)
+            logger.error("the watches failed and are restarted in %g s: %s", pause, problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause)
 
     async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> str | None:
-        """Let Kopf watch until `stop` is set or KubeRay has come; return the problem if Kopf ended before."""
+        """Run Kopf until `stop` is set or KubeRay is installed; return the problem if Kopf ended early."""
         stopped = threading.Event()
         watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
@@ -86,7 +86,7 @@ class Watches:
             await asyncio.wait([watching, *ends], return_when=asyncio.FIRST_COMPLETED)
             was_asked = not watching.done()
         finally:
-            # The thread stops gracefully even if this is cancelled: no thread can be ended from outside.
+            # Wait for the thread even if this is cancelled: a thread cannot be cancelled.
             stopped.set()
             for end in ends:
                 end.cancel()
@@ -97,13 +97,13 @@ class Watches:
         return "Kopf ended without an error" if error is None else f"{type(error).__name__}: {error}"
 
     async def _await_resources(self, stop: asyncio.Event) -> bool:
-        """Wait until the API server serves PPOJobs; return whether it serves RayClusters too."""
+        """Wait until the API server serves PPOJobs; return whether Kopf can stay as it is when KubeRay is installed."""
         namespace = self._settings.watch_namespace
         while not stop.is_set():
             try:
                 if await self._cluster.serves_jobs(namespace):
                     return not namespace or await self._cluster.serves_clusters(namespace)
-                logger.warning("the API server does not know PPOJobs: install the CustomResourceDefinition")
+                logger.warning("the API server does not serve PPOJobs: install the CustomResourceDefinition")
             except ApiError as error:
                 logger.warning("the API server does not answer: %s", error)
             with contextlib.suppress(TimeoutError):
@@ -122,10 +122,10 @@ class Watches:
         logger.info("watching PPOJobs, RayClusters and pods in %s", namespace or "all namespaces")
         where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
         operator = kopf.operator(
-            registry=registry(self._note),
+            registry=registry(self._enqueue),
             settings=kopf_settings(self._settings),
             standalone=True,
-            # Kopf's own would need a user's name; its type, a str, is not among its public names.
+            # Kopf's default needs a user name. The type of this argument, a str, is not public.
             identity=self._settings.pod_name,  # type: ignore[arg-type]
             stop_flag=stopped,
             ready_flag=self._ready,

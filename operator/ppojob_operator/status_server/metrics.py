@@ -36,7 +36,7 @@ class OperatorMetrics:
             registry=self.registry,
         )
         self.watch_failures = Counter(
-            "ppojob_watch_failures", "Failures of the watches after which they began again.", registry=self.registry
+            "ppojob_watch_failures", "Failures of the watches, which are then restarted.", registry=self.registry
         )
         self.submissions = Counter("ppojob_submissions", "Attempts submitted to Ray.", registry=self.registry)
         self.retries = Counter(

@@ -22,7 +22,7 @@ WORKER = {
     "hooks": [{"after": "Step", "method": "f"}],
 }
 FILES: dict[tuple[str | int, ...], Any] = {
-    ("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}
+    ("spec", "data", "train"): {"files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}
 }
 
 
@@ -119,7 +119,7 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
 
 
 def test_a_name_on_a_hub_is_left_to_the_loader(storage: Path) -> None:
-    source = {"type": "HuggingFace", "huggingFace": {"path": "some-org/some-data"}}
+    source = {"huggingFace": {"path": "some-org/some-data"}}
 
     found = localize(_manifest({("spec", "data", "train"): source}).spec, [storage]).data.train.hugging_face
 

@@ -35,7 +35,7 @@ def test_relative_paths_are_those_of_the_folder_only_where_one_is_given(tmp_path
 @pytest.mark.parametrize("is_there", [True, False])
 def test_what_may_be_a_name_of_the_hub_is_a_path_only_where_it_exists(tmp_path: Path, is_there: bool) -> None:
     manifest = copy.deepcopy(GOOD)
-    manifest["spec"]["data"]["train"] = {"type": "HuggingFace", "huggingFace": {"path": "openai/gsm8k"}}
+    manifest["spec"]["data"]["train"] = {"huggingFace": {"path": "openai/gsm8k"}}
     if is_there:
         (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
 
@@ -62,8 +62,8 @@ def test_the_job_is_found_among_other_documents(tmp_path: Path) -> None:
 
 
 def test_a_merge_key_brings_in_what_is_not_given(tmp_path: Path) -> None:
-    source = "{type: ReasoningGym, reasoningGym: &task {task: gcd, size: 9, seed: 1}}"
-    block = f"train: {source}\n    validation: {{type: ReasoningGym, reasoningGym: {{<<: *task, seed: 2}}}}"
+    source = "{reasoningGym: &task {task: gcd, size: 9, seed: 1}}"
+    block = f"train: {source}\n    validation: {{reasoningGym: {{<<: *task, seed: 2}}}}"
     manifest = copy.deepcopy(GOOD)
     manifest["spec"]["data"]["train"] = "HERE"
     text = yaml.safe_dump(manifest).replace("train: HERE", block)
