@@ -35,7 +35,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
 
     Args:
         report: the report.
-        job: the PPOJob as it stands.
+        job: the current PPOJob.
         now: when the report arrived, by the server's clock.
     """
     previous = job.get("status", {})
@@ -69,10 +69,10 @@ def newest_order(job: Mapping[str, Any]) -> Order:
 
 
 def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, a checkpoint that is asked for, and to stop in order.
+    """Return the reply to the trainer: the live part of the spec, a requested checkpoint, and a requested stop.
 
-    A stop is asked for where the object is being deleted, and where `status.stop` waits for this attempt. It ends with
-    a checkpoint, so no other is asked for beside it.
+    A stop is requested if the object is being deleted, or if `status.stop` waits for this attempt. It ends with a
+    checkpoint, so no other checkpoint is requested with it.
     """
     spec = job.get("spec", {})
     # A newer definition may have fields that this operator does not know.
@@ -132,7 +132,7 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
 
 
 def _last_change(fields: Mapping[str, Any], previous: Mapping[str, Any]) -> str:
-    """Return when the trainer got on last, as its reports say: silence is no standstill."""
+    """Return when a report last showed progress; missing reports do not count as a stall."""
     new, old = fields["progress"], previous.get("progress", {})
     is_same = all(new.get(name) == old.get(name) for name in _GETS_ON) and all(
         (fields[name] or None) == previous.get(name) for name in _BRINGS_OUT

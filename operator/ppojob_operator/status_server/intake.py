@@ -102,9 +102,9 @@ def _api_problems(job: str) -> Iterator[None]:
         raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
 
 
-def _check_uid(told: str, key: JobIdentity) -> None:
-    if told != key.uid:
-        raise refusals.forbidden(f"the report is about uid {told!r}, and the token is for {key} with uid {key.uid}")
+def _check_uid(reported: str, key: JobIdentity) -> None:
+    if reported != key.uid:
+        raise refusals.forbidden(f"the report is about uid {reported!r}, and the token is for {key} with uid {key.uid}")
 
 
 def parse_report(body: bytes) -> ProgressReport:

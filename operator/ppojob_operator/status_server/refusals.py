@@ -46,27 +46,27 @@ def slow_body(seconds: float) -> Refusal:
     return Refusal(408, "TooSlow", f"the report did not arrive within {seconds:g} s: send it in one piece")
 
 
-def other_object(job: str, told: str, actual: str) -> Refusal:
+def other_object(job: str, reported: str, actual: str) -> Refusal:
     """Return the answer to a report for an earlier object of the same name."""
-    message = f"the PPOJob {job} with uid {told} is gone, another one has its name (uid {actual}): stop the trainer"
+    message = f"PPOJob {job} with uid {reported} was deleted, another one has its name (uid {actual}): stop the trainer"
     return Refusal(409, "OtherObject", message)
 
 
-def stale_attempt(job: str, told: int, current: int) -> Refusal:
+def stale_attempt(job: str, reported: int, current: int) -> Refusal:
     """Return the answer to an attempt that was replaced."""
-    message = f"attempt {told} of PPOJob {job} was replaced by attempt {current}: stop this trainer, write nothing more"
+    message = f"attempt {reported} of PPOJob {job} was replaced by attempt {current}: stop this trainer, save nothing"
     return Refusal(409, "StaleAttempt", message)
 
 
-def unknown_attempt(job: str, told: int, current: int) -> Refusal:
-    """Return the answer to an attempt that has not begun. It stops no trainer: what is known of the job may lag."""
-    message = f"attempt {told} of PPOJob {job} has not begun, the current one is {current}: send the report again"
+def unknown_attempt(job: str, reported: int, current: int) -> Refusal:
+    """Return the answer to an attempt that has not begun. It stops no trainer: the operator's view may lag."""
+    message = f"attempt {reported} of PPOJob {job} has not begun, the current one is {current}: send the report again"
     return Refusal(422, "UnknownAttempt", message)
 
 
-def stale_report(job: str, told: int, newest: int) -> Refusal:
+def stale_report(job: str, reported: int, newest: int) -> Refusal:
     """Return the answer to a report that is older than one that the operator has. It stops no trainer."""
-    message = f"report {told} of PPOJob {job} is older than report {newest}, which has arrived: number reports upwards"
+    message = f"report {reported} of PPOJob {job} is older than report {newest}, which arrived: number them upwards"
     return Refusal(422, "StaleReport", message)
 
 

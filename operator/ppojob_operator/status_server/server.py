@@ -102,7 +102,7 @@ class StatusServer:
             ) from error
 
     def serve_beside(self, port: int, application: web.Application) -> None:
-        """Serve another application with the same certificates, on a port of its own: who may come there differs."""
+        """Serve another application with the same certificates on a separate port: other clients may reach it."""
         self._beside.append((port, application, self._connections(_REQUEST_SECONDS)))
 
     def ca_bundle(self) -> str:

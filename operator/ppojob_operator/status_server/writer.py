@@ -7,8 +7,8 @@
 The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report stays
 kept until it is written, so a cancelled or failed write loses nothing; `flush` writes what is left at the end.
 
-Each replica of the operator has a writer of its own, and the reports of one job come to any of them. So what is written
-is made at the write, from the object as it stands then: a report that was kept here never overwrites a newer one that
+Each replica of the operator has its own writer, and the reports of one job arrive at any of them. So what is written
+is computed at the write, from the current object: a report that was kept here never overwrites a newer one that
 another replica wrote meanwhile.
 """
 
@@ -32,7 +32,7 @@ _SHORTEST_SLEEP = 0.05
 """A pass looks at all jobs: a burst of reports must not make it spin."""
 _LAST_REPORT_RETRY = 1.0
 _MAX_REFUSALS = 5
-"""Refusals of the same job in a row after which its report is dropped; an API server that is away counts not."""
+"""Refusals of the same job in a row after which its report is dropped. An unavailable API server does not count."""
 
 
 @dataclass
