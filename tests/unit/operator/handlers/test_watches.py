@@ -83,7 +83,8 @@ def discovery(path: str) -> dict[str, Any]:
     for group, (version, _) in KINDS.items():
         served = {"groupVersion": f"{group}/{version}", "version": version}
         groups += [{"name": group, "versions": [served], "preferredVersion": served}] if group else []
-    return {"/api": {"versions": ["v1"]}, "/apis": {"groups": groups}}.get(path, {})
+    roots: dict[str, dict[str, Any]] = {"/api": {"versions": ["v1"]}, "/apis": {"groups": groups}}
+    return roots.get(path, {})
 
 
 async def hold(request: web.Request, *events: Any) -> web.StreamResponse:

@@ -24,17 +24,23 @@ SOURCE = "10.0.0.1"
 Send = Callable[..., Awaitable[ProgressReply]]
 
 
-def make_token(signature: str = "good", **changes: Any) -> str:
-    """Return a token like a kubelet's for the job's head pod; `changes` replace claims, None removes one."""
+POD_CLAIM = {
+    "namespace": KEY.namespace,
+    "pod": {"name": "arithmetic-head", "uid": "pod-1"},
+    "serviceaccount": {"name": "arithmetic-trainer", "uid": "account-1"},
+}
+
+
+def make_token(signature: str = "good", *, kubernetes: Any = POD_CLAIM, **changes: Any) -> str:
+    """Return a token like a kubelet's for the job's head pod; `changes` replace claims, None removes one.
+
+    `kubernetes` is the claim of that name, which says which pod the token is for.
+    """
     claims = {
         "aud": [progress_audience(*KEY)],
         "exp": 2**32,
         "iss": "https://kubernetes.default.svc",
-        "kubernetes.io": {
-            "namespace": KEY.namespace,
-            "pod": {"name": "arithmetic-head", "uid": "pod-1"},
-            "serviceaccount": {"name": "arithmetic-trainer", "uid": "account-1"},
-        },
+        "kubernetes.io": kubernetes,
         "sub": f"system:serviceaccount:{KEY.namespace}:arithmetic-trainer",
         **changes,
     }

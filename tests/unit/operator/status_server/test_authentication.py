@@ -15,9 +15,9 @@ from ppojob_operator.status_server.refusals import Refusal
 from tests.unit.operator.status_server.conftest import SOURCE, TOKEN, Clock, Send, make_token, refusal_of
 
 
-def kubernetes(namespace: str = "rl-team", **pod: str) -> dict[str, Any]:
+def pod_claim(namespace: str = "rl-team", **pod: str) -> dict[str, Any]:
     """Return the claim that says which pod a token is for."""
-    return {"kubernetes.io": {"namespace": namespace, "pod": pod}}
+    return {"namespace": namespace, "pod": pod}
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,13 @@ def kubernetes(namespace: str = "rl-team", **pod: str) -> dict[str, Any]:
         (make_token(aud=["https://kubernetes.default.svc"]), "not for an audience ppojob.dev/rl-team/arithmetic/UID"),
         (make_token(aud=["ppojob.dev/rl-team/arithmetic/"]), "not for an audience"),
         (make_token(aud=["ppojob.dev/rl-team/arithmetic-2/uid-1"]), "not for an audience"),
-        (make_token(**{"kubernetes.io": None}), "not a JSON Web Token"),
-        (make_token(**{"kubernetes.io": {"namespace": "rl-team"}}), "not a JSON Web Token"),
-        (make_token(**kubernetes(name="", uid="pod-1")), "not a JSON Web Token"),
-        (make_token(**kubernetes("elsewhere", name="arithmetic-head", uid="pod-1")), "not of a pod in namespace"),
+        (make_token(kubernetes=None), "not a JSON Web Token"),
+        (make_token(kubernetes={"namespace": "rl-team"}), "not a JSON Web Token"),
+        (make_token(kubernetes=pod_claim(name="", uid="pod-1")), "not a JSON Web Token"),
+        (
+            make_token(kubernetes=pod_claim("elsewhere", name="arithmetic-head", uid="pod-1")),
+            "not of a pod in namespace",
+        ),
     ],
 )
 async def test_a_token_that_its_own_claims_rule_out_is_refused_without_a_review(
