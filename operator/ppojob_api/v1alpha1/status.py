@@ -136,7 +136,7 @@ class Metric(ApiModel):
 class CheckpointStatus(ApiModel):
     """The newest checkpoint."""
 
-    step: int
+    step: int = Field(ge=0, le=2**31 - 1)
     """Step after which it was saved."""
     path: Message
     """Folder, as the container sees it, or address in a bucket."""
@@ -216,9 +216,9 @@ class PoolSize(ApiModel):
 
     name: Name
     """Name of the pool."""
-    nodes: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=4096)
     """Ray worker pods, as in spec.pools."""
-    gpus_per_node: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod, as in spec.pools."""
 
 
@@ -227,9 +227,9 @@ class LayoutAdvice(ApiModel):
 
     pools: Annotated[list[PoolSize], _map_by("name", 7)]
     """All pools of the job, including those that keep their size."""
-    gpus: int = Field(ge=1)
+    gpus: int = Field(ge=1, le=7 * 4096 * 64)
     """GPUs of all pools."""
-    step_time_percent: int
+    step_time_percent: int = Field(ge=-100, le=2**31 - 1)
     """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
 
 

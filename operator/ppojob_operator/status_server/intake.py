@@ -1,10 +1,12 @@
-"""One report's way: parse, authenticate, check against the job, keep it for the status, answer.
+"""One report's way: identify the sender, parse, check the pod and the job, keep it for the status, answer.
 
-`endpoint.py` calls it with the parts of a request; it knows no HTTP server. It refuses with `Refusal`.
+`endpoint.py` calls `identify` with a request's header and then `receive` with its body. It knows no HTTP server. It
+refuses with `Refusal`.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -13,8 +15,14 @@ from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
-from ppojob_operator.status_server.authentication import Authenticator
-from ppojob_operator.status_server.fields import finished_condition, progress_reply, progress_status
+from ppojob_operator.status_server.authentication import Authenticator, Caller
+from ppojob_operator.status_server.fields import (
+    finished_condition,
+    newest_order,
+    order_of,
+    progress_reply,
+    progress_status,
+)
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 from ppojob_operator.status_server.writer import ProgressWriter
 
@@ -45,8 +53,17 @@ class Intake:
         self._write_limit = write_limit_seconds
         self._clock = clock
 
-    async def receive(self, namespace: str, name: str, authorization: str | None, body: bytes) -> ProgressReply:
-        """Take one report in and return the answer to the trainer.
+    async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
+        """Return who holds the token of the header, before the body is read.
+
+        Raises:
+            Refusal: the token is not good for the job.
+        """
+        with _api_problems(f"{namespace}/{name}"):
+            return await self._authenticator.identify(authorization, namespace, name, source)
+
+    async def receive(self, caller: Caller, body: bytes) -> ProgressReply:
+        """Take one report and return the answer to the trainer.
 
         Raises:
             Refusal: the report is not taken; with the HTTP status, a reason and what to do.
@@ -54,23 +71,40 @@ class Intake:
         arrived = self._clock()
         report = parse_report(body)
         logs.set_attempt(report.attempt)
-        key = JobIdentity(namespace, name, report.uid)
-        try:
-            sender = await self._authenticator.check(authorization, key)
-            job = await self._port.read_job(namespace, name)
-        except ApiUnavailable as error:
-            raise refusals.unavailable(f"the API server does not answer ({error})") from error
-        except ApiRefused as error:
-            _LOG.error("a report of %s cannot be checked: %s", key, error)
-            raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
-        # Whoever reports for a job that is gone hears that it is over, whatever account the one of its name has now.
+        key = caller.key
+        _check_uid(report.uid, key)
+        with _api_problems(str(key)):
+            sender = await self._authenticator.check_pod(caller)
+            job = await self._port.read_job(key.namespace, key.name)
+        # A deleted job is reported before the account is checked: another job of its name may have another account.
         current = _check_job(job, key, report)
         self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
+        order = order_of(report)
+        newest = max(newest_order(current), self._writer.newest(key))
+        if order < newest:
+            raise refusals.stale_report(str(key), report.number, newest[1])
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
         return progress_reply(current, report.attempt)
+
+
+@contextlib.contextmanager
+def _api_problems(job: str) -> Iterator[None]:
+    """Turn the API server's problems into refusals."""
+    try:
+        yield
+    except ApiUnavailable as error:
+        raise refusals.unavailable(f"the API server does not answer ({error})") from error
+    except ApiRefused as error:
+        _LOG.error("a report of %s cannot be checked: %s", job, error)
+        raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+
+
+def _check_uid(reported: str, key: JobIdentity) -> None:
+    if reported != key.uid:
+        raise refusals.forbidden(f"the report is about uid {reported!r}, and the token is for {key} with uid {key.uid}")
 
 
 def parse_report(body: bytes) -> ProgressReport:

@@ -288,7 +288,7 @@ def test_a_job_without_a_status_is_not_over() -> None:
         (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
         (2, 18, True),
         (1, 99, False),  # Of an attempt that was replaced.
-        (2, 0, True),  # A trainer that does not number them.
+        (2, 0, False),  # Not numbered, though the same attempt has numbered reports.
     ],
 )
 def test_an_older_report_never_replaces_a_newer_one(
@@ -298,6 +298,14 @@ def test_an_older_report_never_replaces_a_newer_one(
     late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
 
     assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written
+
+
+def test_reports_of_a_trainer_that_does_not_number_them_follow_each_other(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    job["status"] |= status_of({**report, "number": 0}, job)
+
+    assert status_of({**report, "number": 0, "step": 13}, job)["progress"]["step"] == 13
 
 
 def test_the_next_attempt_begins_to_count_its_reports_anew(report: dict[str, Any], job: dict[str, Any]) -> None:
