@@ -16,7 +16,7 @@ PANELS = [
 ]
 UNITS = {
     "none": "", "s": "seconds", "percentunit": "a share, 0 to 1", "bytes": "bytes", "decgbytes": "1e9 bytes",
-    "GBs": "1e9 bytes per second", "ops": "per second", "reqps": "per second", "wps": "per second",
+    "GBs": "1e9 bytes per second", "cps": "per second", "ops": "per second", "reqps": "per second", "wps": "per second",
 }  # fmt: skip
 """Units of Grafana, by its identifiers, and what a value in them is."""
 OF_NAMES = (
