@@ -134,6 +134,40 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class FetchJob:
+    """The batch/v1 Job that fetches the job's models and data."""
+
+    made_of: str | None = None
+    """Digest of the spec that it was created from. None: it does not say so."""
+    created: datetime | None = None
+    """When it was created, by the API server's clock."""
+    is_going: bool = False
+    """It is being deleted."""
+    is_complete: bool = False
+    failure: str | None = None
+    """Kubernetes' words on why it has failed for good. None: it has not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.is_complete or self.failure is not None
+
+
+@dataclass(frozen=True)
+class FetchPod:
+    """A pod of that Job."""
+
+    name: str
+    created: datetime | None = None
+    has_started: bool = False
+    """Its container runs, or has run."""
+    last_words: str = ""
+    """Why its container has failed, in its own words; empty: it has not failed."""
+    trouble: str = ""
+    """Why its container does not start, in the words of scheduler or kubelet."""
+
+
+@dataclass(frozen=True)
 class Claim:
     """A PersistentVolumeClaim."""
 
@@ -223,6 +257,9 @@ class Observed:
     """The claim that `spec.storage` names."""
     clusters: tuple[Cluster, ...] = ()
     pods: tuple[Pod, ...] = ()
+    fetch_job: FetchJob | None = None
+    """The Job that fetches models and data. None: there is none, or nothing is to be fetched."""
+    fetch_pods: tuple[FetchPod, ...] = ()
     workloads: tuple[Workload, ...] | None = ()
     """Of the RayClusters, where the job has a queue. None: the API server does not know Kueue's Workload."""
     config: Mapping[str, str] | None = None
@@ -275,6 +312,8 @@ class Plan:
     """The operator's own part of the status, whole. None: it stays as it is."""
     delete_clusters: tuple[str, ...] = ()
     """RayClusters to release."""
+    delete_fetch_job: bool = False
+    """The Job that fetches models and data must not run any longer."""
     delete_job: bool = False
     """The PPOJob itself has outlived its time."""
     events: tuple[EventRecord, ...] = ()

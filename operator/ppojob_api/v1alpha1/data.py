@@ -59,14 +59,16 @@ class FilesSource(Columns):
     """Parquet or JSON Lines files."""
 
     paths: list[Path] = Field(min_length=1, max_length=256)
-    """The files, as the container sees them."""
+    """The files: absolute paths in the container, or addresses that are fetched into the storage:
+    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key."""
 
 
 class HuggingFaceSource(Columns):
     """A data set that `datasets.load_dataset` can read."""
 
     path: Path
-    """Name on the hub or a folder."""
+    """Folder in the container, or an address that is fetched into the storage: hf://organisation/name[@revision],
+    s3://bucket/prefix or gs://bucket/prefix."""
     name: ShortText = ""
     """Configuration of the data set; empty: its default."""
     split: ShortText = "train"

@@ -7,12 +7,12 @@ changes its PPOJob's status, and so does each status that the operator writes it
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ppojob_operator.reconcile import read_cluster, read_pod
+from ppojob_operator.reconcile import read_cluster, read_fetch_job, read_pod
 from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")
-# What the trainer reports and no policy needs at once: silence is found by the clock, advice taken in minutes.
-_REPORTED = ("metrics", "pools", "recommendation", "layoutAdvice")
+# What trainer and fetch report and no policy needs at once: silence is found by the clock, advice taken in minutes.
+_REPORTED = ("metrics", "pools", "fetch", "recommendation", "layoutAdvice")
 
 
 class Changes:
@@ -48,6 +48,11 @@ def job_view(raw: Mapping[str, Any]) -> Hashable:
 def cluster_view(raw: Mapping[str, Any]) -> Hashable:
     """Return what the policies see of a RayCluster, its spec too."""
     return repr(read_cluster(raw))
+
+
+def fetch_job_view(raw: Mapping[str, Any]) -> Hashable:
+    """Return what the policies see of the Job that fetches models and data."""
+    return read_fetch_job(raw)
 
 
 def pod_view(raw: Mapping[str, Any]) -> Hashable:

@@ -10,7 +10,7 @@ from typing import Any
 import kopf
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.handlers.changes import Changes, cluster_view, job_view, pod_view
+from ppojob_operator.handlers.changes import Changes, cluster_view, fetch_job_view, job_view, pod_view
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
@@ -48,6 +48,13 @@ def registry(note: Note) -> kopf.OperatorRegistry:
         if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
             note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
+    @kopf.on.event("batch", "v1", "jobs", labels=_OF_A_JOB, registry=handlers)
+    async def fetch_job_changed(
+        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
+    ) -> None:
+        if changes.is_new(event["type"], uid or "", fetch_job_view(event["object"])):
+            note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
     @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
     async def pod_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
@@ -81,8 +88,9 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # Tens of thousands of pods: neither all of them at once in memory, nor each for long after its event.
     configured.watching.chunk_size = _OBJECTS_AT_ONCE
     configured.queueing.idle_timeout = _IDLE_SECONDS
-    # Filtered by the API server: pods and RayClusters of others never come here.
+    # Filtered by the API server: pods, Jobs and RayClusters of others never come here.
     configured.watching.label_selectors["", "v1", "pods"] = constants.LABEL_JOB
+    configured.watching.label_selectors["batch", "v1", "jobs"] = constants.LABEL_JOB
     configured.watching.label_selectors["ray.io", "v1", "rayclusters"] = constants.LABEL_JOB
     # In one namespace the operator has no right to see CustomResourceDefinitions and namespaces.
     configured.scanning.disabled = bool(settings.watch_namespace)

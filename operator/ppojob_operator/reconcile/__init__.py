@@ -8,17 +8,31 @@ from ppojob_operator.reconcile.asking import dashboard_target
 from ppojob_operator.reconcile.completion import is_finished
 from ppojob_operator.reconcile.decide import decide
 from ppojob_operator.reconcile.faults import show_fault
+from ppojob_operator.reconcile.fetching import needs_fetch
 from ppojob_operator.reconcile.job_state import JobState, job_state
-from ppojob_operator.reconcile.reading import read_claim, read_cluster, read_job, read_pod, read_workload
+from ppojob_operator.reconcile.reading import (
+    is_fetch_pod,
+    read_claim,
+    read_cluster,
+    read_fetch_job,
+    read_fetch_pod,
+    read_job,
+    read_pod,
+    read_workload,
+)
 
 __all__ = [
     "JobState",
     "dashboard_target",
     "decide",
+    "is_fetch_pod",
     "is_finished",
     "job_state",
+    "needs_fetch",
     "read_claim",
     "read_cluster",
+    "read_fetch_job",
+    "read_fetch_pod",
     "read_job",
     "read_pod",
     "read_workload",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
@@ -28,7 +29,7 @@ def judge(job: Job, observed: Observed) -> Finding:
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
     if was_accepted(job):
-        return _still_accepted(job) or _accepted(doubts(job.spec))
+        return _still_accepted(job) or _accepted(job.spec, doubts(job.spec))
     if job.spec.run_policy.queue_name is not None and observed.workloads is None:
         message = (
             f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the cluster does not know kueue.x-k8s.io "
@@ -70,9 +71,10 @@ RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stan
 """What is said of a job that was accepted, and whose layout was edited into one that cannot be run."""
 
 
-def _accepted(doubtful: Iterable[FieldError]) -> Finding:
+def _accepted(spec: PPOJobSpec, doubtful: Iterable[FieldError]) -> Finding:
     words = "; ".join(map(str, doubtful))
-    message = "the spec is valid and its claim is there; the trainer checks the paths when it starts"
+    fetched = "what it names by address is fetched next, and " if has_addresses(spec) else ""
+    message = f"the spec is valid and its claim is there; {fetched}the trainer checks the paths when it starts"
     return Finding("True", Reason.VALID, f"{message}; doubtful: {words}" if words else message)
 
 
@@ -93,4 +95,4 @@ def _storage(spec: PPOJobSpec, job: Job, observed: Observed) -> Finding:
     if verdict.refusals:
         reason = Reason.STORAGE_MISSING if observed.claim.phase == "Lost" else Reason.STORAGE_UNFIT
         return Finding("False", reason, str(SpecError(verdict.refusals)))
-    return _accepted((*doubts(spec), *verdict.doubts))
+    return _accepted(spec, (*doubts(spec), *verdict.doubts))

@@ -10,6 +10,7 @@ from ppojob_operator.reconcile.situation import Finding
 
 _ORDER = (
     Condition.ACCEPTED,
+    Condition.SOURCES_FETCHED,
     Condition.ADMITTED,
     Condition.POOLS_READY,
     Condition.SUBMITTED,
@@ -24,6 +25,7 @@ _MAX_MESSAGE = 4000
 
 _GOOD_NEWS = {
     (Condition.ACCEPTED, "True"),
+    (Condition.SOURCES_FETCHED, "True"),
     (Condition.ADMITTED, "True"),
     (Condition.POOLS_READY, "True"),
     (Condition.SUBMITTED, "True"),
@@ -31,7 +33,7 @@ _GOOD_NEWS = {
     (Condition.LAYOUT_APPLIED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+_NEWS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons that are worth an Event, whatever the status."""
 _BAD_NEWS = {
     Reason.INVALID_SPEC,

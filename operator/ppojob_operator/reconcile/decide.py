@@ -2,6 +2,7 @@
 
     finished?   release the RayCluster, delete the job when its time is over
     accepted?   no: say why and wait
+    fetched?    no: models and data come into the storage first; refused -> final
     ended?      complete -> final; past a deadline -> final
     stopped?    suspended, or another layout: the trainer is asked to stop in order, then the pods go
     failed?     next attempt or final
@@ -28,6 +29,7 @@ from ppojob_operator.reconcile import (
     completion,
     conditions,
     deadlines,
+    fetching,
     hearing,
     layout,
     log_tail,
@@ -41,6 +43,7 @@ from ppojob_operator.reconcile import (
     submission,
     ttl,
 )
+from ppojob_operator.reconcile.fetching import Fetch
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import owned
@@ -54,6 +57,9 @@ _RUNNING_INTERVAL = 10.0
 _QUEUED_INTERVAL = 30.0
 """Its words may change; that it is let in, the watch of the RayCluster tells."""
 _SOON = 1.0
+_AFTER_THE_FETCH = Finding(
+    "False", Reason.WAITING_FOR_PODS, "the pods are created when the models and data are in the storage"
+)
 
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
@@ -79,11 +85,42 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
+    fetch = fetching.judge(situation)
+    if fetch is None or fetch.is_done:
+        return _fetched(situation, accepted, fetch)
+    found = replace(pools.judge(situation), finding=_AFTER_THE_FETCH)
+    step = Step(Finding("False", Reason.NOT_SUBMITTED, _AFTER_THE_FETCH.message), apply=fetch.apply)
+    findings = {**_findings(situation, accepted, found, step), Condition.SOURCES_FETCHED: fetch.finding}
+    if fetch.failure is not None:
+        return _failed(situation, findings, fetch.failure, fetch.failure.reason, fetch.failure.message)
+    plan = _fetching(situation, findings, found, step)
+    # A job that has ended here, by its deadline, fetches nothing any more.
+    is_deleted = fetch.is_job_deleted or _is_over(plan)
+    return replace(plan, delete_fetch_job=is_deleted and situation.observed.fetch_job is not None)
+
+
+def _fetching(situation: Situation, findings: dict[str, Finding], found: PoolsFinding, step: Step) -> Plan:
+    late = None if stopping.is_held(situation) else deadlines.judge(situation, found.finding, step)
+    if late is not None:
+        return _failed(situation, findings, late, late.reason, late.message)
+    if interruption := stopping.judge(situation, found, None, is_late=False):
+        return _interrupted(situation, findings, step, interruption)
+    plan = _plan(situation, _status(situation, findings, found))
+    return replace(plan, apply=step.apply, look_again_after=_RUNNING_INTERVAL)
+
+
+def _is_over(plan: Plan) -> bool:
+    return plan.status is not None and "completionTime" in plan.status
+
+
+def _fetched(situation: Situation, accepted: Finding, fetch: Fetch | None) -> Plan:
     found = pools.judge(situation)
     if lost := losses.judge(situation):
         found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
+    if fetch is not None:
+        findings[Condition.SOURCES_FETCHED] = fetch.finding
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
     is_held = stopping.is_held(situation)

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, Progress
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile.reading import parse_time
 
-WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
+WAITING = (Phase.PENDING, Phase.FETCHING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
 """Phases of a job that should train and has no trainer yet."""
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 _WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)

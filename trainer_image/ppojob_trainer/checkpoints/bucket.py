@@ -1,8 +1,9 @@
 """The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
 
-`bucket_store.py` and `shelf.py` call it; `engines` take the connection for the shards. Credentials, region and endpoint
-are in the environment, where obstore reads them; they are never logged, nor is the body of a store's answer, which may
-repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
+`bucket_store.py` and `shelf.py` call it; `engines` take the connection for the shards, and `commands.fetch` reads
+models and data by it. Credentials, region and endpoint are in the environment, where obstore reads them; they are never
+logged, nor is the body of a store's answer, which may repeat a signed request. A call is tried again for `RETRY_LIMIT`,
+as obstore does it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ppojob_trainer.checkpoints.errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore import UpdateVersion
+    from obstore import GetOptions, UpdateVersion
     from obstore.store import ObjectStore
 
 RETRY_LIMIT = timedelta(seconds=60)
@@ -72,21 +73,35 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Use:
+    """What an address is used for, in the words of errors."""
+
+    field: str
+    """Field of the spec that names the address."""
+    rights: str
+    """What the credentials must allow."""
+
+
+CHECKPOINTS = Use("checkpoint.path", "list, read, write and delete")
+
+
+@dataclass(frozen=True)
 class Bucket:
     """The keys below an address."""
 
     address: str
     store: ObjectStore
     prefix: str
+    use: Use = CHECKPOINTS
 
     def read(self, name: str) -> Found | None:
         """Return what a key holds; None where there is none."""
-        with _named_errors(self.address):
+        with _named_errors(self.address, self.use):
             try:
                 found = obstore.get(self.store, self._key(name))
                 return Found(bytes(found.bytes()), _version(found.meta["e_tag"], found.meta["version"]))
             except FileNotFoundError as error:
-                _refuse_missing_bucket(self.address, error)
+                _refuse_missing_bucket(self.address, self.use, error)
                 return None
 
     def write(self, name: str, content: bytes, *, replaces: UpdateVersion | None) -> UpdateVersion:
@@ -95,7 +110,7 @@ class Bucket:
         Raises:
             ChangedMeanwhileError: it is there, or another version of it.
         """
-        with _named_errors(self.address):
+        with _named_errors(self.address, self.use):
             try:
                 done = obstore.put(self.store, self._key(name), content, mode=replaces or "create")
             except (AlreadyExistsError, PreconditionError) as error:
@@ -104,16 +119,41 @@ class Bucket:
 
     def overwrite(self, name: str, content: bytes) -> None:
         """Write a key, whatever was there."""
-        with _named_errors(self.address):
+        with _named_errors(self.address, self.use):
             obstore.put(self.store, self._key(name), content)
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """Return the sizes in bytes of all keys below a name, by their names below it."""
         key = self._key(name)
         start = len(key) + 1 if key else 0
-        with _named_errors(self.address):
+        with _named_errors(self.address, self.use):
             pages = obstore.list(self.store, prefix=key or None)
             return {found["path"][start:]: found["size"] for page in pages for found in page}
+
+    def version(self, name: str = "") -> tuple[int, str] | None:
+        """Return size in bytes and version of a key, or of the address itself; None where there is none."""
+        with _named_errors(self.address, self.use):
+            try:
+                found = obstore.head(self.store, self._key(name))
+                return found["size"], found["e_tag"] or ""
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(self.address, self.use, error)
+                return None
+
+    def stream(self, name: str, *, offset: int, e_tag: str) -> Iterator[bytes]:
+        """Yield what a key holds from an offset on.
+
+        Raises:
+            ChangedMeanwhileError: it is another version.
+        """
+        options: GetOptions = {"range": {"offset": offset}}
+        if e_tag:
+            options["if_match"] = e_tag
+        with _named_errors(self.address, self.use):
+            try:
+                yield from map(bytes, obstore.get(self.store, self._key(name), options=options).stream())
+            except PreconditionError as error:
+                raise ChangedMeanwhileError(f"{self.address}/{name}".rstrip("/")) from error
 
     def delete(self, name: str, *, first: str | None = None) -> None:
         """Delete all keys below a name, one of them before the others. Keys that are gone already are no error."""
@@ -123,11 +163,11 @@ class Bucket:
             self._delete(group)
 
     def _delete(self, keys: list[str]) -> None:
-        with _named_errors(self.address):
+        with _named_errors(self.address, self.use):
             try:
                 obstore.delete(self.store, [self._key(key) for key in keys])
             except FileNotFoundError as error:
-                _refuse_missing_bucket(self.address, error)
+                _refuse_missing_bucket(self.address, self.use, error)
 
     def check(self, name: str) -> None:
         """Try the operations that checkpoints need: conditional writes and deletion of keys.
@@ -143,7 +183,7 @@ class Bucket:
             except ChangedMeanwhileError:
                 continue
             raise BucketRefusedError(
-                f"checkpoint.path {self.address} cannot be used: the object store does not honour {condition} when it "
+                f"{self.use.field} {self.address} cannot be used: the object store does not honour {condition} when it "
                 "writes, so two attempts could overwrite each other's checkpoints; take another store, or a newer "
                 "version of this one"
             )
@@ -157,16 +197,16 @@ class Bucket:
         return "/".join(part for part in (self.prefix, name) if part)
 
 
-def connect(address: str) -> Bucket:
+def connect(address: str, use: Use = CHECKPOINTS) -> Bucket:
     """Return the keys below an address. Nothing is asked of the store yet.
 
     Raises:
         BucketError: the environment's settings for it cannot be used.
     """
     bucket, prefix = addresses.split(address)
-    with _named_errors(address):
+    with _named_errors(address, use):
         store = from_url(bucket, retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": RETRY_LIMIT})
-    return Bucket(address.rstrip("/"), store, prefix)
+    return Bucket(address.rstrip("/"), store, prefix, use)
 
 
 def said(error: BaseException) -> str:
@@ -178,16 +218,16 @@ def said(error: BaseException) -> str:
 
 
 @contextmanager
-def _named_errors(address: str) -> Iterator[None]:
+def _named_errors(address: str, use: Use) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, BaseError, ValueError) as error:
-        raise _named(address, error) from error
+        raise _named(address, use, error) from error
 
 
-def _named(address: str, error: Exception) -> BucketError:
+def _named(address: str, use: Use, error: Exception) -> BucketError:
     text = str(error)
-    what = f"checkpoint.path {address} cannot be used"
+    what = f"{use.field} {address} cannot be used"
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         return BucketRefusedError(
             f"{what}: there is no such bucket ({said(error)}); create it, or correct the path (and AWS_REGION or "
@@ -195,8 +235,8 @@ def _named(address: str, error: Exception) -> BucketError:
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return BucketRefusedError(
-            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to list, read, write and "
-            f"delete there; {_CREDENTIALS}"
+            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to {use.rights} there; "
+            f"{_CREDENTIALS}"
         )
     if any(mark in text for mark in _CREDENTIAL_MARKS):
         return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")
@@ -207,9 +247,9 @@ def _named(address: str, error: Exception) -> BucketError:
     )
 
 
-def _refuse_missing_bucket(address: str, error: FileNotFoundError) -> None:
+def _refuse_missing_bucket(address: str, use: Use, error: FileNotFoundError) -> None:
     if "NoSuchBucket" in str(error):
-        raise _named(address, error) from error
+        raise _named(address, use, error) from error
 
 
 def _version(e_tag: str | None, version: str | None) -> UpdateVersion:

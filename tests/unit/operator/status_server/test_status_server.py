@@ -125,6 +125,7 @@ async def serving(
         port=cluster,
         secrets=cluster,
         service_account_name=lambda job: f"{job}-trainer",
+        fetch_job_name=lambda job: f"{job}-fetch",
         health=health,
         metrics=_metrics(),
     )
@@ -329,6 +330,7 @@ async def test_a_port_that_is_taken_ends_the_server(cluster: Any, settings: Stat
             port=cluster,
             secrets=cluster,
             service_account_name=str,
+            fetch_job_name=lambda job: f"{job}-fetch",
             health=Health(),
             metrics=OperatorMetrics(),
         )
@@ -345,6 +347,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
             port=cluster,
             secrets=cluster,
             service_account_name=str,
+            fetch_job_name=lambda job: f"{job}-fetch",
             health=running.health,
             metrics=OperatorMetrics(),
         )
@@ -355,7 +358,13 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
 async def test_a_right_that_is_missing_is_named_at_the_start(cluster: Any, settings: StatusServerSettings) -> None:
     cluster.errors["read_secret"] = iter([ApiUnavailable("starting"), ApiRefused("403 secrets is forbidden")])
     server = StatusServer(
-        settings, port=cluster, secrets=cluster, service_account_name=str, health=Health(), metrics=OperatorMetrics()
+        settings,
+        port=cluster,
+        secrets=cluster,
+        service_account_name=str,
+        fetch_job_name=str,
+        health=Health(),
+        metrics=OperatorMetrics(),
     )
 
     with pytest.raises(CertificateError, match=r"system/ppojob-operator-certificates: give .* get and update"):
@@ -374,6 +383,7 @@ def test_the_address_for_trainers_is_the_services_or_the_one_that_is_given(
         port=cluster,
         secrets=cluster,
         service_account_name=str,
+        fetch_job_name=lambda job: f"{job}-fetch",
         health=Health(),
         metrics=OperatorMetrics(),
     )
