@@ -5,7 +5,8 @@
     s3://bucket/prefix, gs://bucket/prefix                a folder, or one file, by the field that it stands in
 
 `path_rules.py` refuses other forms. The operator and `ppojob run` call `localized`: job.json then has folders of the
-storage in place of addresses, and beside them the list of what `ppojob_trainer.commands.fetch` fetches. The folder is a function of the address alone, so jobs that share a storage share what was fetched.
+storage in place of addresses, and beside them the list of what `ppojob_trainer.commands.fetch` fetches. The folder is a
+function of the address alone, so jobs that share a storage share what was fetched.
 """
 
 import hashlib

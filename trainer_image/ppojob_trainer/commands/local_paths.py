@@ -1,7 +1,8 @@
 """The paths of a PPOJob on a machine without its volume.
 
 In a cluster `spec.storage.mountPath` is where the pods see the claim; `ppojob run` looks for such a path here as it is,
-then in local folders that stand for the volume. A path that is nowhere is refused before anything starts.
+then in local folders that stand for the volume. A path that is nowhere is refused before anything starts. Addresses
+stay: what they name is fetched.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from ppojob_api.v1alpha1.sources import is_address, is_repository_name
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError, SpecError
 
@@ -25,14 +27,13 @@ _FIELDS = (
     ("checkpoint", "resumeFrom"),
 )
 """Every field of the spec that is a path in the container; `workers[].path` is one too."""
-_NAMES_TOO = (("huggingFace", "path"), ("checkpoint", "resumeFrom"))
-"""Ends of the fields that may hold a name or an address instead of a path."""
 
 
 def with_absolute_paths(raw: Any, folder: Path) -> Any:
     """Return a raw PPOJob with its relative paths made absolute, as paths below `folder`.
 
-    Values that may name a data set of the hub, or a bucket, are unchanged unless they are paths that exist.
+    Addresses stay, and so do names of repositories of the hub, unless they are paths that exist: the rules of the spec
+    say how they are written.
     """
     raw = deepcopy(raw)
     spec = raw.get("spec") if isinstance(raw, dict) else None
@@ -45,13 +46,21 @@ def with_absolute_paths(raw: Any, folder: Path) -> Any:
         given = holder.get(name)
         if isinstance(given, list):
             holder[name] = [_absolute(path, folder) for path in given]
-        elif isinstance(given, str) and ((folder / given).exists() or field[-2:] not in _NAMES_TOO):
+        elif isinstance(given, str) and not (_may_be_a_repository(field) and _is_repository(given, folder)):
             holder[name] = _absolute(given, folder)
     return raw
 
 
+def _may_be_a_repository(field: tuple[str | int, ...]) -> bool:
+    return field[0] == "model" or "huggingFace" in field
+
+
+def _is_repository(given: str, folder: Path) -> bool:
+    return is_repository_name(given) and not (folder / given).exists()
+
+
 def _absolute(path: Any, folder: Path) -> Any:
-    return str((folder / path).absolute()) if isinstance(path, str) else path
+    return path if not isinstance(path, str) or is_address(path) else str((folder / path).absolute())
 
 
 def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
@@ -90,10 +99,8 @@ class _Place:
         is_in_volume = path.is_relative_to(mount_path)
         below = path.relative_to(mount_path) if is_in_volume else path
         self._candidates = [Path(given), *(storage / below for storage in storages if is_in_volume)]
-        # A relative name may be one of a hub: whether it exists is the loader's question.
-        is_name = not path.is_absolute()
-        self.found = next((str(place.absolute()) for place in self._candidates if place.exists()), None)
-        self.found = given if self.found is None and is_name else self.found
+        found = next((str(place.absolute()) for place in self._candidates if place.exists()), None)
+        self.found = given if is_address(given) else found
 
     @property
     def error(self) -> FieldError:

@@ -118,13 +118,15 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
     assert (checkpoint.path, checkpoint.resume_from) == (named["path"], named["resumeFrom"])
 
 
-def test_a_name_on_a_hub_is_left_to_the_loader(storage: Path) -> None:
-    source = {"type": "HuggingFace", "huggingFace": {"path": "some-org/some-data"}}
+def test_what_an_address_names_is_fetched_beside_the_runs_folder(tmp_path: Path, storage: Path) -> None:
+    source = {"type": "HuggingFace", "huggingFace": {"path": "hf://some-org/some-data"}}
 
-    found = localize(_manifest({("spec", "data", "train"): source}).spec, [storage]).data.train.hugging_face
+    job = job_file(_manifest({("spec", "data", "train"): source}), tmp_path / "run", None)
 
-    assert found is not None
-    assert found.path == "some-org/some-data"
+    assert job.spec.data.train.hugging_face is not None
+    assert job.spec.data.train.hugging_face.path == str(storage / "sources/hf/datasets/some-org/some-data/main")
+    assert [source.address for source in job.sources] == ["hf://some-org/some-data"]
+    assert job.spec.storage.mount_path == str(storage)
 
 
 def test_the_job_is_resolved_and_has_its_folder(tmp_path: Path, storage: Path) -> None:

@@ -1,4 +1,7 @@
-"""Models and data in a bucket: the keys below a prefix, or one key. A download continues where it was cut off."""
+"""Models and data in a bucket: the keys below a prefix, or one key.
+
+A download continues where it was cut off, if the key has the same version.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ppojob_api.v1alpha1.sources import Source, SourceKind
 from ppojob_trainer.checkpoints.bucket import ChangedMeanwhileError, Use, connect
 from ppojob_trainer.checkpoints.errors import BucketError, BucketRefusedError
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, of_storage
-from ppojob_trainer.commands.fetch.listing import Listing, RemoteFile, refuse_unsafe
+from ppojob_trainer.commands.fetch.listing import METADATA, Listing, RemoteFile, refuse_unsafe
 
 _RIGHTS = "list and read"
 
@@ -45,16 +48,17 @@ class BucketPlace:
         if found is None or found[0] != file.size:
             raise FetchError(f"{self._where}: {file.name} changed while it was being fetched")
         try:
-            self._append(file, found[1], path, check)
+            self._append(file, found[1], path, folder / METADATA / "versions" / file.name, check)
         except ChangedMeanwhileError as error:
             raise FetchError(f"{self._where}: {file.name} changed while it was being fetched") from error
         except OSError as error:
             raise of_storage(error, self._where) from error
 
-    def _append(self, file: RemoteFile, e_tag: str, path: Path, check: Callable[[], None]) -> None:
-        if path.exists() and path.stat().st_size == file.size:
+    def _append(self, file: RemoteFile, e_tag: str, path: Path, version_of: Path, check: Callable[[], None]) -> None:
+        if path.exists() and version_of.exists() and version_of.read_text() == e_tag:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        version_of.parent.mkdir(parents=True, exist_ok=True)
         version = hashlib.sha256(e_tag.encode()).hexdigest()[:12]
         part = path.with_name(f".{path.name}.{version}.incomplete")
         offset = part.stat().st_size if part.exists() else 0
@@ -69,7 +73,9 @@ class BucketPlace:
             size = part.stat().st_size
             part.unlink()
             raise FetchError(f"{self._where}: {file.name} has {file.size} bytes, and {size} arrived")
+        version_of.unlink(missing_ok=True)
         part.replace(path)
+        version_of.write_text(e_tag)
 
     def _one_file(self) -> tuple[RemoteFile, ...]:
         found = self._bucket.version()

@@ -17,8 +17,7 @@ from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.status import SourceStatus
 from ppojob_trainer.checkpoints.durable import read_json, sync, sync_tree, write_json
 from ppojob_trainer.commands.fetch.errors import FetchRefusedError
-from ppojob_trainer.commands.fetch.hub import remove_leftovers, remove_metadata
-from ppojob_trainer.commands.fetch.listing import Listing
+from ppojob_trainer.commands.fetch.listing import METADATA, Listing
 
 MARKER = ".ppojob-source.json"
 
@@ -58,7 +57,9 @@ class SourceFolder:
     def begin(self, listing: Listing) -> None:
         """Prepare the folder beside it: what an earlier fetch has left stays, if it belongs to the listing."""
         self.incomplete.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.incomplete)
+        for path in (self.incomplete / METADATA).rglob("*.incomplete"):
+            # Of a fetch that was killed: huggingface_hub never continues a file.
+            path.unlink()
         names = {file.name for file in listing.files} | {file.remote for file in listing.files}
         for path in self._own_files():
             name = path.relative_to(self.incomplete).as_posix()
@@ -77,7 +78,7 @@ class SourceFolder:
 
     def publish(self, listing: Listing) -> SourceStatus:
         """Make it appear, complete."""
-        remove_metadata(self.incomplete)
+        shutil.rmtree(self.incomplete / METADATA, ignore_errors=True)
         for folder in sorted((path for path in self.incomplete.rglob("*") if path.is_dir()), reverse=True):
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -93,12 +94,8 @@ class SourceFolder:
         sync(self.path.parent)
         return self._status(listing.revision, listing.size)
 
-    def discard(self) -> None:
-        """Remove what cannot be used."""
-        shutil.rmtree(self.incomplete, ignore_errors=True)
-
     def _own_files(self) -> list[Path]:
-        hidden = self.incomplete / ".cache"
+        hidden = self.incomplete / METADATA
         return [path for path in self.incomplete.rglob("*") if path.is_file() and hidden not in path.parents]
 
     def _status(self, revision: str | None, size: int) -> SourceStatus:

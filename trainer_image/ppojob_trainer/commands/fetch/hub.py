@@ -6,8 +6,6 @@ complete is kept when a fetch continues; huggingface_hub downloads an incomplete
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +30,6 @@ from ppojob_trainer.commands.fetch.listing import Listing, RemoteFile, refuse_un
 _TOKEN = "give a token by HF_TOKEN in spec.env, from a Secret"
 _ELSEWHERE = "set HF_ENDPOINT in spec.env to a mirror, or copy the files to the storage and give their path"
 _LATER = (408, 425, 429)
-_METADATA = ".cache"
-"""Folder that huggingface_hub keeps beside what it downloads."""
 
 disable_progress_bars()
 
@@ -145,15 +141,3 @@ class HubPlace:
             ),
         )
         return next((words for is_so, words in cases if is_so), "")
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete files of a fetch that was killed: huggingface_hub would not use them."""
-    for path in (folder / _METADATA).rglob("*.incomplete"):
-        path.unlink(missing_ok=True)
-
-
-def remove_metadata(folder: Path) -> None:
-    """Remove what huggingface_hub keeps beside the files."""
-    if os.path.isdir(folder / _METADATA):
-        shutil.rmtree(folder / _METADATA)

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from ppojob_trainer.commands.fetch.errors import FetchRefusedError
 
+METADATA = ".cache"
+"""Folder beside the files, where a download remembers which version it has; huggingface_hub's name for it."""
+
 
 @dataclass(frozen=True)
 class RemoteFile:
