@@ -6,6 +6,7 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 
 from typing import Any
 
+from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
 __all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]
@@ -251,38 +252,7 @@ BAD_SPECS = (
             "spec.rollout.tensorParallelSize", "leave it at 1", shows="2"),
     BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
             "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
-    # Paths that can be no file of the container.
-    BadSpec("model of the hub without its scheme", {_spec("model", "actor", "path"): "Qwen/Qwen2.5-0.5B"},
-            "spec.model.actor.path", "if it is a repository of the Hugging Face Hub, write hf://Qwen/Qwen2.5-0.5B",
-            shows="'Qwen/Qwen2.5-0.5B'"),
-    BadSpec("page of the hub", {_spec("model", "actor", "path"): "https://huggingface.co/Qwen/Qwen2.5-0.5B/tree/main"},
-            "spec.model.actor.path", "write hf://Qwen/Qwen2.5-0.5B", shows="'https://huggingface.co/Qwen"),
-    BadSpec("reward model by a relative path", {**_BOTH, _spec("model", "reward"): {"path": "rm"}},
-            "spec.model.reward.path", "must be an absolute path such as /data/models/name, or hf://", shows="'rm'"),
-    BadSpec("model in a bucket with a slash at its end", {_spec("model", "critic"): {"path": "s3://bucket/model/"}},
-            "spec.model.critic.path", "remove the slash at its end", shows="'s3://bucket/model/'"),
-    BadSpec("whole bucket as a model", {_spec("model", "ref"): {"path": "gs://bucket"}},
-            "spec.model.ref.path", "s3://bucket/prefix or gs://bucket/prefix", shows="'gs://bucket'"),
-    BadSpec("model on a disk of Windows", {_spec("model", "actor", "path"): "C:\\models\\tiny"},
-            "spec.model.actor.path", "must be an absolute path such as /data/models/name, or hf://", shows="'C:"),
-    BadSpec("relative path of prompts",
-            {_spec("data", "train"): {"type": "Parquet", "files": {"paths": ["/data/a.parquet", "b.parquet"]}}},
-            "spec.data.train.files.paths[1]", "must be an absolute path such as /data/train.parquet, or hf://datasets/",
-            shows="'b.parquet'"),
-    BadSpec("file of the hub without its path",
-            {_spec("data", "train"): {"type": "Parquet", "files": {"paths": ["hf://datasets/openai/gsm8k"]}}},
-            "spec.data.train.files.paths[0]", "hf://datasets/organisation/name[@revision]/path/file",
-            shows="'hf://datasets/openai/gsm8k'"),
-    BadSpec("data set of the hub without its scheme",
-            {_spec("data", "train"): {"type": "HuggingFace", "huggingFace": {"path": "openai/gsm8k"}}},
-            "spec.data.train.huggingFace.path", "write hf://openai/gsm8k", shows="'openai/gsm8k'"),
-    BadSpec("file of another format",
-            {_spec("data", "train"): {"type": "Parquet", "files": {"paths": ["/data/train.jsonl"]}}},
-            "spec.data.train.files.paths[0]", "correct data.train.type", shows="'/data/train.jsonl'"),
-    BadSpec("reward that is no Python", {_spec("reward", "function"): {"path": "/data/reward.txt"}},
-            "spec.reward.function.path", "must end with .py", shows="'/data/reward.txt'"),
-    BadSpec("relative path of a worker", _worker(path="shaper.py"),
-            "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),
+    *BAD_PATHS,
     # What pods get.
     BadSpec("image with spaces", {_spec("image"): "a b;c"}, "spec.image", "match pattern", shows="'a b;c'"),
     BadSpec("image of spaces", {_spec("image"): "  "}, "spec.image", "match pattern", shows="'  '"),

@@ -5,6 +5,7 @@ then in local folders that stand for the volume. A path that is nowhere is refus
 stay: what they name is fetched.
 """
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path, PurePosixPath
@@ -32,8 +33,7 @@ _FIELDS = (
 def with_absolute_paths(raw: Any, folder: Path) -> Any:
     """Return a raw PPOJob with its relative paths made absolute, as paths below `folder`.
 
-    Addresses stay, and so do names of repositories of the hub, unless they are paths that exist: the rules of the spec
-    say how they are written.
+    Addresses stay.
     """
     raw = deepcopy(raw)
     spec = raw.get("spec") if isinstance(raw, dict) else None
@@ -46,17 +46,9 @@ def with_absolute_paths(raw: Any, folder: Path) -> Any:
         given = holder.get(name)
         if isinstance(given, list):
             holder[name] = [_absolute(path, folder) for path in given]
-        elif isinstance(given, str) and not (_may_be_a_repository(field) and _is_repository(given, folder)):
+        elif isinstance(given, str):
             holder[name] = _absolute(given, folder)
     return raw
-
-
-def _may_be_a_repository(field: tuple[str | int, ...]) -> bool:
-    return field[0] == "model" or "huggingFace" in field
-
-
-def _is_repository(given: str, folder: Path) -> bool:
-    return is_repository_name(given) and not (folder / given).exists()
 
 
 def _absolute(path: Any, folder: Path) -> Any:
@@ -94,6 +86,7 @@ class _Place:
 
     def __init__(self, field: tuple[str | int, ...], given: str, mount_path: str, storages: Sequence[Path]) -> None:
         self.given = given
+        self._may_be_a_repository = field[0] == "model" or "huggingFace" in field
         self._field = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in field)
         path = PurePosixPath(given)
         is_in_volume = path.is_relative_to(mount_path)
@@ -105,9 +98,12 @@ class _Place:
     @property
     def error(self) -> FieldError:
         looked = ", ".join(map(str, self._candidates))
-        return FieldError(
-            self._field, self.given, f"is not on this machine (looked at {looked}): use --set {self._field}=<path here>"
-        )
+        words = f"is not on this machine (looked at {looked}): use --set {self._field}=<path here>"
+        # A relative path was made absolute.
+        name = os.path.relpath(self.given)
+        if self._may_be_a_repository and is_repository_name(name):
+            words += f"; if it is a repository of the Hugging Face Hub, write hf://{name}"
+        return FieldError(self._field, self.given, words)
 
 
 def _holder(raw: Any, field: tuple[str | int, ...]) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from tests.unit.operator.status_server.conftest import FakeCluster
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
+NAMES: Any = {"service_account_name": "{}-trainer".format, "fetch_job_name": "{}-fetch".format}
 
 
 def free_port() -> int:
@@ -124,8 +125,7 @@ async def serving(
         settings,
         port=cluster,
         secrets=cluster,
-        service_account_name=lambda job: f"{job}-trainer",
-        fetch_job_name=lambda job: f"{job}-fetch",
+        **NAMES,
         health=health,
         metrics=_metrics(),
     )
@@ -329,8 +329,7 @@ async def test_a_port_that_is_taken_ends_the_server(cluster: Any, settings: Stat
             settings,
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
-            fetch_job_name=lambda job: f"{job}-fetch",
+            **NAMES,
             health=Health(),
             metrics=OperatorMetrics(),
         )
@@ -346,8 +345,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
             replace(settings, port=free_port(), probe_port=free_port(), certificate_check_seconds=0.01),
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
-            fetch_job_name=lambda job: f"{job}-fetch",
+            **NAMES,
             health=running.health,
             metrics=OperatorMetrics(),
         )
@@ -357,15 +355,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
 
 async def test_a_right_that_is_missing_is_named_at_the_start(cluster: Any, settings: StatusServerSettings) -> None:
     cluster.errors["read_secret"] = iter([ApiUnavailable("starting"), ApiRefused("403 secrets is forbidden")])
-    server = StatusServer(
-        settings,
-        port=cluster,
-        secrets=cluster,
-        service_account_name=str,
-        fetch_job_name=str,
-        health=Health(),
-        metrics=OperatorMetrics(),
-    )
+    server = StatusServer(settings, port=cluster, secrets=cluster, **NAMES, health=Health(), metrics=OperatorMetrics())
 
     with pytest.raises(CertificateError, match=r"system/ppojob-operator-certificates: give .* get and update"):
         await server.prepare()
@@ -382,8 +372,7 @@ def test_the_address_for_trainers_is_the_services_or_the_one_that_is_given(
         replace(settings, public_url=public_url),
         port=cluster,
         secrets=cluster,
-        service_account_name=str,
-        fetch_job_name=lambda job: f"{job}-fetch",
+        **NAMES,
         health=Health(),
         metrics=OperatorMetrics(),
     )

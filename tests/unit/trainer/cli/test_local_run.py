@@ -118,6 +118,20 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
     assert (checkpoint.path, checkpoint.resume_from) == (named["path"], named["resumeFrom"])
 
 
+@pytest.mark.parametrize(
+    ("field", "name", "is_told"), [("model", "Qwen/Qwen3-8B", True), ("model", "a/b/c", False), ("data", "a/b", True)]
+)
+def test_a_name_of_the_hub_gets_the_form_of_its_address(storage: Path, field: str, name: str, is_told: bool) -> None:
+    path = str(Path(name).absolute())
+    source = {"type": "HuggingFace", "huggingFace": {"path": path}}
+    changes: dict[Any, Any] = {("spec", "model", "actor", "path"): path} if field == "model" else {}
+
+    with pytest.raises(SpecError, match="is not on this machine") as refused:
+        localize(_manifest(changes or {("spec", "data", "train"): source}).spec, [storage])
+
+    assert (f"if it is a repository of the Hugging Face Hub, write hf://{name}" in str(refused.value)) == is_told
+
+
 def test_what_an_address_names_is_fetched_beside_the_runs_folder(tmp_path: Path, storage: Path) -> None:
     source = {"type": "HuggingFace", "huggingFace": {"path": "hf://some-org/some-data"}}
 

@@ -38,19 +38,11 @@ def _with_data_set(folder: Path, path: str) -> Path:
     return _file(folder, yaml.safe_dump(manifest))
 
 
-def test_what_may_be_a_name_of_the_hub_is_a_path_where_it_exists(tmp_path: Path) -> None:
-    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+def test_the_page_of_a_data_set_gets_the_form_of_its_address(tmp_path: Path) -> None:
+    page = "https://huggingface.co/datasets/openai/gsm8k"
 
-    source = load(_with_data_set(tmp_path, "openai/gsm8k"), folder=tmp_path).spec.data.train.hugging_face
-
-    assert source is not None
-    assert source.path == str(tmp_path / "openai" / "gsm8k")
-
-
-@pytest.mark.parametrize("path", ["openai/gsm8k", "https://huggingface.co/datasets/openai/gsm8k"])
-def test_a_name_of_the_hub_gets_the_form_of_its_address(tmp_path: Path, path: str) -> None:
     with pytest.raises(SpecError, match=r"spec\.data\.train\.huggingFace\.path: .*write hf://openai/gsm8k"):
-        load(_with_data_set(tmp_path, path), folder=tmp_path)
+        load(_with_data_set(tmp_path, page), folder=tmp_path)
 
 
 def test_an_address_is_no_relative_path(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from ppojob_api.v1alpha1.resolve import JobFile, Reporting
 from tests.unit.trainer.fetch.conftest import DATA, MODEL, MakeJob, files_source, model_files
 from tests.unit.trainer.fetch.hub_server import BLOCK, TOKEN, Hub, Repository
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Start = Callable[..., subprocess.Popen[str]]
 LARGE = os.urandom(40 * BLOCK)
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ complete is kept when a fetch continues; huggingface_hub downloads an incomplete
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ _ELSEWHERE = "set HF_ENDPOINT in spec.env to a mirror, or copy the files to the 
 _LATER = (408, 425, 429)
 
 disable_progress_bars()
+# Its lines would repeat signed addresses.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class HubPlace:
