@@ -140,11 +140,11 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
-    """Start an empty hub."""
+def serving(host: str = "127.0.0.1") -> Iterator[Hub]:
+    """Start an empty hub on an address of this machine."""
     hub = Hub()
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    server = _Server((host, 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://{host}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
