@@ -289,6 +289,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         retries=old.retries or Retries(),
         ready=found.ready,
         pools=list(found.pools),
+        sources=[],
         metrics=[],
         ray_cluster=cluster,
         last_failure=old.last_failure,

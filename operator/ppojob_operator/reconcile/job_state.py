@@ -12,8 +12,8 @@ from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, Progress
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile.reading import parse_time
 
-WAITING = (Phase.PENDING, Phase.FETCHING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
-"""Phases of a job that should train and has no trainer yet."""
+WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
+"""Phases of a job that should train and has no trainer yet. A download may take hours, and nothing is wrong."""
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 _WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)
 
@@ -96,8 +96,9 @@ def _gpus(status: PPOJobStatus) -> dict[str, float]:
 
 
 def _waiting_since(conditions: Mapping[str, ConditionStatus]) -> float | None:
-    """Return when the trainer ended or the suspension did, whichever is later; before any, when the job was seen."""
-    ended = [conditions[kind] for kind in (Condition.SUBMITTED, Condition.SUSPENDED) if kind in conditions]
+    """Return when trainer, suspension or fetch ended, whichever is last; before any, when the job was seen."""
+    kinds = (Condition.SUBMITTED, Condition.SUSPENDED, Condition.SOURCES_FETCHED)
+    ended = [conditions[kind] for kind in kinds if kind in conditions]
     known = ended or [conditions[kind] for kind in (Condition.ACCEPTED,) if kind in conditions]
     return max((parse_time(each.last_transition_time).timestamp() for each in known), default=None)
 

@@ -3,10 +3,11 @@
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_operator.plan import Manifest
 from tests.unit.operator.loop.memory_cluster import GOOD, SPEC, MemoryCluster, make_loop
 
 FETCHED: dict[str, Any] = {**SPEC, "model": {"actor": {"path": "hf://acme/tiny"}}}
-PODS = [
+PODS: list[Manifest] = [
     {
         "metadata": {"name": "good-fetch-x", "labels": {"ppojob.dev/job": "good", "ppojob.dev/task": "fetch"}},
         "status": {"containerStatuses": [{"name": "fetch", "state": {"running": {}}}]},

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ppojob_api.v1alpha1.sources import HubAddress, Source, SourceKind
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, of_storage
@@ -61,9 +61,9 @@ class HubPlace:
         return Listing(found.commit_hash, (RemoteFile(name, self._address.file, found.size),))
 
     def _all_files(self) -> Listing:
-        info = HfApi().repo_info(
-            self._address.repository, repo_type=self._type, revision=self._address.revision, files_metadata=True
-        )
+        hub = HfApi()
+        ask = hub.model_info if self._type == "model" else hub.dataset_info
+        info = ask(self._address.repository, revision=self._address.revision, files_metadata=True)
         siblings = [(each.rfilename, each.size or 0) for each in info.siblings or ()]
         refuse_unsafe([name for name, _ in siblings], self._source.address)
         return Listing(info.sha, tuple(RemoteFile(name, name, size) for name, size in siblings))

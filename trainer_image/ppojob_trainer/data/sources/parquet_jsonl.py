@@ -103,7 +103,7 @@ def check_parquet(path: str, columns: Columns) -> None:
     """
     try:
         with pq.ParquetFile(_existing(path)) as file:
-            rows = next((batch.to_pylist() for batch in file.iter_batches(batch_size=1)), [])
+            rows: list[Any] = next((batch.to_pylist() for batch in file.iter_batches(batch_size=1)), [])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
     _check_first(path, rows, columns)
