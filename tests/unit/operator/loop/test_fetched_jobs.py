@@ -88,3 +88,20 @@ async def test_a_suspended_jobs_fetch_is_deleted() -> None:
     await loop.look(GOOD)
 
     assert cluster.deleted == ["good-fetch"]
+
+
+async def test_a_pod_that_has_fetched_is_no_pod_of_an_earlier_attempt() -> None:
+    loop = make_loop(cluster := cluster_of())
+    await loop.look(GOOD)
+    completed(cluster)
+    loop.note(GOOD)
+    await loop.look(GOOD)
+    labels = {"ppojob.dev/job": "good", "ray.io/cluster": cluster.clusters[GOOD][0]["metadata"]["name"]}
+    waiting = [{"type": "PodScheduled", "status": "False", "message": "too little memory"}]
+    head: Manifest = {"metadata": {"name": "head", "labels": labels}, "status": {"conditions": waiting}}
+    cluster.pods[GOOD] = [*PODS, head]
+    loop.note(GOOD)
+
+    await loop.look(GOOD)
+
+    assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.UNSCHEDULABLE, "head: too little memory")

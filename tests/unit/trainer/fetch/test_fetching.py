@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ppojob_trainer.commands.fetch import FetchError, FetchRefusedError, State, fetch_all
 from ppojob_trainer.commands.fetch.folders import MARKER
+from ppojob_trainer.commands.fetch.lock import FolderLock
 from ppojob_trainer.commands.local_run import fetch
 from tests.unit.trainer.fetch.conftest import DATA, FAST, MODEL, WEIGHTS, MakeJob, files_source, model_files, parquet
 from tests.unit.trainer.fetch.hub_server import TOKEN, Hub, Repository
@@ -246,6 +249,24 @@ def test_a_fetch_continues_with_the_files_that_are_complete(hub: Hub, make_job: 
 
     assert hub.downloads("model.safetensors") == 0, "it was there already"
     assert hub.downloads("model-2.safetensors") == 1
+
+
+def test_what_another_one_has_fetched_meanwhile_is_not_downloaded_again(
+    hub: Hub, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, held = make_job(), FolderLock.held
+
+    @contextmanager
+    def held_after_another(self: FolderLock, on_wait: Callable[[str], None]) -> Iterator[None]:
+        monkeypatch.setattr(FolderLock, "held", held)
+        fetched(job)
+        with held(self, on_wait):
+            yield
+
+    monkeypatch.setattr(FolderLock, "held", held_after_another)
+
+    assert [source.revision for source in fetched(job).sources] == ["c" * 40]
+    assert hub.downloads("model.safetensors") == 1
 
 
 def test_ppojob_run_fetches_and_says_how_far_it_is(hub: Hub, make_job: MakeJob) -> None:

@@ -110,6 +110,17 @@ def test_who_was_frozen_for_too_long_finds_out(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["holder"] == "a/second", "another's lock stays"
 
 
+def test_a_live_lock_that_was_caught_by_mistake_is_put_back(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    live = json.dumps({"holder": "a/quicker", "id": "y", "heartbeat": 0})
+    path.write_text(live)
+
+    FolderLock(path, "a/slower", FAST)._take_away("what it was before")
+
+    assert path.read_text() == live
+    assert list(tmp_path.iterdir()) == [path]
+
+
 class _Enough(Exception):
     """The waiter has waited long enough."""
 
