@@ -48,8 +48,8 @@ def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
     )
 
 
-def fetch(job: JobFile, tell: Callable[[str], None]) -> None:
-    """Fetch what the job names by address; `tell` gets a line every few seconds.
+def fetch(job: JobFile, show: Callable[[str], None]) -> None:
+    """Fetch what the job names by address; `show` gets a line every few seconds.
 
     Raises:
         FetchError: it could not be fetched.
@@ -60,10 +60,10 @@ def fetch(job: JobFile, tell: Callable[[str], None]) -> None:
 
     Path(job.spec.storage.mount_path).mkdir(parents=True, exist_ok=True)
     state = State()
-    with watched(state, lambda state: tell(line_of(state))):
+    with watched(state, lambda state: show(line_of(state))):
         fetch_all(job, state, f"ppojob run {job.name} on {socket.gethostname()}")
     for source in state.sources:
-        tell(f"{source.address} is in {source.path}")
+        show(f"{source.address} is in {source.path}")
 
 
 def next_attempt(checkpoints: str) -> int:

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(job: JobFile, state: State, reporter: ProgressReporter | None) -> FetchError | None:
-    def tell(state: State) -> None:
+    def show(state: State) -> None:
         if reporter is None:
             return
         if reporter.fenced_out.is_set():
@@ -68,7 +68,7 @@ def _run(job: JobFile, state: State, reporter: ProgressReporter | None) -> Fetch
         reporter.update(report_of(state, job.uid))
 
     try:
-        with watched(state, tell):
+        with watched(state, show):
             fetch_all(job, state, f"{job.namespace}/{job.name} (pod {socket.gethostname()})")
     except FetchError as error:
         return error

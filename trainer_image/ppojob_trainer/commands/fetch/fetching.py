@@ -143,7 +143,7 @@ def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) ->
     try:
         with lock.held(waits):
             state.lock, state.message = lock, None
-            # Whoever had the lock before may have fetched it.
+            # The previous holder of the lock may have fetched it.
             found = folder.found()
             if found is None:
                 logger.info("fetching %s into %s: %.2f GB", source.address, folder.path, task.listing.size / _GB)
@@ -173,4 +173,4 @@ def _download(task: _Task, lock: FolderLock) -> None:
         path = task.folder.incomplete / file.name
         if path.stat().st_size != file.size:
             path.unlink()
-            raise FetchError(f"{path} had not its {file.size} bytes")
+            raise FetchError(f"{path} does not have its {file.size} bytes")

@@ -46,7 +46,7 @@ class SourceFolder:
             files: dict[str, int] = marker["files"]
             for name, size in files.items():
                 if (self.path / name).stat().st_size != size:
-                    raise ValueError(f"{name} has not its {size} bytes")
+                    raise ValueError(f"{name} does not have its {size} bytes")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FetchRefusedError(
                 f"spec.{self.source.fields[0]} {self.source.address}: the folder {self.path} in the storage is not as "

@@ -56,7 +56,7 @@ class HubPlace:
         )
         found = get_hf_file_metadata(url)
         if found.size is None or found.commit_hash is None:
-            raise FetchError(f"{self._where}: {constants.ENDPOINT} does not tell its size and commit; {_ELSEWHERE}")
+            raise FetchError(f"{self._where}: {constants.ENDPOINT} does not send its size and commit; {_ELSEWHERE}")
         name = Path(self._source.path).name
         return Listing(found.commit_hash, (RemoteFile(name, self._address.file, found.size),))
 

@@ -33,7 +33,7 @@ class LockTimes:
     stale: float = 60.0
     """After so long without one, the holder counts as dead."""
     poll: float = 2.0
-    """Between two looks of a waiter."""
+    """Between two reads of a waiter."""
 
 
 class LockLostError(FetchError):

@@ -35,14 +35,14 @@ def line_of(state: State) -> str:
 
 
 @contextmanager
-def watched(state: State, tell: Callable[[State], None], interval_s: float = _INTERVAL_S) -> Iterator[None]:
-    """Call `tell` with the state every few seconds, from a thread."""
+def watched(state: State, show: Callable[[State], None], interval_s: float = _INTERVAL_S) -> Iterator[None]:
+    """Call `show` with the state every few seconds, from a thread."""
     ended = threading.Event()
 
     def run() -> None:
-        tell(state)
+        show(state)
         while not ended.wait(interval_s):
-            tell(state)
+            show(state)
 
     thread = threading.Thread(target=run, name="fetch-report", daemon=True)
     thread.start()
