@@ -18,7 +18,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 # What builds the documentation's site.
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
-BENCH_VENV := $(if $(findstring cpu,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
+BENCH_VENV := $(if $(findstring CPU,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
 # Where tools/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
 # Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).

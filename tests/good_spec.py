@@ -13,7 +13,7 @@ GOOD: dict[str, Any] = {
         "image": "trainer:1",
         "model": {"actor": {"path": "/data/model"}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum"}},
+            "train": {"reasoningGym": {"task": "chain_sum"}},
             "trainBatchSize": 16,
         },
         "reward": {"function": {"module": "ppojob_trainer.rewards.reasoning_gym"}},
@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
         "critic": {"miniBatchSize": 8},
         "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "ppojob-data"},
+        "storage": {"claimName": "ppojob-data"},
     },
 }
 

@@ -35,7 +35,7 @@ PROGRAM = "from ppojob_trainer.cli import main; main()"
 CRITICS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": {"critic": {"lora": {"rank": 16}}}},
-    "none": {"algorithm": {"advantageEstimator": "grpo"}},
+    "none": {"algorithm": {"advantageEstimator": "GRPO"}},
 }
 _GB = 1e9
 _POLL_S = 0.5
@@ -176,7 +176,7 @@ def _job(data: Path, size: workload.Size, arguments: argparse.Namespace) -> dict
     }
     job = workload.job(data, size, sections, arguments.steps, arguments.device)
     spec = job["spec"]
-    is_cuda = arguments.device == "cuda"
+    is_cuda = arguments.device == "CUDA"
     for role in ("actor", "critic"):
         trained = {"offload": {"optimizer": True}, "compile": True} if is_cuda else {}
         spec["model"][role] = {**spec["model"].get(role, {}), **trained}
@@ -216,7 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of the first part")
     parser.add_argument("--part", choices=("first", "second", "both"), default="both")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
     parser.add_argument("--set", action="append", default=[], help="section.field=YAML value")
     return parser.parse_args()
 

@@ -84,12 +84,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="folder for model and prompts (default: in the output)")
-    parser.add_argument("--gpus", type=int, help="default: all that are found; 2 processes with --device cpu")
+    parser.add_argument("--gpus", type=int, help="default: all that are found; 2 processes with --device CPU")
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="0.5B")
     parser.add_argument("--lengths", choices=("equal", "varied"), default="equal", help="of the responses")
     parser.add_argument("--layouts", help="comma-separated; default: all that use all GPUs")
     parser.add_argument("--steps", type=int, default=10, help=f"more than the {WARM_UP_STEPS} of the warm-up")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
     parser.add_argument("--set", action="append", default=[], help="section.field=YAML value, for every layout")
     parser.add_argument("--engine-alone", action="store_true", help="generate with the engine alone too, and compare")
     parser.add_argument(
@@ -98,9 +98,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=170, help="of the tables, in letters")
     arguments = parser.parse_args()
     if arguments.gpus is None:
-        arguments.gpus = _found_gpus() if arguments.device == "cuda" else 2
+        arguments.gpus = _found_gpus() if arguments.device == "CUDA" else 2
         if not arguments.gpus:
-            parser.error("--device cuda: no GPU is found here; take --device cpu --shape tiny to try the benchmark")
+            parser.error("--device CUDA: no GPU is found here; take --device CPU --shape tiny to try the benchmark")
     names = arguments.layouts.split(",") if arguments.layouts else list(layouts(arguments.gpus))
     try:
         arguments.layouts = {name: layout(name, arguments.gpus) for name in names}
@@ -115,9 +115,9 @@ def _arguments() -> argparse.Namespace:
 
 def _verl(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Verl:
     """Return verl; end the program where it is not there, or cannot do the work."""
-    if arguments.device != "cuda" or arguments.lengths != "equal":
+    if arguments.device != "CUDA" or arguments.lengths != "equal":
         # It has no setting for strings that end a response.
-        parser.error("--verl: verl is measured with --device cuda and --lengths equal alone")
+        parser.error("--verl: verl is measured with --device CUDA and --lengths equal alone")
     try:
         return find(arguments.verl)
     except NoVerlError as error:

@@ -1,6 +1,8 @@
 """The placements and schedules that the benchmark knows, by name.
 
-    colocated, colocated-N        all roles in one pool of all GPUs (of N)
+    colocated, colocated-N        all roles in one pool of all GPUs (of N), Serial; also colocated-auto, with mode Auto
+    rollout-apart                 the rollout in a pool of half the GPUs, all other roles in the other half, Overlapped;
+                                  also rollout-apart-serial. For algorithms without a critic
     split-overlapped              actor and rollout | critic, reference and reward, in halves; also split-serial and
                                   split-parallel-update
     A+C                           the same, Overlapped, with A and C GPUs: 1+1, 2+1, 1+2, 3+1, 2+2; also A+C-serial and
@@ -8,7 +10,7 @@
     A+C-without-OVERLAP           the same, Overlapped without one overlap, to measure what it is worth: values,
                                   reference, next-generation, weight-sync (which takes next-generation with it),
                                   streaming, old-log-prob; also split-without-OVERLAP
-    A+C-lent                      the same, Overlapped, with the critic's pool lent to the rollout; also split-lent
+    A+C-shared                    the same, Overlapped, the critic's pool shared with the rollout; also split-shared
     rollout-alone, ref-alone      that role in a pool of its own, from three GPUs on
     reward-alone                  a reward model in a pool of its own, from three GPUs on
 
@@ -29,15 +31,19 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "-parallel-update": {"mode": "ParallelUpdate"},
     "-overlapped": _OVERLAPPED,
     **{
-        f"-without-{re.sub('(?<=[a-z])(?=[A-Z])', '-', overlap).lower()}": {**_OVERLAPPED, "without": [overlap.value]}
+        f"-without-{re.sub('(?<=[a-z])(?=[A-Z])', '-', overlap).lower()}": {
+            **_OVERLAPPED,
+            "disabledOverlaps": [overlap.value],
+        }
         for overlap in Overlap
     },
 }
-_LENT = "-lent"
-_SUFFIX = "|".join([*_SCHEDULES, _LENT])
+_SHARED = "-shared"
+_SUFFIX = "|".join([*_SCHEDULES, _SHARED])
 _SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
 _HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
-_COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?")
+_COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?(?P<auto>-auto)?")
+_APART = re.compile(r"rollout-apart(?P<serial>-serial)?")
 _ALONE = ("rollout", "ref", "reward")
 
 Layout = dict[str, Any]
@@ -48,7 +54,7 @@ def layouts(num_gpus: int) -> dict[str, Layout]:
     """Return the layouts that make sense on so many GPUs; each has all of them."""
     names = ["colocated"]
     if num_gpus > 1:
-        names += ["split-serial", "split-parallel-update", "split-overlapped", "split-lent"]
+        names += ["split-serial", "split-parallel-update", "split-overlapped", "split-shared"]
     if num_gpus > 2:
         halves = (num_gpus + 1) // 2
         names += [f"{actor}+{num_gpus - actor}" for actor in range(num_gpus - 1, 0, -1) if actor != halves]
@@ -71,7 +77,13 @@ def layout(name: str, num_gpus: int) -> Layout:
 
 def _find(name: str, num_gpus: int) -> Layout:
     if match := _COLOCATED.fullmatch(name):
-        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, _SERIAL)
+        schedule = {"mode": "Auto"} if match["auto"] else _SERIAL
+        return _layout({"all": int(match["gpus"] or num_gpus)}, {"actor": "all"}, schedule)
+    if num_gpus > 1 and (match := _APART.fullmatch(name)):
+        trainer = (num_gpus + 1) // 2
+        placement = {"actor": "trainer", "rollout": ["rollout"]}
+        pools = {"trainer": trainer, "rollout": num_gpus - trainer}
+        return _layout(pools, placement, _SERIAL if match["serial"] else _OVERLAPPED)
     if match := _SPLIT.fullmatch(name):
         return _split(int(match["actor"]), int(match["critic"]), match["schedule"])
     if num_gpus > 1 and (match := _HALVES.fullmatch(name)):
@@ -84,14 +96,14 @@ def _find(name: str, num_gpus: int) -> Layout:
 
 
 def _split(actor: int, critic: int, suffix: str) -> Layout:
-    lent = {"lentToRollout": ["critic"]} if suffix == _LENT else {}
-    return _layout({"actor": actor, "critic": critic}, lent, _SCHEDULES.get(suffix, _OVERLAPPED))
+    shared = {"rollout": ["actor", "critic"]} if suffix == _SHARED else {}
+    return _layout({"actor": actor, "critic": critic}, shared, _SCHEDULES.get(suffix, _OVERLAPPED))
 
 
 def _alone(role: str, num_gpus: int) -> Layout:
     """One role on a GPU of its own, or the rollout on all that actor and critic leave, because it is the longest."""
     if role == "rollout":
-        return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: role}, _OVERLAPPED)
+        return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: [role]}, _OVERLAPPED)
     found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, _OVERLAPPED)
     # A reward function has no use for a GPU.
     return found | {"reward": {"type": "Both"}} if role == "reward" else found
@@ -100,7 +112,7 @@ def _alone(role: str, num_gpus: int) -> Layout:
 def _layout(gpus: dict[str, int], placement: dict[str, Any], schedule: dict[str, Any]) -> Layout:
     resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
     pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
-    split = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"}
+    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
     return {
         "pools": pools,
         "placement": {**(split if "critic" in gpus else {}), **placement},

@@ -84,7 +84,7 @@ def _work(spec: PPOJobSpec, prompts: Path) -> dict[str, Any]:
         "data.max_response_length": data.max_response_length,
         "reward.custom_reward_function.path": reward.path,
         "reward.num_workers": reward.num_workers,
-        "algorithm.adv_estimator": spec.algorithm.advantage_estimator.value,
+        "algorithm.adv_estimator": spec.algorithm.advantage_estimator.name.lower(),
         "algorithm.use_kl_in_reward": kl.in_reward,
         "algorithm.kl_ctrl.kl_coef": kl.controller.coefficient,
         "actor_rollout_ref.actor.ppo_mini_batch_size": spec.actor.mini_batch_size,

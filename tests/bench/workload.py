@@ -178,14 +178,14 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
     Args:
         layout: `pools`, `placement`, `schedule`, and further sections that are merged over these.
     """
-    is_cuda = device == "cuda"
+    is_cuda = device == "CUDA"
     minibatch = size.num_prompts // NUM_MINIBATCHES
     spec: dict[str, Any] = {
         "image": "none",
         "device": device,
         "model": {"actor": {"path": str(folder / "model")}, "critic": {}},
         "data": {
-            "train": {"type": "JSONL", "files": {"paths": [str(folder / "prompts.jsonl")]}},
+            "train": {"files": {"paths": [str(folder / "prompts.jsonl")]}},
             "trainBatchSize": size.num_prompts,
             "maxPromptLength": size.prompt_tokens,
             "maxResponseLength": size.response_tokens,
@@ -202,7 +202,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
             "maxNumSeqs": 256,
             "logProbs": False,
         },
-        "storage": {"persistentVolumeClaim": "none", "mountPath": str(folder)},
+        "storage": {"claimName": "none", "mountPath": str(folder)},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": num_steps, "validateEverySteps": 0},
     }

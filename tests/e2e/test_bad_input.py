@@ -14,10 +14,10 @@ pytestmark = pytest.mark.timeout(900)
 PATIENCE_SECONDS = 420.0
 _ONE_POOL: dict[str, Any] = {
     "pools": [{"name": "all", "gpusPerNode": 1, "resourcesPerGPU": {"cpu": "100m", "memory": "4Gi", "shm": "256Mi"}}],
-    "placement": {role: "all" for role in ("actor", "rollout", "critic", "ref", "reward")},
+    "placement": None,
     "head": {"resources": {"cpu": "100m", "memory": "2560Mi"}},
 }
-_UNREADABLE_DATA = {"train": {"type": "Parquet", "reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}
+_UNREADABLE_DATA = {"train": {"reasoningGym": None, "files": {"paths": ["/data/none.parquet"]}}}
 
 FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
     "no-model": ({"model": {"actor": {"path": "/data/models/none"}}}, "ModelNotFound", "/data/models/none"),
@@ -29,7 +29,7 @@ FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.fixture(scope="module")
 def applied(site: Site) -> Site:
     """All bad jobs, applied."""
-    claim = {"storage": {"persistentVolumeClaim": "not-there", "mountPath": "/data"}}
+    claim = {"storage": {"claimName": "not-there", "mountPath": "/data"}}
     site.apply("no-claim", _ONE_POOL | claim)
     greedy = {**_ONE_POOL["pools"][0], "gpuResourceName": "nvidia.com/gpu", "gpusPerNode": 64}
     greedy["resourcesPerGPU"] = {"cpu": "1m", "memory": "1Mi", "shm": "1Mi"}
@@ -50,7 +50,7 @@ def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(applied: Si
         "too-many-gpus", "PoolsReady", "False", limit=PATIENCE_SECONDS, reason="InsufficientGPUs"
     )
 
-    assert "pool all wants 64 nvidia.com/gpu per node" in condition["message"]
+    assert "pool all requests 64 nvidia.com/gpu per node" in condition["message"]
     assert "Insufficient nvidia.com/gpu" in condition["message"]
     applied.delete("too-many-gpus")
 

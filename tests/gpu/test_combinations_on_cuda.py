@@ -35,7 +35,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = tmp_path_factory.mktemp("combinations")
     model = combination_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
     ports = [str(free_port("127.0.0.1")) for _ in DIVISIONS]
-    run_two_ranks(combination_ranks, ["cuda", model, out, *ports], limit=LIMIT_SECONDS)
+    run_two_ranks(combination_ranks, ["CUDA", model, out, *ports], limit=LIMIT_SECONDS)
     found: Seen = json.loads((out / "rank-0.json").read_text())
     return found
 

@@ -120,7 +120,7 @@ def test_a_checkpoint_is_read_back(parallel: DataParallel, model_path: Path, tmp
 
 def agreement(model_path: Path, backend: str) -> dict[str, Any]:
     ended = subprocess.run(
-        [sys.executable, str(AGREEMENT), str(model_path), "cuda", backend],
+        [sys.executable, str(AGREEMENT), str(model_path), "CUDA", backend],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

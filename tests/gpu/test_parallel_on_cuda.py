@@ -98,18 +98,18 @@ ACTOR_DIVIDED = {
 }
 APART = {
     "pools": [{"name": "train", "gpusPerNode": 1}, {"name": "write", "gpusPerNode": 1}],
-    "placement": {"actor": "train", "rollout": "write"},
+    "placement": {"actor": "train", "rollout": ["write"]},
     "actor": {"learningRate": 1e-3, "miniBatchSize": 4},
     "critic": {"learningRate": 1e-3, "miniBatchSize": 4},
     "rollout": {},
 }
 
-LENT = {
+SHARED = {
     **APART,
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
-    "placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]},
+    "placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]},
 }
-BORROWING = {**APART, "placement": {"actor": "train", "rollout": "write", "lentToRollout": ["train"]}}
+BORROWING = {**APART, "placement": {"actor": "train", "rollout": ["write", "train"]}}
 
 
 def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -118,17 +118,17 @@ def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
     reward = PROJECT / "tests" / "integration" / "trainer" / "count_letters.py"
     return {
         "image": "i",
-        "device": "cuda",
+        "device": "CUDA",
         "model": {"actor": {"path": str(model)}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": task},
+            "train": {"reasoningGym": task},
             "trainBatchSize": 8,
             "maxPromptLength": 256,
             "maxResponseLength": 32,
         },
         "reward": {"function": {"path": str(reward), "numWorkers": 1}},
         "algorithm": {"kl": {"inReward": True}},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "checkpoint": {"everySteps": 0, "export": "Final"},
         "trainer": {"totalSteps": 3, "validateEverySteps": 0},
         **changes,
@@ -148,8 +148,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("actor sequence 2, critic tensor 2, rollout tensor 2", ONE_POOL),
         ("actor tensor 2, critic sequence 2, 2 replicas", ACTOR_DIVIDED),
         ("actor and critic 1, rollout in a pool of its own", APART),
-        ("split, and the critic's pool lent to the rollout", LENT),
-        ("rollout in a pool of its own, and the trainers' lent to it", BORROWING),
+        ("split, and the critic's pool shared with the rollout", SHARED),
+        ("rollout in a pool of its own, and the trainers' shared with it", BORROWING),
     ],
 )
 def test_whole_runs(name: str, changes: dict[str, Any], small_model: Path, tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ def trl(all_answers: Answers, name: str) -> Answers:
 def test_gae_and_its_whitening(cases: dict[str, Case], all_answers: Answers, number: int) -> None:
     """Without gaps: TRL takes a token that the mask hides for one of value and reward 0, we step over it."""
     case = cases["padded"]
-    advantages, returns = ours.advantages(case, "gae", *DISCOUNTS[number])
+    advantages, returns = ours.advantages(case, "GAE", *DISCOUNTS[number])
 
-    assert_equal(advantages, all_answers[f"padded/gae/{number}/advantages"], case["mask"])
-    assert_equal(returns, all_answers[f"padded/gae/{number}/returns"], case["mask"])
+    assert_equal(advantages, all_answers[f"padded/GAE/{number}/advantages"], case["mask"])
+    assert_equal(returns, all_answers[f"padded/GAE/{number}/returns"], case["mask"])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "abs"])
+@pytest.mark.parametrize("estimator", ["K1", "K2", "Abs"])
 def test_kl_and_the_reward_with_it(case: Case, trl: Answers, estimator: str) -> None:
     kl = kl_estimate(case["log_prob"], case["ref_log_prob"], estimator)
     assert_equal(kl, trl[f"kl/{estimator}"])
@@ -62,7 +62,7 @@ def test_kl_and_the_reward_with_it(case: Case, trl: Answers, estimator: str) -> 
 
 
 def test_policy_loss(case: Case, trl: Answers) -> None:
-    loss, metrics, gradient = ours.policy(case, CLIPPING, "token-mean")
+    loss, metrics, gradient = ours.policy(case, CLIPPING, "TokenMean")
 
     assert_equal(loss, trl["pg_loss"])
     assert_equal(gradient, trl["pg_loss/gradient"])
@@ -71,7 +71,7 @@ def test_policy_loss(case: Case, trl: Answers) -> None:
 
 
 def test_value_loss(case: Case, trl: Answers) -> None:
-    loss, metrics, gradient = ours.value(case, "token-mean")
+    loss, metrics, gradient = ours.value(case, "TokenMean")
 
     assert_equal(loss, trl["vf_loss"])
     assert_equal(gradient, trl["vf_loss/gradient"])

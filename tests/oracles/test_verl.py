@@ -38,7 +38,7 @@ def verl(all_answers: Answers, name: str) -> Answers:
 
 
 @pytest.mark.parametrize("number", range(len(DISCOUNTS)))
-@pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
+@pytest.mark.parametrize("estimator", ["GAE", "ReinforcePlusPlus"])
 def test_discounted_advantages_and_their_whitening(case: Case, verl: Answers, estimator: str, number: int) -> None:
     advantages, returns = ours.advantages(case, estimator, *DISCOUNTS[number])
 
@@ -46,7 +46,7 @@ def test_discounted_advantages_and_their_whitening(case: Case, verl: Answers, es
     assert_equal(returns, verl[f"{estimator}/{number}/returns"], case["mask"])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["GRPO", "RLOO"])
 def test_advantages_within_a_group(case: Case, verl: Answers, estimator: str) -> None:
     assert_equal(ours.advantages(case, estimator)[0], verl[estimator])
 
@@ -61,7 +61,7 @@ def test_kl_estimators_and_their_gradients(case: Case, verl: Answers, estimator:
 
 
 def test_kl_in_the_reward(case: Case, verl: Answers) -> None:
-    kl = kl_estimate(case["old_log_prob"], case["ref_log_prob"], "k1")
+    kl = kl_estimate(case["old_log_prob"], case["ref_log_prob"], "K1")
     rewards, _ = penalize_rewards(case["rewards"], kl, case["mask"], SETTINGS["kl_coefficient"])
 
     assert_equal(rewards, verl["rewards"], case["mask"])

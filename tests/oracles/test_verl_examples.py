@@ -37,14 +37,12 @@ SAME: dict[str, Callable[[PPOJobSpec], Any]] = {
     f"{_A}.use_kl_loss": lambda spec: spec.algorithm.kl.in_loss,
     f"{_A}.kl_loss_coef": lambda spec: spec.algorithm.kl.loss_coefficient,
     f"{_A}.clip_ratio_high": lambda spec: spec.actor.clip_ratio_high,
-    f"{_A}.loss_agg_mode": lambda spec: spec.actor.loss_aggregation.value,
+    f"{_A}.loss_agg_mode": lambda spec: spec.actor.loss_aggregation.name.lower().replace("_", "-"),
     f"{_R}.n": lambda spec: spec.rollout.samples_per_prompt,
     f"{_R}.temperature": lambda spec: spec.rollout.temperature,
     f"{_R}.tensor_model_parallel_size": lambda spec: spec.rollout.tensor_parallel_size,
     f"{_R}.gpu_memory_utilization": lambda spec: spec.rollout.gpu_memory_utilization,
-    f"{_P}.adv_estimator": lambda spec: {"reinforce++": "reinforce_plus_plus"}.get(
-        spec.algorithm.advantage_estimator.value, spec.algorithm.advantage_estimator.value
-    ),
+    f"{_P}.adv_estimator": lambda spec: spec.algorithm.advantage_estimator.name.lower(),
     f"{_P}.gamma": lambda spec: spec.algorithm.gamma,
     f"{_P}.lam": lambda spec: spec.algorithm.lam,
     f"{_P}.use_kl_in_reward": lambda spec: spec.algorithm.kl.in_reward,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder, size = tmp_path_factory.mktemp("verl"), workload.Size()
-    spec = spec_of(workload.job(folder, size, layout("colocated", 2), 6, "cuda"))
+    spec = spec_of(workload.job(folder, size, layout("colocated", 2), 6, "CUDA"))
     given, answered = folder / "overrides.json", folder / "answers.json"
     given.write_text(json.dumps(overrides(spec, size, folder / "prompts.parquet", folder)), encoding="utf-8")
     python = OwnEnvironment("oracles", "verl", HERE / "verl-requirements.txt").python()

@@ -16,7 +16,7 @@ from trl import core
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.utils import AdaptiveKLController
 
-KL_NAMES = {"k1": "kl", "k2": "mse", "abs": "abs"}
+KL_NAMES = {"K1": "kl", "K2": "mse", "Abs": "abs"}
 
 
 def trainer(settings: dict[str, float], **config: Any) -> Any:
@@ -43,7 +43,7 @@ def advantages(case: dict[str, Any], settings: dict[str, float], discounts: np.n
     for number, (gamma, lam) in enumerate(discounts.tolist()):
         me = trainer(settings, gamma=gamma, lam=lam)
         _, found, returns = PPOTrainer.compute_advantages(me, case["values"], case["rewards"], case["mask"])
-        answers[f"gae/{number}/advantages"], answers[f"gae/{number}/returns"] = found, returns
+        answers[f"GAE/{number}/advantages"], answers[f"GAE/{number}/returns"] = found, returns
     return answers
 
 

@@ -17,7 +17,8 @@ from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
 
 Arrays = dict[str, np.ndarray]
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean"}
+"""Our names of the aggregations, and verl's."""
 
 
 def advantages(case: dict[str, Any], discounts: np.ndarray) -> dict[str, Any]:
@@ -25,20 +26,20 @@ def advantages(case: dict[str, Any], discounts: np.ndarray) -> dict[str, Any]:
     answers = {}
     for number, (gamma, lam) in enumerate(discounts.tolist()):
         found = core_algos.compute_gae_advantage_return(rewards, case["values"], mask, gamma, lam)
-        answers[f"gae/{number}/advantages"], answers[f"gae/{number}/returns"] = found
+        answers[f"GAE/{number}/advantages"], answers[f"GAE/{number}/returns"] = found
         config = SimpleNamespace(gamma=gamma)
         found = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
-        answers[f"reinforce++/{number}/advantages"], answers[f"reinforce++/{number}/returns"] = found
-    answers["grpo"], _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, groups)
-    answers["rloo"], _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, groups)
+        answers[f"ReinforcePlusPlus/{number}/advantages"], answers[f"ReinforcePlusPlus/{number}/returns"] = found
+    answers["GRPO"], _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, groups)
+    answers["RLOO"], _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, groups)
     return answers
 
 
 def kl(case: dict[str, Any], settings: dict[str, float]) -> dict[str, Any]:
     answers = {}
-    for estimator in ("k1", "k2", "k3", "abs"):
+    for estimator in ("K1", "K2", "K3", "Abs"):
         log_prob = case["log_prob"].clone().requires_grad_()
-        estimate = core_algos.kl_penalty(log_prob, case["ref_log_prob"], estimator)
+        estimate = core_algos.kl_penalty(log_prob, case["ref_log_prob"], estimator.lower())
         answers[f"kl/{estimator}"] = estimate
         answers[f"kl/{estimator}/gradient"] = torch.autograd.grad(estimate.sum(), log_prob)[0]
     answers["rewards"] = core_algos.compute_rewards(
@@ -74,7 +75,7 @@ def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[
     )
     answers |= {"vf_loss": loss, "vf_loss/gradient": torch.autograd.grad(loss, values)[0], "vf_clipfrac": fraction}
     answers["entropy"] = core_algos.compute_entropy_loss(case["logits"], mask, mode)
-    return {f"{mode}/{name}": value for name, value in answers.items()}
+    return answers
 
 
 def words(case: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +129,8 @@ def main(given: str, answered: str) -> None:
     for name in dict.fromkeys(key.split("/")[0] for key in arrays if key.endswith("/mask")):
         case = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{name}/")}
         found = advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case)
-        for mode in MODES:
-            found |= losses(case, settings, mode)
+        for name_of_mode, mode in MODES.items():
+            found |= {f"{name_of_mode}/{key}": value for key, value in losses(case, settings, mode).items()}
         answers |= {f"{name}/{key}": value for key, value in found.items()}
     plain = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in answers.items()}
     np.savez(answered, **{key: np.asarray(value) for key, value in plain.items()})

@@ -91,7 +91,7 @@ def test_the_storage_holds_what_both_jobs_name() -> None:
     _, _, cpu = parse_manifest(yaml.safe_load((SMALLEST / "cpu.yaml").read_text()))
 
     for spec in (gpu, cpu):
-        assert spec.storage.persistent_volume_claim == claim["metadata"]["name"]
+        assert spec.storage.claim_name == claim["metadata"]["name"]
         assert spec.storage.mount_path == mount["mountPath"]
         assert spec.model.actor.path == container["command"][-1]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE, Reason
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
 from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
@@ -47,8 +47,8 @@ def validate(file: File, sets: Sets = None) -> None:
     console = Console(highlight=False)
     console.print(f"{manifest.name}: valid\n")
     console.print(describe(manifest.spec))
-    for doubt in doubts(manifest.spec):
-        console.print(f"doubtful: {doubt}", markup=False, soft_wrap=True)
+    for warning in spec_warnings(manifest.spec):
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -8,21 +8,21 @@ from ppojob_api.v1alpha1.base import ApiModel
 
 
 class AdvantageEstimator(StrEnum):
-    """How advantages come from rewards; only gae needs a critic."""
+    """How advantages come from rewards; only GAE needs a critic."""
 
-    GAE = "gae"
-    GRPO = "grpo"
-    RLOO = "rloo"
-    REINFORCE_PLUS_PLUS = "reinforce++"
+    GAE = "GAE"
+    GRPO = "GRPO"
+    RLOO = "RLOO"
+    REINFORCE_PLUS_PLUS = "ReinforcePlusPlus"
 
 
 class KLEstimator(StrEnum):
     """Estimators of KL(policy || reference) from log-probs (Schulman 2020)."""
 
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
-    ABS = "abs"
+    K1 = "K1"
+    K2 = "K2"
+    K3 = "K3"
+    ABS = "Abs"
 
 
 class KLControllerType(StrEnum):
@@ -66,7 +66,7 @@ class AlgorithmSpec(ApiModel):
     """PPO (Schulman et al. 2017) and its relatives."""
 
     advantage_estimator: AdvantageEstimator = AdvantageEstimator.GAE
-    """gae needs a critic; grpo, rloo and reinforce++ do not."""
+    """GAE needs a critic; GRPO, RLOO and ReinforcePlusPlus (REINFORCE++) do not."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of future rewards."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -20,7 +20,7 @@ BATCH_RULES = [
     ),
     Rule(
         rule=(
-            "self.algorithm.advantageEstimator != 'gae' || self.data.trainBatchSize % self.critic.miniBatchSize == 0"
+            "self.algorithm.advantageEstimator != 'GAE' || self.data.trainBatchSize % self.critic.miniBatchSize == 0"
         ),
         message="critic.miniBatchSize must divide data.trainBatchSize",
         field_path=".critic.miniBatchSize",

@@ -11,15 +11,6 @@ from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText, Text
 ChatTemplate = Annotated[str, Field(min_length=1, max_length=65_536)]
 
 
-class SourceType(StrEnum):
-    """Where prompts come from."""
-
-    REASONING_GYM = "ReasoningGym"
-    PARQUET = "Parquet"
-    JSONL = "JSONL"
-    HUGGING_FACE = "HuggingFace"
-
-
 class OverlongPrompts(StrEnum):
     """What happens to a prompt that is longer than maxPromptLength."""
 
@@ -55,12 +46,37 @@ class Columns(ApiModel):
     name of the file or data set."""
 
 
+PARQUET = (".parquet",)
+JSON_LINES = (".jsonl", ".json")
+"""Endings of files by their format."""
+
+
+def _all_paths_end_with(endings: tuple[str, ...]) -> str:
+    return f"self.paths.all(p, {' || '.join(f'p.endsWith({ending!r})' for ending in endings)})"
+
+
 class FilesSource(Columns):
     """Parquet or JSON Lines files."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule=f"{_all_paths_end_with(PARQUET)} || {_all_paths_end_with(JSON_LINES)}",
+                message="all paths must end with .parquet, or all with .jsonl or .json: the ending is the format",
+                field_path=".paths",
+            )
+        )
+    )
+
     paths: list[Path] = Field(min_length=1, max_length=256)
     """The files: absolute paths in the container, or addresses that are fetched into the storage:
-    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key."""
+    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key. The ending is the format,
+    the same for all: .parquet, or .jsonl and .json for JSON Lines."""
+
+    @property
+    def are_parquet(self) -> bool:
+        """Whether the files of a checked spec are Parquet; otherwise they are JSON Lines."""
+        return self.paths[0].endswith(PARQUET)
 
 
 class HuggingFaceSource(Columns):
@@ -75,56 +91,32 @@ class HuggingFaceSource(Columns):
     """Split to read."""
 
 
-_SOURCE_BLOCKS = {
-    SourceType.REASONING_GYM: "reasoningGym",
-    SourceType.PARQUET: "files",
-    SourceType.JSONL: "files",
-    SourceType.HUGGING_FACE: "huggingFace",
-}
-
-
 class DataSource(ApiModel):
-    """One set of prompts; the block that belongs to the type must be there."""
+    """One set of prompts: exactly one of reasoningGym, files and huggingFace."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            *(
-                Rule(
-                    rule=f"self.type != '{kind}' || has(self.{block})",
-                    message=f"type {kind} needs the block {block}",
-                    field_path=f".{block}",
-                )
-                for kind, block in _SOURCE_BLOCKS.items()
+            Rule(
+                rule="[has(self.reasoningGym), has(self.files), has(self.huggingFace)].exists_one(given, given)",
+                message="set exactly one of reasoningGym, files and huggingFace",
             )
         )
     )
 
-    type: SourceType
-    """Type of the source."""
     reasoning_gym: ReasoningGymSource | None = None
-    """For type ReasoningGym."""
+    """Problems of a task generator."""
     files: FilesSource | None = None
-    """For types Parquet and JSONL."""
+    """Parquet or JSON Lines files."""
     hugging_face: HuggingFaceSource | None = None
-    """For type HuggingFace."""
+    """A data set of the hub, or a folder of one."""
     system_prompt: Text = ""
     """System message before each prompt; empty: none is added."""
 
     @property
-    def missing_block(self) -> str | None:
-        """Name on the wire of the block that the type asks for and that is not there."""
-        block = _SOURCE_BLOCKS[self.type]
-        return None if block in self._given_blocks else block
-
-    @property
-    def unread_blocks(self) -> list[str]:
-        """Names on the wire of the blocks that are there and that the type does not read."""
-        return [block for block in self._given_blocks if block != _SOURCE_BLOCKS[self.type]]
-
-    @property
-    def _given_blocks(self) -> list[str]:
-        blocks = {"reasoningGym": self.reasoning_gym, "files": self.files, "huggingFace": self.hugging_face}
-        return [name for name, block in blocks.items() if block is not None]
+    def given(self) -> list[str]:
+        """The kinds of source that are given, by their names on the wire."""
+        kinds = {"reasoningGym": self.reasoning_gym, "files": self.files, "huggingFace": self.hugging_face}
+        return [name for name, kind in kinds.items() if kind is not None]
 
 
 class DataSpec(ApiModel):

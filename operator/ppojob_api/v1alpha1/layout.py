@@ -179,10 +179,14 @@ def _changes(old: ApiModel, new: ApiModel) -> Iterator[str]:
 
 
 def _change(name: str, old: Any, new: Any, *, absent: str) -> Iterator[str]:
-    """Yield `field old -> new` if they differ. Lists and objects are only named: they may hold passwords."""
+    """Yield `field old -> new` if they differ. Objects and lists of objects are only named: they may hold passwords."""
     if old == new:
         return
-    if any(isinstance(value, dict | list) for value in (old, new)):
-        yield f"{name} changes"
-    else:
-        yield f"{name} {absent if old is None else old} -> {absent if new is None else new}"
+    words = [absent if value is None else _in_words(value) for value in (old, new)]
+    yield f"{name} changes" if None in words else f"{name} {words[0]} -> {words[1]}"
+
+
+def _in_words(value: Any) -> str | None:
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]" if all(isinstance(item, str) for item in value) else None
+    return None if isinstance(value, dict) else str(value)

@@ -31,14 +31,17 @@ MODEL_RULES = [
     ),
     *(
         Rule(
-            rule=f"self.device != 'cpu' || !self.model.{path}",
-            message="with device cpu everything is in the host's memory already: leave it out",
+            rule=f"self.device != 'CPU' || !self.model.{path}",
+            message="with device CPU everything is in the host's memory already: leave it out",
             field_path=f".model.{path}",
         )
         for path in _OFFLOADING
     ),
     Rule(
-        rule=f"!{_REFERENCE_IS_ACTOR} || !has(self.placement.ref) || self.placement.ref == self.placement.actor",
+        rule=(
+            f"!{_REFERENCE_IS_ACTOR} || !has(self.placement) || !has(self.placement.ref) || "
+            "self.placement.ref == self.placement.actor"
+        ),
         message=(
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
             "leave placement.ref out, or give model.ref.path"
@@ -76,7 +79,7 @@ def _the_cpu_has_nothing_to_offload(spec: PPOJobSpec) -> Iterator[Problem]:
     )
     for path, is_asked in zip(_OFFLOADING, asked, strict=True):
         if is_asked:
-            yield f"model.{path}", True, "with device cpu everything is in the host's memory already: leave it out"
+            yield f"model.{path}", True, "with device CPU everything is in the host's memory already: leave it out"
 
 
 def _a_reference_without_adapters_is_the_actor(spec: PPOJobSpec) -> Iterator[Problem]:

@@ -7,21 +7,20 @@ trainer can say, which reads the model's configuration before it loads anything.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 
 _TRAINED = ("actor", "critic")
 _POOL_OF = {
-    "actor": ("self.placement.actor", ""),
+    "actor": (ACTOR_POOL, ""),
     "critic": (
-        "(has(self.placement.critic) ? self.placement.critic : self.placement.actor)",
-        "self.algorithm.advantageEstimator != 'gae' || ",
+        CRITIC_POOL,
+        "self.algorithm.advantageEstimator != 'GAE' || ",
     ),
 }
 """The pool of a trained role, and when it has none."""
-ROLLOUT_POOL = "(has(self.placement.rollout) ? self.placement.rollout : self.placement.actor)"
-"""In CEL."""
 
 PARALLEL_RULES = [
     *(
@@ -58,16 +57,15 @@ PARALLEL_RULES = [
     Rule(
         rule=(
             "self.rollout.tensorParallelSize == 1 || "
-            f"self.pools.all(p, p.name != {ROLLOUT_POOL} && "
-            "!(has(self.placement.lentToRollout) && p.name in self.placement.lentToRollout) || "
+            f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
             "p.gpusPerNode % self.rollout.tensorParallelSize == 0)"
         ),
-        message="rollout.tensorParallelSize must divide gpusPerNode of the rollout's pool, and of those lent to it",
+        message="rollout.tensorParallelSize must divide gpusPerNode of each pool that generates",
         field_path=".rollout.tensorParallelSize",
     ),
     Rule(
-        rule="self.rollout.tensorParallelSize == 1 || self.device != 'cpu'",
-        message="with device cpu a replica has a whole node: leave tensorParallelSize at 1",
+        rule="self.rollout.tensorParallelSize == 1 || self.device != 'CPU'",
+        message="with device CPU a replica has a whole node: leave tensorParallelSize at 1",
         field_path=".rollout.tensorParallelSize",
     ),
 ]
@@ -112,7 +110,7 @@ def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
     names = spec.placement.rollout_pools
     if size > 1 and spec.device is Device.CPU:
-        remedy = "with device cpu a replica has a whole node: leave it at 1"
+        remedy = "with device CPU a replica has a whole node: leave it at 1"
         yield "rollout.tensorParallelSize", size, remedy
     for pool in spec.pools:
         if pool.name in names and pool.gpus_per_node % size:

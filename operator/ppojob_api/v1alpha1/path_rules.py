@@ -8,20 +8,16 @@ spec.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
-from ppojob_api.v1alpha1.data import SourceType
+from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
 from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _MODELS = ("actor", "critic", "ref", "reward")
 _SETS = ("train", "validation")
-_OTHER_FORMATS = {
-    SourceType.PARQUET: (".json", ".jsonl", ".csv", ".tsv", ".txt"),
-    SourceType.JSONL: (".parquet", ".csv", ".tsv", ".txt"),
-}
-"""Endings of files that a type cannot read."""
-
 _ABSOLUTE = "must begin with /: the path of a folder or file in the container, such as {mount}/{example}"
 _EXAMPLES = {SourceKind.MODEL: "models/name", SourceKind.DATA_SET: "data/name", SourceKind.DATA_FILE: "train.parquet"}
+_FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
+_ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
 
 
@@ -61,16 +57,6 @@ PATH_RULES = [
         )
         for name in _SETS
     ),
-    *(
-        Rule(
-            rule=f"!has(self.data.{name}) || !has(self.data.{name}.files) || self.data.{name}.type != '{kind}' || "
-            f"!self.data.{name}.files.paths.exists(p, {' || '.join(f'p.endsWith({end!r})' for end in ends)})",
-            message=f"data.{name}.files.paths has a file that type {kind} cannot read: correct data.{name}.type",
-            field_path=f".data.{name}.files.paths",
-        )
-        for name in _SETS
-        for kind, ends in _OTHER_FORMATS.items()
-    ),
     _path_rule("reward.function", "path", "startsWith('/')", _words(_ABSOLUTE, "reward.py")),
     _path_rule("reward.function", "path", "endsWith('.py')", _PYTHON),
     Rule(
@@ -96,11 +82,16 @@ def _code_is_in_the_container(spec: PPOJobSpec) -> Iterator[Problem]:
             yield where, path, _words(_ABSOLUTE, "code.py", mount)
 
 
-def _files_have_the_format_of_their_type(spec: PPOJobSpec) -> Iterator[Problem]:
+def _files_have_one_format(spec: PPOJobSpec) -> Iterator[Problem]:
+    formats: dict[str, str] = {}
     for name, index, path in _files(spec):
-        kind = getattr(spec.data, name).type
-        if path.endswith(_OTHER_FORMATS.get(kind, ())):
-            yield f"data.{name}.files.paths[{index}]", path, f"type {kind} cannot read it: correct data.{name}.type"
+        where = f"data.{name}.files.paths[{index}]"
+        found = next((text for text, endings in _FORMATS.items() if path.endswith(endings)), None)
+        if found is None:
+            yield where, path, _ENDINGS
+        elif formats.setdefault(name, found) != found:
+            remedy = f"the first file is {formats[name]}, and all must have one format: convert some of them"
+            yield where, path, remedy
 
 
 def _code_is_python(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -130,6 +121,6 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
 PATH_CHECKS = (
     _models_and_data_can_be_found,
     _code_is_in_the_container,
-    _files_have_the_format_of_their_type,
+    _files_have_one_format,
     _code_is_python,
 )

@@ -78,10 +78,10 @@ class Pool(Scheduling):
     max_nodes: int | None = Field(default=None, ge=1, le=4096)
     """Largest number of pods for autoBalance. Absent: nodes."""
     gpus_per_node: int = Field(ge=1, le=64)
-    """GPUs per pod; with device cpu, worker processes per pod."""
+    """GPUs per pod; with device CPU, worker processes per pod."""
     gpu_resource_name: ShortText | None = None
     """Resource that the pods request, once per GPU; `nvidia.com/mig-3g.71gb` is a slice of a GPU. Empty: none, for
-    example if resourceClaims have the GPUs. Absent: nvidia.com/gpu with device cuda, none with device cpu."""
+    example if resourceClaims have the GPUs. Absent: nvidia.com/gpu with device CUDA, none with device CPU."""
     resource_claims: Annotated[
         list[ResourceClaim],
         Field(
@@ -134,8 +134,10 @@ class Placement(ApiModel):
 
     actor: DNSLabel
     """Pool of the actor."""
-    rollout: DNSLabel | None = None
-    """Pool of the rollout engines. Absent: the actor's."""
+    rollout: Annotated[list[DNSLabel], Field(min_length=1, max_length=7)] | None = None
+    """Pools that generate. The first one is the rollout's own. Further ones, such as the critic's, which is idle during
+    generation, are shared with the rollout: each gets its own engines, which sleep outside generation if the pool
+    trains. Absent: the actor's pool."""
     critic: DNSLabel | None = None
     """Pool of the critic. Absent: the actor's, with an estimator that needs a critic."""
     ref: DNSLabel | None = None
@@ -143,18 +145,18 @@ class Placement(ApiModel):
     reference: the actor's."""
     reward: DNSLabel | None = None
     """Pool of the reward workers. Absent: the critic's, else the actor's."""
-    lent_to_rollout: (
-        Annotated[list[DNSLabel], Field(max_length=6, json_schema_extra={"x-kubernetes-list-type": "set"})] | None
-    ) = None
-    """More pools that generate, such as the critic's, which is idle during generation. Each gets its own rollout
-    engines, which sleep outside generation if the pool trains."""
 
     @property
     def rollout_pools(self) -> tuple[str, ...]:
         """Every pool with rollout engines, the rollout's own first."""
-        return (self.rollout or self.actor, *self.lent_pools)
+        return tuple(self.rollout or [self.actor])
 
     @property
-    def lent_pools(self) -> tuple[str, ...]:
-        """The pools that are lent to the rollout."""
-        return tuple(self.lent_to_rollout or ())
+    def shared_pools(self) -> tuple[str, ...]:
+        """The pools that are shared with the rollout: all that generate, without the rollout's own."""
+        return self.rollout_pools[1:]
+
+    def pools_of(self, role: Role) -> tuple[str, ...]:
+        """Return the pools that are given for a role; none if its field is absent."""
+        given: str | list[str] | None = getattr(self, role.value)
+        return (given,) if isinstance(given, str) else tuple(given or ())

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus
+from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 _JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"
 _PROGRESS, _FETCH = "/progress", "/fetch"
@@ -68,7 +69,7 @@ class ProgressReport(ApiModel):
     step: int = Field(default=0, ge=0)
     """Steps done."""
     total_steps: int = Field(ge=0)
-    """Steps of the run."""
+    """Steps of the run. 0: not known yet, because the data is not loaded."""
     phases: int = Field(default=0, ge=0)
     """Phases of steps, of loading and of saving that this attempt has done: a long step gets on too."""
     eta_seconds: float | None = Field(default=None, ge=0)
@@ -129,14 +130,32 @@ class Command(StrEnum):
 class LiveSettings(ApiModel):
     """The part of the spec that may change while the job runs."""
 
-    total_steps: int = Field(ge=1)
-    """spec.trainer.totalSteps."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """spec.trainer.totalSteps. Absent: totalEpochs is given."""
+    total_epochs: int | None = Field(default=None, ge=1)
+    """spec.trainer.totalEpochs."""
     validate_every_steps: int = Field(ge=0)
     """spec.trainer.validateEverySteps."""
     checkpoint_every_steps: int = Field(ge=0)
     """spec.checkpoint.everySteps."""
     checkpoint_keep: int = Field(ge=1)
     """spec.checkpoint.keep."""
+
+    @classmethod
+    def of(cls, trainer: TrainerSpec, checkpoint: CheckpointSpec) -> "LiveSettings":
+        """Return those of a spec."""
+        length = trainer.with_length()
+        return cls(
+            total_steps=length.total_steps,
+            total_epochs=length.total_epochs,
+            validate_every_steps=trainer.validate_every_steps,
+            checkpoint_every_steps=checkpoint.every_steps,
+            checkpoint_keep=checkpoint.keep,
+        )
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Return the steps of the run; 0 if they depend on the data and `steps_per_epoch` is not known yet (0)."""
+        return self.total_steps or (self.total_epochs or 0) * steps_per_epoch
 
 
 class ProgressReply(ApiModel):

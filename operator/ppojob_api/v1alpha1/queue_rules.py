@@ -1,7 +1,8 @@
 """Rules of the queues in `spec.runPolicy`: what Kueue and the gang schedulers ask of a job.
 
 `rules.py` puts the CEL into the schema and the Python beside the other checks. Kueue takes at most eight sets of pods;
-the head and the seven pools that a spec may have are just so many.
+the head and the seven pools that a spec may have are just so many. The queue may also come from a label of the job,
+which CEL does not see. In Python it is in the spec (`validation.with_queue`), so what needs a queue is in Python alone.
 """
 
 from collections.abc import Iterator
@@ -18,11 +19,6 @@ QUEUE_RULES = [
         rule=f"!has(self.runPolicy.queueName) || !self.pools.exists(p, p.name == '{_HEAD}')",
         message=f"with runPolicy.queueName no pool may be called {_HEAD}, which Kueue calls Ray's head: rename it",
         field_path=".pools",
-    ),
-    Rule(
-        rule="!has(self.runPolicy.queuePriorityClass) || has(self.runPolicy.queueName)",
-        message="only a queue reads queuePriorityClass: set queueName too, or take it out",
-        field_path=".runPolicy.queuePriorityClass",
     ),
     Rule(
         rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",

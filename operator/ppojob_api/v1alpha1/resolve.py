@@ -17,11 +17,13 @@ from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ResumePolicy, ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
+_ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})
+"""Overlaps that gain nothing in a single pool: it computes one phase at a time, and streaming slows generation down."""
 
 
 _UNKNOWN = "extra_forbidden"
@@ -149,15 +151,16 @@ def driver_log(root: str, attempt: int) -> str:
 
 
 def resolve(spec: PPOJobSpec) -> PPOJobSpec:
-    """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource.
+    """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource, the length.
 
-    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, and
-    `gpuResourceName` is the resource to ask for, or empty for none.
+    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, `trainer`
+    has either totalSteps or totalEpochs, and `gpuResourceName` is the resource to ask for, or empty for none.
     """
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
-            "schedule": _schedule(spec, is_split=placed.critic not in (None, placed.actor)),
+            "schedule": _schedule(spec, placed),
+            "trainer": spec.trainer.with_length(),
             "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
         }
     )
@@ -166,11 +169,8 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
 def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
     """Yield the roles of a resolved spec, each with its pool; the rollout with each that it has engines in."""
     for role in Role:
-        name = getattr(spec.placement, role.value)
-        if name is not None:
+        for name in spec.placement.pools_of(role):
             yield role, spec.pool(name)
-    for name in spec.placement.lent_pools:
-        yield Role.ROLLOUT, spec.pool(name)
 
 
 def _placement(spec: PPOJobSpec) -> Placement:
@@ -180,23 +180,29 @@ def _placement(spec: PPOJobSpec) -> Placement:
     reference = given.actor if spec.model.reference_is_actor else second
     return given.model_copy(
         update={
-            "rollout": given.rollout or given.actor,
+            # The order of the shared pools makes no difference: in another order, they are no other layout.
+            "rollout": [given.rollout_pools[0], *sorted(given.shared_pools)],
             "critic": critic,
             "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
-            # A set: an empty one, or the same names in another order, are no other layout.
-            "lent_to_rollout": sorted(given.lent_pools) or None,
         }
     )
 
 
-def _schedule(spec: PPOJobSpec, *, is_split: bool) -> ScheduleSpec:
+def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
     if spec.schedule.mode is not ScheduleMode.AUTO:
         return spec.schedule
-    if not is_split:
-        # There is no overlap to do without.
-        return ScheduleSpec(mode=ScheduleMode.SERIAL)
-    return spec.schedule.model_copy(update={"mode": ScheduleMode.OVERLAPPED})
+    disabled = set(spec.schedule.disabled_overlaps)
+    if len(_computing_pools(spec, placed)) == 1:
+        disabled |= _ONLY_BETWEEN_POOLS
+    return ScheduleSpec(mode=ScheduleMode.OVERLAPPED, disabled_overlaps=sorted(disabled))
+
+
+def _computing_pools(spec: PPOJobSpec, placed: Placement) -> set[str | None]:
+    """Return the pools whose devices compute in a step; a reward function uses none."""
+    judge = placed.reward if spec.reward.uses_model else None
+    workers = (worker.pool for worker in spec.workers if worker.uses_gpu)
+    return {placed.actor, *placed.rollout_pools, placed.critic, placed.ref, judge, *workers} - {None}
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

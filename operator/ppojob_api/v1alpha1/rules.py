@@ -13,25 +13,36 @@ from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
 from ppojob_api.v1alpha1.layout import RELAID
-from ppojob_api.v1alpha1.lending_rules import LENDING_CHECKS, LENDING_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
+from ppojob_api.v1alpha1.placement_rules import (
+    ACTOR_POOL,
+    CRITIC_POOL,
+    DISTINCT_POOLS_RULE,
+    PLACEMENT_CHECKS,
+    PLACEMENT_RULES,
+)
 from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
-from ppojob_api.v1alpha1.pools import Pool, Role
+from ppojob_api.v1alpha1.pools import Placement, Pool
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
-_ROLES = [role.value for role in Role]
-_SPLIT_MODES = ("ParallelUpdate", "Overlapped")
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
-LIVE = ("runPolicy", "checkpoint.everySteps", "checkpoint.keep", "trainer.totalSteps", "trainer.validateEverySteps")
+LIVE = (
+    "runPolicy",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "trainer.totalSteps",
+    "trainer.totalEpochs",
+    "trainer.validateEverySteps",
+)
 """What may change while a job runs; the reply to the trainer's next report has the new values."""
 
 MUTABLE = (*LIVE, "autoBalance", *RELAID)
@@ -47,21 +58,11 @@ IMMUTABLE = (
 """What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
 
 SPEC_RULES = [
-    *(
-        Rule(
-            rule=f"!has(self.placement.{role}) || self.pools.exists(p, p.name == self.placement.{role})",
-            message=f"placement.{role} must be the name of one of spec.pools",
-            field_path=f".placement.{role}",
-        )
-        for role in _ROLES
-    ),
+    *PLACEMENT_RULES,
     *BATCH_RULES,
     Rule(
-        rule=(
-            "!(self.schedule.mode in ['ParallelUpdate', 'Overlapped']) || "
-            "(has(self.placement.critic) && self.placement.critic != self.placement.actor)"
-        ),
-        message="this mode needs actor and critic in different pools; use Serial or Auto, or give the critic a pool",
+        rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
+        message="ParallelUpdate needs actor and critic in different pools; use Auto, or give the critic a pool",
         field_path=".schedule.mode",
     ),
     Rule(
@@ -76,11 +77,11 @@ SPEC_RULES = [
     ),
     Rule(
         rule=(
-            "!has(self.schedule.without) || size(self.schedule.without) == 0 || "
+            "!has(self.schedule.disabledOverlaps) || size(self.schedule.disabledOverlaps) == 0 || "
             "self.schedule.mode in ['Auto', 'Overlapped']"
         ),
-        message="only mode Overlapped has overlaps to do without",
-        field_path=".schedule.without",
+        message="only mode Overlapped has overlaps to disable",
+        field_path=".schedule.disabledOverlaps",
     ),
     Rule(
         rule="(self.reward.type == 'Function') != has(self.model.reward)",
@@ -99,12 +100,16 @@ SPEC_RULES = [
     ),
     *MODEL_RULES,
     *PARALLEL_RULES,
-    *LENDING_RULES,
     *QUEUE_RULES,
     *PATH_RULES,
 ]
 
-RULES_OF: dict[type[ApiModel], list[Rule]] = {PPOJobSpec: SPEC_RULES, Pool: DEVICE_RULES, PoolNetwork: NETWORK_RULES}
+RULES_OF: dict[type[ApiModel], list[Rule]] = {
+    PPOJobSpec: SPEC_RULES,
+    Placement: [DISTINCT_POOLS_RULE],
+    Pool: DEVICE_RULES,
+    PoolNetwork: NETWORK_RULES,
+}
 """The CEL of this package's rules, by the model in whose schema it stands."""
 
 
@@ -178,44 +183,36 @@ def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
         seen.add(variable.name)
 
 
-def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
-    names = [pool.name for pool in spec.pools]
-    for role in _ROLES:
-        name = getattr(spec.placement, role)
-        if name is not None and name not in names:
-            yield (
-                f"placement.{role}",
-                name,
-                f"there is no pool of this name: use one of {', '.join(names)}, or add the pool",
-            )
-
-
-def _modes_fit_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
+def _parallel_updates_need_two_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     is_split = spec.placement.critic not in (None, spec.placement.actor)
-    if spec.schedule.mode in _SPLIT_MODES and not is_split:
-        remedy = "needs actor and critic in different pools: use Serial or Auto, or give the critic its own pool"
+    if spec.schedule.mode is ScheduleMode.PARALLEL_UPDATE and not is_split:
+        remedy = "needs actor and critic in different pools: use Auto, or give the critic its own pool"
         yield "schedule.mode", spec.schedule.mode.value, remedy
 
 
-def _only_overlapped_does_without(spec: PPOJobSpec) -> Iterator[Problem]:
+def _only_overlapped_has_overlaps_to_disable(spec: PPOJobSpec) -> Iterator[Problem]:
     schedule = spec.schedule
-    if schedule.without and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
-        value = [overlap.value for overlap in schedule.without]
+    if schedule.disabled_overlaps and schedule.mode not in (ScheduleMode.AUTO, ScheduleMode.OVERLAPPED):
+        value = [overlap.value for overlap in schedule.disabled_overlaps]
         yield (
-            "schedule.without",
+            "schedule.disabledOverlaps",
             value,
-            f"mode {schedule.mode} overlaps nothing of this: use Overlapped, or take it out",
+            f"mode {schedule.mode} has none of these overlaps: use Overlapped, or take it out",
         )
 
 
-def _sources_have_their_blocks(spec: PPOJobSpec) -> Iterator[Problem]:
+def _sources_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if source is None:
-            continue
-        if block := source.missing_block:
-            yield f"data.{name}.{block}", None, f"type {source.type} needs the block {block}: add it"
-        for block in source.unread_blocks:
-            yield f"data.{name}.{block}", None, f"type {source.type} does not read it: take it out, or change the type"
+        if source is not None and len(source.given) != 1:
+            remedy = "set exactly one of reasoningGym, files and huggingFace"
+            yield f"data.{name}", source.given or None, remedy
+
+
+def _the_run_has_one_length(spec: PPOJobSpec) -> Iterator[Problem]:
+    trainer = spec.trainer
+    if trainer.total_steps is not None and trainer.total_epochs is not None:
+        remedy = f"the run has one length, and totalSteps is {trainer.total_steps}: remove one of the two"
+        yield "trainer.totalEpochs", trainer.total_epochs, remedy
 
 
 def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -277,19 +274,19 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _pool_names_are_unique,
     _nodes_are_within_their_bounds,
     _env_names_are_unique,
-    _placement_names_pools,
+    *PLACEMENT_CHECKS,
     *BATCH_CHECKS,
-    _modes_fit_the_pools,
-    _only_overlapped_does_without,
-    _sources_have_their_blocks,
+    _parallel_updates_need_two_pools,
+    _only_overlapped_has_overlaps_to_disable,
+    _sources_are_of_one_kind,
     _reward_has_what_its_type_reads,
     _reward_weights_weigh,
     _reward_is_module_or_file,
     _workers_have_names_pools_and_classes,
+    _the_run_has_one_length,
     _prometheus_has_a_port_of_its_own,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
-    *LENDING_CHECKS,
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,

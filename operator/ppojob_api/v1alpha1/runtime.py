@@ -12,8 +12,8 @@ from ppojob_api.v1alpha1.quantities import RawObject
 class Device(StrEnum):
     """What the roles compute on."""
 
-    CUDA = "cuda"
-    CPU = "cpu"
+    CUDA = "CUDA"
+    CPU = "CPU"
 
 
 class EnvVar(ApiModel):
@@ -39,7 +39,7 @@ EnvVars = Annotated[
 class Storage(ApiModel):
     """Where models are read, and logs, metrics, checkpoints and the exported model are written."""
 
-    persistent_volume_claim: Annotated[str, Field(min_length=1, max_length=253)]
+    claim_name: Annotated[str, Field(min_length=1, max_length=253)]
     """Claim in the job's namespace; ReadWriteMany if the pods run on several hosts."""
     mount_path: Annotated[str, Field(pattern=r"^/.+", max_length=253)] = "/data"
     """Mount path in the pods."""
@@ -73,7 +73,8 @@ class RunPolicy(ApiModel):
 
     queue_name: QueueName | None = None
     """Kueue's LocalQueue in the job's namespace. The job has pods only while it is admitted. If the queue pre-empts it,
-    the job saves a checkpoint and resumes when it is admitted again. Absent: no queue."""
+    the job saves a checkpoint and resumes when it is admitted again. Absent: the value of the job's label
+    kueue.x-k8s.io/queue-name, else no queue."""
     queue_priority_class: QueueName | None = None
     """Kueue's WorkloadPriorityClass, which decides admission and pre-emption. Absent: the queue's default."""
     gang_scheduler: GangScheduler = GangScheduler.NONE

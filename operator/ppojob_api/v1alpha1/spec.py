@@ -4,7 +4,7 @@ The operator and the trainer read it through `validation.parse_spec`; the CRD is
 span fields are in `rules.py`, each in CEL and in Python.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -26,6 +26,11 @@ from ppojob_api.v1alpha1.training import (
     TrainerSpec,
 )
 from ppojob_api.v1alpha1.workers import Workers
+
+
+def _in_the_first_pool(given: dict[str, Any]) -> Placement:
+    """Return the placement of a spec without one; `placement_rules.py` refuses it if there are several pools."""
+    return Placement(actor=given["pools"][0].name)
 
 
 class PPOJobSpec(ApiModel):
@@ -59,13 +64,13 @@ class PPOJobSpec(ApiModel):
     rollout: RolloutSpec = RolloutSpec()
     """Generating responses."""
     device: Device = Device.CUDA
-    """cuda, or cpu: gloo and vLLM on CPU, in float32; gpusPerNode is then the number of worker processes per pod."""
+    """CUDA, or CPU: gloo and vLLM on CPU, in float32; gpusPerNode is then the number of worker processes per pod."""
     pools: Pools
     """Pools of GPUs; each has one kind of node."""
     head: Head = Head()
     """The Ray head pod."""
-    placement: Placement
-    """The pool of each role."""
+    placement: Placement = Field(default_factory=_in_the_first_pool)
+    """The pool of each role. Required with several pools. Absent: every role is in the only pool."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Which phases of a step run at the same time."""
     storage: Storage

@@ -95,7 +95,7 @@ class Progress(ApiModel):
     step: int = 0
     """Steps done."""
     total_steps: int = 0
-    """Steps of the run."""
+    """Steps of the run. 0: with totalEpochs, the trainer has not counted the prompts yet."""
     percentage: int = Field(default=0, ge=0, le=100)
     """Share of the steps that are done."""
     eta_seconds: int | None = None
@@ -308,6 +308,9 @@ class PPOJobStatus(ApiModel):
     """Why the last attempt failed."""
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
+    queue_name: Name | None = None
+    """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name. It cannot
+    change once the job is accepted. Absent: no queue."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]

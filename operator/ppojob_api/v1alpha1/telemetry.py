@@ -34,7 +34,7 @@ class ProfileSpec(ApiModel):
     )
     """Roles to profile, with all ranks. Each method that the step calls gives one file per rank."""
     memory: bool = False
-    """Also save a snapshot of the CUDA allocator's history; none with device cpu."""
+    """Also save a snapshot of the CUDA allocator's history; none with device CPU."""
 
 
 class TelemetrySpec(ApiModel):

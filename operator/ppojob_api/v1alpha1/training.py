@@ -3,18 +3,18 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
 
 
 class LossAggregation(StrEnum):
     """How the losses of tokens become one number; the denominator is that of the whole minibatch over all ranks."""
 
-    TOKEN_MEAN = "token-mean"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    TOKEN_MEAN = "TokenMean"
+    SEQ_MEAN_TOKEN_SUM = "SeqMeanTokenSum"
+    SEQ_MEAN_TOKEN_MEAN = "SeqMeanTokenMean"
 
 
 class LearningRateSchedule(StrEnum):
@@ -132,13 +132,15 @@ class RolloutSpec(ApiModel):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
     log_probs: bool = True
-    """The engine reports log-probs, which the trainer compares with its own. false makes generation faster, by up to a
-    quarter for a small model with many short steps."""
+    """The engine reports log-probs, which the trainer compares with its own. The default is true because a difference
+    shows wrong weights or kernels. false makes generation faster, by up to a quarter for a small model with many short
+    steps. Recommended once training/rollout_probs_diff_mean is known to be small."""
     sleep: bool = True
-    """Release GPU memory after each generation if a trained role shares the GPU. false keeps it, which is faster if
-    gpuMemoryUtilization leaves enough for the others."""
+    """Release GPU memory after each generation if a trained role shares the GPU. The default is true because it needs
+    the least memory. false keeps it, which is faster. Recommended if gpuMemoryUtilization leaves enough for the
+    others."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
-    """Memory for the key-value cache of each replica with device cpu, in GiB."""
+    """Memory for the key-value cache of each replica with device CPU, in GiB."""
     engine_args: RawObject = Field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
     here, or that the trainer sets itself, are rejected."""
@@ -170,12 +172,14 @@ class ScheduleSpec(ApiModel):
     """Which phases of a step run at the same time; all modes give the same numbers for the same seed."""
 
     mode: ScheduleMode = ScheduleMode.AUTO
-    """Auto: Overlapped if actor and critic are in different pools, else Serial."""
-    without: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
-    """Overlaps that mode Overlapped leaves out, to measure them. Values: values and reward beside the actor's
-    log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the critic
-    finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference and
-    reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
+    """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
+    Overlapped: each phase starts when its data is there and its pool is free, with or without a critic. Auto:
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which gain nothing there."""
+    disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
+    """Overlaps that mode Overlapped leaves out, to measure what each is worth. Values: values and reward beside the
+    actor's log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the
+    critic finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference
+    and reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
     OldLogProb: skip the actor's log-probs before the update if the update computes the same (one minibatch, one epoch,
     no KL in the reward)."""
 
@@ -226,11 +230,27 @@ class CheckpointSpec(ApiModel):
     """When the policy is exported as a HuggingFace folder."""
 
 
+DEFAULT_STEPS = 100
+
+
 class TrainerSpec(ApiModel):
     """The run as a whole."""
 
-    total_steps: int = Field(default=100, ge=1, le=2**31 - 1)
-    """Steps of the run."""
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="!has(self.totalSteps) || !has(self.totalEpochs)",
+                message="the run has one length: set totalSteps or totalEpochs, not both",
+                field_path=".totalEpochs",
+            )
+        )
+    )
+
+    total_steps: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """Steps of the run. Absent: 100, or those of totalEpochs."""
+    total_epochs: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Passes over the training prompts, instead of totalSteps. A pass has as many steps as the prompts, after
+    overlongPrompts, fill batches of data.trainBatchSize. The trainer counts them when it starts."""
     validate_every_steps: int = Field(default=10, ge=0, le=2**31 - 1)
     """Steps between validations; 0: no validation."""
     validate_before_training: bool = True
@@ -239,3 +259,8 @@ class TrainerSpec(ApiModel):
     """Seed of the order of the data, of samples, and of a new value head."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""
+
+    def with_length(self) -> "TrainerSpec":
+        """Return it with the default of totalSteps, if it has neither totalSteps nor totalEpochs."""
+        is_given = self.total_steps is not None or self.total_epochs is not None
+        return self if is_given else self.model_copy(update={"total_steps": DEFAULT_STEPS})

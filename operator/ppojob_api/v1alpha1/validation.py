@@ -16,6 +16,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 UNKNOWN_FIELD = "there is no such field: correct its name or take it out"
 """What is said of a field that this version does not have."""
+QUEUE_LABEL_PATH = f"metadata.labels[{constants.LABEL_QUEUE}]"
+_NOT_FILLED_IN = "default_factory_not_called"
+"""Pydantic's type of error for a default that depends on a field that has an error itself."""
 _REMEDIES = {
     "extra_forbidden": UNKNOWN_FIELD,
     "missing": "this field is required: add it",
@@ -53,11 +56,33 @@ def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
     try:
         spec = PPOJobSpec.model_validate(raw)
     except ValidationError as error:
-        raise SpecError([_explain(detail) for detail in error.errors(include_url=False)]) from error
+        raise SpecError(
+            [_explain(detail) for detail in error.errors(include_url=False) if detail["type"] != _NOT_FILLED_IN]
+        ) from error
     problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
     if problems:
         raise SpecError(problems)
     return spec
+
+
+def with_queue(raw: Mapping[str, Any], label: str | None) -> Mapping[str, Any]:
+    """Return a spec as it is on the wire, with the queue that the job's label names.
+
+    Args:
+        raw: the spec.
+        label: value of the label kueue.x-k8s.io/queue-name; None or empty: the job has none.
+
+    Raises:
+        SpecError: `spec.runPolicy.queueName` names another queue.
+    """
+    if not label or not isinstance(raw, Mapping) or not isinstance(policy := raw.get("runPolicy", {}), Mapping):
+        # There is no queue, or this is no spec, which `parse_spec` says better.
+        return raw
+    given = policy.get("queueName")
+    if given not in (None, label):
+        remedy = f"spec.runPolicy.queueName is {given!r}: remove one of the two, or give both the same value"
+        raise SpecError([FieldError(QUEUE_LABEL_PATH, label, remedy)])
+    return {**raw, "runPolicy": {**policy, "queueName": label}}
 
 
 def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
@@ -81,7 +106,9 @@ def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
         errors.append(FieldError("spec", spec, "this field is required: add it"))
     if errors or not isinstance(metadata, Mapping) or not isinstance(spec, Mapping):
         raise SpecError(errors)
-    return str(metadata.get("namespace", "default")), metadata["name"], parse_spec(spec)
+    labels = metadata.get("labels")
+    queue = labels.get(constants.LABEL_QUEUE) if isinstance(labels, Mapping) else None
+    return str(metadata.get("namespace", "default")), metadata["name"], parse_spec(with_queue(spec, queue))
 
 
 def _explain(detail: ErrorDetails) -> FieldError:

@@ -20,7 +20,7 @@ from ppojob_api.v1alpha1.status import FetchStatus
 from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.plan import FetchJob, FetchPod, Job, Manifest
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
-from ppojob_operator.reconcile.submission import fetch_companions
+from ppojob_operator.reconcile.submission import fetch_dependencies
 
 _DONE = Finding("True", Reason.FETCHED, "the models and data are in the storage: see status.sources")
 _SUSPENDED = Finding(
@@ -60,7 +60,7 @@ def judge(situation: Situation) -> Fetch | None:
     if (known is not None and known.status == "True") or situation.submitted_at is not None:
         return Fetch(_DONE)
     if situation.spec.run_policy.suspend:
-        return Fetch(_SUSPENDED, is_job_deleted=job is not None and not job.is_going)
+        return Fetch(_SUSPENDED, is_job_deleted=job is not None and not job.is_deleting)
     if job is not None and job.is_complete:
         return Fetch(_DONE)
     if job is not None and job.failure is not None:
@@ -76,9 +76,9 @@ def _on_the_way(situation: Situation, job: FetchJob | None) -> Fetch:
     else:
         finding = Finding("False", Reason.FETCHING, _words(situation))
     if job is None:
-        return Fetch(finding, apply=(*fetch_companions(situation), wanted))
-    is_same = job.made_of == wanted["metadata"]["annotations"][constants.ANNOTATION_MADE_OF]
-    return Fetch(finding, is_job_deleted=not is_same and not job.is_going)
+        return Fetch(finding, apply=(*fetch_dependencies(situation), wanted))
+    is_same = job.created_from == wanted["metadata"]["annotations"][constants.ANNOTATION_MADE_OF]
+    return Fetch(finding, is_job_deleted=not is_same and not job.is_deleting)
 
 
 def _words(situation: Situation) -> str:
@@ -86,8 +86,8 @@ def _words(situation: Situation) -> str:
     pod, report = _newest(situation), situation.status.fetch
     if pod is None:
         return "the pod that fetches models and data is being created"
-    if pod.last_words:
-        return f"a try has failed and is repeated: {pod.last_words}"
+    if pod.failure:
+        return f"a try has failed and is repeated: {pod.failure}"
     if not pod.has_started:
         return f"pod {pod.name} has not started{f': {pod.trouble}' if pod.trouble else ' yet'}"
     if report is None or report.pod != pod.name:
@@ -109,7 +109,7 @@ def _newest(situation: Situation) -> FetchPod | None:
 def _failed(situation: Situation, words: str) -> Fetch:
     """Return the end of the job: the pod's own words, from its end or from its last report, else Kubernetes'."""
     pod, report = _newest(situation), situation.status.fetch
-    said = (pod.last_words if pod else "") or (report.message if report and report.message else "") or words
+    said = (pod.failure if pod else "") or (report.message if report and report.message else "") or words
     failure = Failure(FailureKind.PERMANENT, Reason.FETCH_FAILED, f"models or data could not be fetched: {said}")
     return Fetch(Finding("False", Reason.FETCH_FAILED, failure.message), failure=failure)
 

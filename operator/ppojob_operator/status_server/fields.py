@@ -105,12 +105,7 @@ def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
     return ProgressReply(
         command=Command.STOP if is_stop else Command.NONE,
         checkpoint_request=None if is_stop else _open_request(job),
-        settings=LiveSettings(
-            total_steps=trainer.total_steps,
-            validate_every_steps=trainer.validate_every_steps,
-            checkpoint_every_steps=checkpoint.every_steps,
-            checkpoint_keep=checkpoint.keep,
-        ),
+        settings=LiveSettings.of(trainer, checkpoint),
     )
 
 

@@ -147,9 +147,9 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
     pool = {"gpusPerNode": 1, "resourcesPerGPU": {**small, "shm": "1Mi"}, **place}
     spec = {
         "image": "localhost:5000/ppojob/nothing:1",
-        "device": "cpu",
+        "device": "CPU",
         "model": {"actor": {"path": "/data/model"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 720},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 720},
         "reward": {"function": {"module": "rewards"}},
         "actor": {"miniBatchSize": 720},
         "critic": {"miniBatchSize": 720},
@@ -159,7 +159,7 @@ def manifest(name: str, num_pods: int) -> dict[str, Any]:
             {"name": "critic", "nodes": 1, **pool},
         ],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "data"},
+        "storage": {"claimName": "data"},
         # KubeRay is slower than the default with many of them.
         "runPolicy": {"startupDeadlineSeconds": 7200},
     }

@@ -28,15 +28,16 @@ OTHER_WORDS = {
     "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
     "no name": "resource name may not be empty",
     "reward model that nobody asks": "spec.model.reward: ",
-    "a missing pool lent to the rollout": "each of placement.lentToRollout must be the name of one of spec.pools",
-    "the rollout's own pool lent to it": "each of placement.lentToRollout must be the name of one of spec.pools",
+    "a missing pool shared with the rollout": "each of placement.rollout must be the name of one of spec.pools",
+    "one pool that generates twice": "a pool is named twice: keep one",
     "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
     "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
     "pool with Kueue's name for the head": "with runPolicy.queueName no pool may be called head",
     "most nodes below the nodes": "maxNodes of a pool must not be below its nodes",
     "claim twice": 'spec.pools[0].resourceClaims[1]: Duplicate value: {"name":"gpus"}',
     "relative path of prompts": "each of data.train.files.paths must begin with /",
-    "file of another format": "data.train.files.paths has a file that type Parquet cannot read",
+    "file of no known format": "spec.data.train.files.paths: Invalid value",
+    "files of two formats": "spec.data.validation.files.paths: Invalid value",
     "relative path of a worker": "path of each worker must begin with / and end with .py",
     "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
     "tensor parallel size that does not divide the pool": "actor.tensorParallelSize times sequenceParallelSize must",
@@ -96,12 +97,12 @@ CHANGES: dict[str, Any] = {
             "hooks": [{"after": "Step", "method": "measure"}],
         }
     ],
-    "device": "cpu",
+    "device": "CPU",
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 1}],
     "head": {"podTemplate": {"spec": {"priorityClassName": "other"}}},
     "placement": {"critic": "actor"},
     "schedule": {"mode": "Serial"},
-    "storage": {"persistentVolumeClaim": "another"},
+    "storage": {"claimName": "another"},
     "telemetry": {"samplesPerStep": 1},
     "checkpoint.path": "s3://bucket/job",
     "checkpoint.async": True,
@@ -120,6 +121,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint.everySteps": 3,
     "checkpoint.keep": 5,
     "trainer.totalSteps": 500,
+    "trainer.totalEpochs": 3,
     "trainer.validateEverySteps": 0,
 }
 """A new value for each part of a spec that may or may not change."""
@@ -278,7 +280,7 @@ def test_kubectl_get_shows_where_the_job_is(kubectl: Any) -> None:
         ),
         ("ppojob.spec.pools", ["GPUs of one kind: nodes x gpusPerNode.", "gpusPerNode\t<integer> -required-"]),
         ("ppojob.spec.placement.critic", ["Pool of the critic. Absent: the actor's"]),
-        ("ppojob.spec.schedule.mode", ["ENUM:", "ParallelUpdate", "Auto: Overlapped if actor and critic"]),
+        ("ppojob.spec.schedule.mode", ["ENUM:", "ParallelUpdate", "Serial: one phase after the other"]),
         ("ppojob.spec.checkpoint.everySteps", ["Steps between checkpoints; 0: only the last one."]),
         ("ppojob.status.conditions", ["metav1.Condition"]),
     ],
@@ -311,7 +313,9 @@ def test_the_rules_leave_room_in_the_budget_of_cost(kubectl: Any) -> None:
     """The largest spec that the bounds allow in what the rules look at is checked within the API server's limit."""
     pools = [{"name": f"p{n}", "gpusPerNode": 64, "nodes": 4096} for n in range(7)]
     largest = job(
-        "largest", pools=pools, placement=dict.fromkeys(("actor", "rollout", "critic", "ref", "reward"), "p6")
+        "largest",
+        pools=pools,
+        placement={**dict.fromkeys(("actor", "critic", "ref", "reward"), "p6"), "rollout": ["p6"]},
     )
     largest["spec"]["env"] = [{"name": f"V{n}", "value": "x" * 1000} for n in range(128)]
 

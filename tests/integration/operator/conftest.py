@@ -206,10 +206,10 @@ class Jobs:
     def create(self, *, name: str = "", **changes: Any) -> str:
         """Create a job that would fit on any node, with sections of its spec replaced; return its name."""
         name = name or f"job-{uuid.uuid4().hex[:6]}"
-        task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+        task = {"reasoningGym": {"task": "products"}}
         spec = {
             "image": "localhost:5000/ppojob/nothing:1",
-            "device": "cpu",
+            "device": "CPU",
             "model": {"actor": {"path": "/data/model"}},
             "data": {"train": task, "trainBatchSize": 16},
             "reward": {"function": {"module": "rewards"}},
@@ -218,7 +218,7 @@ class Jobs:
             "head": {"resources": {"cpu": "10m", "memory": "10Mi"}},
             "pools": [pool("actor"), pool("critic")],
             "placement": {"actor": "actor", "critic": "critic"},
-            "storage": {"persistentVolumeClaim": "data"},
+            "storage": {"claimName": "data"},
         }
         manifest = {
             "apiVersion": "ppojob.dev/v1alpha1",

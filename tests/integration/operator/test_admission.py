@@ -156,7 +156,7 @@ def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: A
     assert done.returncode == 0, done.stderr
     assert {line.partition("Warning: ")[2].rpartition(": ")[0] for line in done.stderr.splitlines()} == {
         "spec.checkpoint.everySteps: 0: no checkpoint before the end",
-        "spec.storage.persistentVolumeClaim: 'ppojob-data': there is no such claim in namespace " + kubectl.namespace,
+        "spec.storage.claimName: 'ppojob-data': there is no such claim in namespace " + kubectl.namespace,
         "spec.serviceAccountName: 'nobody': there is no such ServiceAccount in namespace " + kubectl.namespace,
         # Nor is Kueue there itself; the condition Accepted says so.
         "spec.runPolicy.queueName: 'gpus': there is no such LocalQueue in namespace " + kubectl.namespace,
@@ -176,7 +176,7 @@ def test_a_claim_that_can_never_do_is_refused(kubectl: Any, webhook: Webhook) ->
     }
     kubectl.create(claim)
 
-    said = webhook.ask(job("never", storage={"persistentVolumeClaim": "for-one-pod"})).stderr
+    said = webhook.ask(job("never", storage={"claimName": "for-one-pod"})).stderr
 
     assert "'for-one-pod': the claim is ReadWriteOncePod, and all pods write to it: use one that is" in said
 
@@ -201,7 +201,7 @@ def test_an_edit_of_a_job_that_runs_is_refused_with_the_reason_and_a_label_is_no
 
     pools = [pool("actor", podTemplate=HOST_NETWORK), pool("critic")]
     assert f"{DENIED}spec.pools[0].{WORDS}" in edit({"spec": {"pools": pools}})
-    assert "spec.device cannot change once the job is accepted" in edit({"spec": {"device": "cuda"}})
+    assert "spec.device cannot change once the job is accepted" in edit({"spec": {"device": "CUDA"}})
     assert edit({"metadata": {"labels": {"team": "rl"}}}) == ""
 
 

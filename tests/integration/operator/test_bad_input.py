@@ -15,7 +15,7 @@ def test_a_claim_that_does_not_exist_is_named_and_picked_up_when_it_comes(
     name = jobs.create()
 
     message = jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
-    assert message.startswith("spec.storage.persistentVolumeClaim: 'data': there is no such claim")
+    assert message.startswith("spec.storage.claimName: 'data': there is no such claim")
     assert kubectl.json("get", "rayclusters")["items"] == []
     assert jobs.status(name)["phase"] == "Pending"
 
@@ -64,7 +64,7 @@ MANAGED = [{"key": "a", "operator": "Exists", "effect": "NoExecute", "toleration
         ({"head": {"podTemplate": {"spec": {"nodeSelector": {"gpu": True}}}}}, "nodeSelector.gpu"),
         ({"head": {"podTemplate": {"spec": {"tolerations": MANAGED}}}}, "tolerationSeconds"),
         ({"imagePullSecrets": [{"name": "twice"}, {"name": "twice"}]}, "imagePullSecrets"),
-        ({"storage": {"persistentVolumeClaim": "data", "mountPath": "/dev/shm"}}, "/dev/shm"),
+        ({"storage": {"claimName": "data", "mountPath": "/dev/shm"}}, "/dev/shm"),
     ],
     ids=["a boolean as a label", "a string as seconds", "a secret twice", "a mount twice"],
 )
@@ -114,4 +114,4 @@ def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, 
 def test_the_operator_went_on_through_all_of_it(jobs: Any, operator: Any) -> None:
     assert operator.process.poll() is None
     assert operator.probe("healthz") == 200
-    assert "fault in the operator" not in operator.log.read_text()
+    assert "defect in the operator" not in operator.log.read_text()

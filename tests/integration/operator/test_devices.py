@@ -90,7 +90,7 @@ def test_each_pod_gets_a_claim_of_its_own_with_the_devices_of_its_node(
 ) -> None:
     assert kubectl.apply(classes.template("all-of-a-node", DEVICES_OF_A_NODE)).returncode == 0
     pools = [claimed(fake_nodes, "all-of-a-node", nodes=2)]
-    name = jobs.create(device="cuda", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
 
     jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
 
@@ -114,11 +114,11 @@ def test_devices_that_no_node_has_left_are_said_in_the_schedulers_words(
 ) -> None:
     assert kubectl.apply(classes.template("more-than-a-node", DEVICES_OF_A_NODE + 1)).returncode == 0
     pools = [claimed(fake_nodes, "more-than-a-node", gpusPerNode=DEVICES_OF_A_NODE + 1)]
-    name = jobs.create(device="cuda", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.INSUFFICIENT_GPUS)
 
-    assert message.startswith("pool actor wants a claim of template more-than-a-node per node; 0/")
+    assert message.startswith("pool actor requests a claim of template more-than-a-node per node; 0/")
     assert "cannot allocate all claims" in message
 
 
@@ -127,7 +127,7 @@ def test_slices_of_one_gpu_are_given_to_several_pods(kubectl: Any, jobs: Any, fa
     add_nodes(Layout.from_environment(), 1, prefix=prefix, labels=fake_nodes.kind("mig"), gpus=4, resource=MIG)
     try:
         pools = [fake_pool(fake_nodes, "actor", "mig", nodes=3, gpusPerNode=1, gpuResourceName=MIG)]
-        name = jobs.create(device="cuda", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
+        name = jobs.create(device="CUDA", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
         jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
 
         assert [pod["spec"]["nodeName"] for pod in pods_of(kubectl, name, "actor")] == [f"{prefix}-0"] * 3
@@ -155,7 +155,7 @@ def test_a_pod_template_and_a_service_account_reach_the_pods(
     }
     pools = [fake_pool(fake_nodes, "actor", "h200", nodes=2, gpusPerNode=1, spread="Required", podTemplate=template)]
     name = jobs.create(
-        device="cuda",
+        device="CUDA",
         pools=pools,
         placement={"actor": "actor"},
         head=fake_head(fake_nodes),
@@ -178,7 +178,7 @@ def test_a_pod_template_and_a_service_account_reach_the_pods(
 def test_a_service_account_that_is_not_there_is_said(jobs: Any, fake_nodes: Any) -> None:
     pools = [fake_pool(fake_nodes, "actor", "h200", gpusPerNode=1)]
     name = jobs.create(
-        device="cuda",
+        device="CUDA",
         pools=pools,
         placement={"actor": "actor"},
         head=fake_head(fake_nodes),

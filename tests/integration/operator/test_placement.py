@@ -40,7 +40,7 @@ def test_two_pools_land_on_their_own_kinds_of_node(kubectl: Any, jobs: Any, fake
         fake_pool(fake_nodes, "actor", "h200", nodes=2, gpusPerNode=4, spread="Required"),
         fake_pool(fake_nodes, "critic", "a100", gpusPerNode=2),
     ]
-    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, head=fake_head(fake_nodes))
 
     jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
     status = jobs.status(name)
@@ -70,7 +70,7 @@ def test_two_pools_share_the_hosts_and_each_has_a_pod_on_both(kubectl: Any, jobs
     pools = [
         fake_pool(fake_nodes, name, "h200", nodes=2, gpusPerNode=2, spread="Required") for name in ("actor", "critic")
     ]
-    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, head=fake_head(fake_nodes))
 
     jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
     pods = kubectl.json("get", "pods", "--selector", f"ppojob.dev/job={name}")["items"]
@@ -87,11 +87,11 @@ def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(jobs: Any, 
         fake_pool(fake_nodes, "actor", "h200", gpusPerNode=4),
         fake_pool(fake_nodes, "critic", "a100", gpusPerNode=8),
     ]
-    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, head=fake_head(fake_nodes))
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.INSUFFICIENT_GPUS)
 
-    assert message.startswith("pool critic wants 8 nvidia.com/gpu per node; 0/")
+    assert message.startswith("pool critic requests 8 nvidia.com/gpu per node; 0/")
     assert "Insufficient nvidia.com/gpu" in message
     jobs.wait(name, lambda status: status["ready"] == "4/12")
     assert jobs.status(name)["pools"][1]["message"] == message
@@ -106,7 +106,7 @@ def test_the_plugin_explains_each_pool_in_the_schedulers_words(
         fake_pool(fake_nodes, "actor", "h200", gpusPerNode=4),
         fake_pool(fake_nodes, "critic", "a100", gpusPerNode=8),
     ]
-    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, head=fake_head(fake_nodes))
     jobs.wait(name, lambda status: status.get("ready") == "4/12" and bool(status["pools"][1].get("message")))
 
     def ppo(*arguments: str) -> str:
@@ -124,7 +124,7 @@ def test_the_plugin_explains_each_pool_in_the_schedulers_words(
 
 def test_a_kind_of_node_that_is_not_there_is_said(jobs: Any, fake_nodes: Any) -> None:
     pools = [fake_pool(fake_nodes, "actor", "b300", gpusPerNode=1)]
-    name = jobs.create(device="cuda", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
+    name = jobs.create(device="CUDA", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.UNSCHEDULABLE)
 
@@ -136,7 +136,7 @@ def test_a_job_that_cannot_start_fails_at_its_deadline_and_gives_its_nodes_back(
 ) -> None:
     pools = [fake_pool(fake_nodes, "actor", "h200", gpusPerNode=64)]
     name = jobs.create(
-        device="cuda",
+        device="CUDA",
         pools=pools,
         placement={"actor": "actor"},
         head=fake_head(fake_nodes),
@@ -146,7 +146,7 @@ def test_a_job_that_cannot_start_fails_at_its_deadline_and_gives_its_nodes_back(
     message = jobs.wait_for(name, Condition.FAILED, "True", Reason.STARTUP_DEADLINE_EXCEEDED)
 
     assert "within 8 s" in message
-    assert "pool actor wants 64 nvidia.com/gpu per node" in message
+    assert "pool actor requests 64 nvidia.com/gpu per node" in message
     jobs.wait(name, lambda status: status["phase"] == "Failed")
     selector = ("--selector", f"ppojob.dev/job={name}")
     kubectl("wait", "--for=delete", "rayclusters,pods", *selector, "--timeout=50s")

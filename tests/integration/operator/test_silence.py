@@ -57,7 +57,7 @@ def test_silence_is_said_and_harms_nothing_and_the_next_report_catches_up(
         fake_pool(fake_nodes, "actor", "h200", gpusPerNode=1),
         fake_pool(fake_nodes, "critic", "a100", gpusPerNode=1),
     ]
-    name = jobs.create(device="cuda", pools=pools, head=fake_head(fake_nodes), runPolicy={"stallTimeoutSeconds": 10})
+    name = jobs.create(device="CUDA", pools=pools, head=fake_head(fake_nodes), runPolicy={"stallTimeoutSeconds": 10})
     jobs.wait_for(name, Condition.SUBMITTED, "True", Reason.TRAINER_SUBMITTED)
     sender = sender_of(kubectl, name)
     sender.send(operator, 1)

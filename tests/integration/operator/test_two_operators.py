@@ -99,7 +99,7 @@ def test_the_second_leaves_a_job_of_the_first_alone_and_says_so_once(
     kubectl: Any, jobs: Any, pair: Pair, rights: Rights
 ) -> None:
     # One whose status is at rest: whatever is written, is written by an operator.
-    name = started_by_the_first(kubectl, jobs, pair, rights, storage={"persistentVolumeClaim": "missing"})
+    name = started_by_the_first(kubectl, jobs, pair, rights, storage={"claimName": "missing"})
     jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
     jobs.wait_until(lambda: pair.second.metric("ppojob_jobs_left_alone") == 1)
     pair.proxy.used.clear()
@@ -131,11 +131,11 @@ def test_the_second_takes_a_job_over_when_the_first_is_gone_for_good(
     status = jobs.status(name)
     assert [status["rayCluster"]["name"]] == clusters_of(kubectl, name)
     assert (status["attempt"], status["retries"]["total"]) == (1, 0)
-    assert "has shown no sign of life for" in jobs.event(name, Reason.TAKEN_OVER)["message"]
+    assert "has not been renewed for" in jobs.event(name, Reason.TAKEN_OVER)["message"]
     # Back again, the first one finds that the job is another's; it may not even ask whether that one lives.
     pair.first.start()
     jobs.wait_until(lambda: pair.first.metric("ppojob_jobs_left_alone") == 1)
-    assert "may not look whether that one still runs" in pair.first.log.read_text()
+    assert "may not read the other's Lease" in pair.first.log.read_text()
     assert jobs.status(name)["operator"]["namespace"] == elsewhere.environment["POD_NAMESPACE"]
 
 

@@ -29,7 +29,7 @@ from ppojob_trainer.main import run_job
 TASK = {"task": "products", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 SPLIT = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
-    "placement": {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"},
+    "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"},
 }
 ONE_POOL = {"pools": [{"name": "one", "gpusPerNode": 2}], "placement": {"actor": "one"}}
 TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_")
@@ -64,11 +64,11 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
     """Return a spec of three steps in two pools, with these sections in place of its own."""
     return {
         "image": "i",
-        "device": "cpu",
+        "device": "CPU",
         "model": {"actor": {"path": str(model), "gradientCheckpointing": False}},
         "data": {
-            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 32, "seed": 1}},
-            "validation": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 8, "seed": 2}},
+            "train": {"reasoningGym": {**TASK, "size": 32, "seed": 1}},
+            "validation": {"reasoningGym": {**TASK, "size": 8, "seed": 2}},
             "trainBatchSize": 8,
             "maxPromptLength": 256,
             "maxResponseLength": 16,
@@ -77,7 +77,7 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
         "algorithm": {"kl": {"inReward": True, "inLoss": True, "controller": {"type": "Adaptive"}}},
         "actor": {"learningRate": 1e-3, "miniBatchSize": 4},
         "critic": {"learningRate": 1e-3, "miniBatchSize": 4},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "trainer": {"totalSteps": STEPS, "validateEverySteps": 1},
         **SPLIT,
         **changes,
@@ -89,10 +89,10 @@ def job_of(root: Path, raw: dict[str, Any]) -> JobFile:
     return JobFile(namespace="test", name="tiny", uid="uid-of-test", root=str(root), spec=resolve(parse_spec(raw)))
 
 
-def finish(root: Path, raw: dict[str, Any], attempt: int = 0) -> Run:
-    """Run a job in this process to its end."""
+def finish(root: Path, raw: dict[str, Any], attempt: int = 0, steps: int | None = None) -> Run:
+    """Run a job in this process to its end; `steps` is the end of a job with totalEpochs."""
     job = job_of(root, raw)
-    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(job.spec.trainer.total_steps, True)
+    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(steps or job.spec.trainer.total_steps, True)
     return Run(root)
 
 

@@ -92,7 +92,7 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> PPOJobSpec:
     raw = spec_of(
         model,
         data={
-            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": ROWS, "seed": 1}},
+            "train": {"reasoningGym": {**TASK, "size": ROWS, "seed": 1}},
             "trainBatchSize": ROWS,
             "maxPromptLength": PROMPT,
             "maxResponseLength": LONG,
@@ -132,8 +132,8 @@ async def make_ready(groups: Groups) -> None:
     assert groups.reward.function is not None
     await wait_until_up(groups.all())
     meeting = (join(group.group) for group in (groups.actor, groups.critic, groups.own_ref))
-    sources, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
-    await groups.reward.function.group.call(RewardWorker.load, sources)
+    loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
+    await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
 
 
 async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
@@ -150,7 +150,7 @@ async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
 def controller_of(groups: Groups, spec: PPOJobSpec) -> PPO[Table]:
     return PPO(
         groups.ports(),
-        schedule_of(spec.schedule.mode, spec.schedule.without),
+        schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps),
         Phases(pools_of_phases(spec), LIMIT_S),
         PPOSettings(pools_of_roles(spec), LONG),
         make_kl_controller("Adaptive", 0.1, 0.1, 10_000),

@@ -42,7 +42,7 @@ def _reached(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def job_of(storage: Path, model: str, data: str = f"s3://{BUCKET}/data/train.jsonl") -> JobFile:
     changes = {
         ("spec", "model", "actor", "path"): model,
-        ("spec", "data", "train"): {"type": "JSONL", "files": {"paths": [data]}},
+        ("spec", "data", "train"): {"files": {"paths": [data]}},
         ("spec", "storage", "mountPath"): str(storage),
     }
     spec, sources = localized(resolve(parse_manifest(with_changes(changes))[2]), str(storage))

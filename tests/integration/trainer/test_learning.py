@@ -24,7 +24,7 @@ def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
     raw = spec_of(
         model,
         data={
-            "train": {"type": "ReasoningGym", "reasoningGym": {**TASK, "size": 256, "seed": 1}},
+            "train": {"reasoningGym": {**TASK, "size": 256, "seed": 1}},
             "trainBatchSize": 32,
             "maxPromptLength": 256,
             "maxResponseLength": 16,
@@ -34,7 +34,7 @@ def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
         actor=training,
         critic=training,
         schedule={"mode": "ParallelUpdate"},
-        placement={"actor": "actor", "rollout": "actor", "critic": "critic", "reward": "critic"},
+        placement={"actor": "actor", "rollout": ["actor"], "critic": "critic", "reward": "critic"},
         trainer={"totalSteps": STEPS, "validateEverySteps": 0},
         checkpoint={"everySteps": 0, "export": "Never"},
     )

@@ -37,7 +37,7 @@ def spec_of(actor_nodes: int) -> PPOJobSpec:
         {"name": "actor", "nodes": actor_nodes, "gpusPerNode": 2},
         {"name": "critic", "nodes": 2, "gpusPerNode": 2},
     ]
-    return resolve(parse_spec({**GOOD["spec"], "device": "cpu", "pools": pools}))
+    return resolve(parse_spec({**GOOD["spec"], "device": "CPU", "pools": pools}))
 
 
 def started(start: Callable[[], Any]) -> Any:

@@ -151,30 +151,63 @@ def test_no_process_is_left(resumed: Run) -> None:
 
 
 def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path) -> None:
-    lent = {"placement": {"actor": "actor", "critic": "critic", "lentToRollout": ["critic"]}}
+    shared = {"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]}}
 
-    found = finish(tmp_path, spec_of(model, **lent))
+    found = finish(tmp_path, spec_of(model, **shared))
 
     assert_same_steps(found, undisturbed, rel=2e-2, absolute=2e-3)
     assert_same_weights(found, undisturbed, model)
 
 
+def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Path) -> None:
+    grpo: dict[str, Any] = {
+        "algorithm": {"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
+        "rollout": {"samplesPerPrompt": 2},
+        "actor": {"learningRate": 1e-2, "miniBatchSize": 4},
+        "trainer": {"totalSteps": 2, "validateEverySteps": 0},
+    }
+    apart = {
+        "pools": [{"name": "trainer", "gpusPerNode": 1}, {"name": "rollout", "gpusPerNode": 1}],
+        "placement": {"actor": "trainer", "rollout": ["rollout"]},
+    }
+    serial = finish(tmp_path / "serial", spec_of(model, **grpo, **apart, schedule={"mode": "Serial"}))
+
+    overlapped = finish(tmp_path / "overlapped", spec_of(model, **grpo, **apart))
+
+    assert_same_steps(overlapped, serial, rel=2e-2, absolute=2e-3)
+    assert_same_weights(overlapped, serial, model)
+    spans = [
+        {(e["name"], e["ts"], e["ts"] + e["dur"]) for e in read_trace(run.root / "trace.json") if e["ph"] == "X"}
+        for run in (overlapped, serial)
+    ]
+    beside = [
+        any(overlap((start, end), (other, until)) for name, start, end in each if name in ("old_log_prob", "ref")
+            for phase, other, until in each if phase == "gen")
+        for each in spans
+    ]  # fmt: skip
+    assert beside == [True, False], "log-probs run beside generation, in Overlapped only"
+
+
 def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
     lora = {"path": str(model), "lora": {"rank": 8, "targetModules": ["q_proj", "down_proj"]}}
+    data = spec_of(model)["data"]
+    # Two batches of eight prompts; the others are left out of the epoch.
+    data["train"]["reasoningGym"]["size"] = 21
     raw = spec_of(
         model,
+        data=data,
         model={"actor": lora},
-        algorithm={"advantageEstimator": "grpo", "kl": {"inReward": True}},
+        algorithm={"advantageEstimator": "GRPO", "kl": {"inReward": True}},
         rollout={"samplesPerPrompt": 2},
         pools=[{"name": "one", "gpusPerNode": 1}],
-        placement={"actor": "one"},
         actor={"learningRate": 1e-2, "miniBatchSize": 4},
-        trainer={"totalSteps": 2, "validateEverySteps": 0},
+        trainer={"totalEpochs": 1, "validateEverySteps": 0},
     )
+    del raw["placement"]
     job: JobFile = job_of(tmp_path, raw)
     assert job.spec.placement.ref == "one"
 
-    records = finish(tmp_path, raw).records
+    records = finish(tmp_path, raw, steps=2).records
 
     assert [records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL for step in (1, 2)] == [True, True]
     # The policy begins as its reference, and moves away from it.

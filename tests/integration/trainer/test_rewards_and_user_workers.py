@@ -76,7 +76,7 @@ def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
         "placement": {"actor": "actor", "critic": "critic", "reward": "scoring"},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
-        "schedule": {"mode": "Overlapped", "without": ["Values", "Streaming"]},
+        "schedule": {"mode": "Overlapped", "disabledOverlaps": ["Values", "Streaming"]},
     }
 
 
@@ -209,7 +209,7 @@ def test_a_data_set_without_a_function_is_refused_before_anything_is_loaded(mode
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "2 + 2", "data_source": "codecontests"}) + "\n")
     raw = unreliable(model)
-    files = {"type": "JSONL", "files": {"paths": [str(data)]}}
+    files = {"files": {"paths": [str(data)]}}
     raw["data"] = {**raw["data"], "train": files, "trainBatchSize": 1}
     raw["reward"] = {"function": {"module": "ppojob_trainer.rewards.by_data_source"}}
     raw["actor"] = raw["critic"] = {"miniBatchSize": 1}

@@ -25,7 +25,7 @@ HEALTHY = 0.012
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = prepare(tmp_path_factory.mktemp("models") / "smollm2")
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), str(model), "cpu", "gloo"],
+        [sys.executable, str(SCRIPT), str(model), "CPU", "gloo"],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

@@ -45,16 +45,16 @@ def spec_of(gpus_of_actor: int) -> PPOJobSpec:
         parse_spec(
             {
                 "image": "i",
-                "device": "cpu",
+                "device": "CPU",
                 "model": {"actor": {"path": "/m"}},
                 "data": {
-                    "train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}},
+                    "train": {"reasoningGym": {"task": "products"}},
                     "trainBatchSize": 256,
                 },
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "actor", "gpusPerNode": gpus_of_actor}, {"name": "critic", "gpusPerNode": 1}],
                 "placement": {"actor": "actor", "critic": "critic"},
-                "storage": {"persistentVolumeClaim": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )

@@ -58,7 +58,7 @@ def test_a_local_job_reports_to_nobody() -> None:
 def test_defaults_are_left_out_so_that_older_trainers_do_not_meet_them() -> None:
     spec = json.loads(_job(seed=2).encode())["spec"]
 
-    assert spec["trainer"] == {"seed": 2}
+    assert spec["trainer"] == {"seed": 2, "totalSteps": 100}, "the length is resolved"
     assert "betas" not in spec["actor"]
     assert "rollout" not in spec
 

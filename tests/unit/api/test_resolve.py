@@ -17,9 +17,14 @@ KL: Changes = {("spec", "algorithm"): {"kl": {"inReward": True}}}
 LORA: Changes = {("spec", "model", "actor", "lora"): {"rank": 4}}
 LORA_AND_A_COPY = LORA | {("spec", "model", "ref"): {"path": "/data/model"}}
 SAMPLES: Changes = {("spec", "rollout"): {"samplesPerPrompt": 2}}
-GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo"}}
-GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "grpo", "kl": {"inLoss": True}}}
+GRPO = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO"}}
+GRPO_WITH_KL = SAMPLES | {("spec", "algorithm"): {"advantageEstimator": "GRPO", "kl": {"inLoss": True}}}
+REWARD_MODEL: Changes = {
+    ("spec", "reward"): {"type": "Model"},
+    ("spec", "model", "reward"): {"path": "/data/reward-model"},
+}
 NO_CRITIC_POOL: Changes = {("spec", "placement", "critic"): GONE}
+NO_PLACEMENT: Changes = {("spec", "pools", 1): GONE, ("spec", "placement"): GONE}
 
 
 def _resolved(changes: Changes) -> PPOJobSpec:
@@ -34,22 +39,24 @@ def _resolved(changes: Changes) -> PPOJobSpec:
         (KL | LORA, "actor=actor rollout=actor ref=actor critic=critic reward=critic"),
         (KL | LORA_AND_A_COPY, "actor=actor rollout=actor ref=critic critic=critic reward=critic"),
         (KL | NO_CRITIC_POOL, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
+        (KL | NO_PLACEMENT, "actor=actor rollout=actor ref=actor critic=actor reward=actor"),
         (GRPO, "actor=actor rollout=actor reward=actor"),
         (GRPO_WITH_KL, "actor=actor rollout=actor ref=actor reward=actor"),
         (
             KL | {("spec", "placement", "ref"): "actor"},
             "actor=actor rollout=actor ref=actor critic=critic reward=critic",
         ),
-        ({("spec", "placement", "rollout"): "critic"}, "actor=actor rollout=critic critic=critic reward=critic"),
+        ({("spec", "placement", "rollout"): ["critic"]}, "actor=actor rollout=critic critic=critic reward=critic"),
         ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
     ],
     ids=[
-        "gae",
+        "GAE",
         "kl",
         "adapters",
         "adapters and a copy",
         "one pool",
-        "grpo",
+        "no placement",
+        "GRPO",
         "grpo with kl",
         "ref given",
         "rollout given",
@@ -62,33 +69,33 @@ def test_every_role_in_use_has_a_pool(changes: Changes, expected: str) -> None:
     assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
 
 
-def test_a_pool_that_is_lent_has_the_rollout_too() -> None:
-    spec = _resolved({("spec", "placement", "lentToRollout"): ["critic"]})
+def test_a_pool_that_is_shared_with_the_rollout_has_the_role_too() -> None:
+    spec = _resolved({("spec", "placement", "rollout"): ["actor", "critic"]})
 
     assert [pool.name for role, pool in roles(spec) if role is Role.ROLLOUT] == ["actor", "critic"]
     assert spec.placement.rollout_pools == ("actor", "critic")
     assert _resolved({}).placement.rollout_pools == ("actor",)
 
 
-@pytest.mark.parametrize(("given", "resolved"), [([], None), (["b", "a"], ["a", "b"])])
-def test_pools_that_are_lent_are_a_set(given: list[str], resolved: list[str] | None) -> None:
+@pytest.mark.parametrize(("given", "resolved"), [(["b"], ["b"]), (["b", "critic", "a"], ["b", "a", "critic"])])
+def test_the_order_matters_for_the_first_pool_that_generates_only(given: list[str], resolved: list[str]) -> None:
     more = [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "a", "b")]
-    spec = _resolved({("spec", "pools"): more, ("spec", "placement", "lentToRollout"): given})
+    spec = _resolved({("spec", "pools"): more, ("spec", "placement", "rollout"): given})
 
-    assert spec.placement.lent_to_rollout == resolved
+    assert spec.placement.rollout == resolved
 
 
 @pytest.mark.parametrize(
     ("changes", "mode"),
     [
         ({}, ScheduleMode.OVERLAPPED),
-        (NO_CRITIC_POOL, ScheduleMode.SERIAL),
-        (GRPO, ScheduleMode.SERIAL),
+        (NO_CRITIC_POOL, ScheduleMode.OVERLAPPED),
+        (GRPO, ScheduleMode.OVERLAPPED),
         ({("spec", "schedule"): {"mode": "ParallelUpdate"}}, ScheduleMode.PARALLEL_UPDATE),
         ({("spec", "schedule"): {"mode": "Serial"}}, ScheduleMode.SERIAL),
     ],
 )
-def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: ScheduleMode) -> None:
+def test_auto_overlaps_with_and_without_a_critic(changes: Changes, mode: ScheduleMode) -> None:
     assert _resolved(changes).schedule.mode is mode
 
 
@@ -97,26 +104,36 @@ def test_auto_overlaps_where_actor_and_critic_are_apart(changes: Changes, mode: 
     [
         ({}, "Auto", [Overlap.VALUES]),
         ({}, "Overlapped", [Overlap.VALUES]),
-        # One pool: Serial, which has no overlaps.
-        (NO_CRITIC_POOL, "Auto", []),
+        (NO_CRITIC_POOL, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
+        (NO_CRITIC_POOL, "Overlapped", [Overlap.VALUES]),
+        (GRPO, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
+        (GRPO | {("spec", "placement", "rollout"): ["critic"]}, "Auto", [Overlap.VALUES]),
+        (GRPO_WITH_KL | {("spec", "placement", "ref"): "critic"}, "Auto", [Overlap.VALUES]),
+        # A reward function computes on no device of its pool, a reward model does.
+        (
+            GRPO | {("spec", "placement", "reward"): "critic"},
+            "Auto",
+            [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES],
+        ),
+        (GRPO | REWARD_MODEL | {("spec", "placement", "reward"): "critic"}, "Auto", [Overlap.VALUES]),
     ],
 )
-def test_overlaps_to_do_without_are_kept_where_there_are_overlaps(
+def test_a_single_pool_has_no_overlaps_between_pools_unless_they_are_asked_for(
     changes: Changes, mode: str, kept: list[Overlap]
 ) -> None:
-    once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "without": ["Values"]}})
+    once = _resolved({**changes, ("spec", "schedule"): {"mode": mode, "disabledOverlaps": ["Values"]}})
 
-    assert once.schedule.without == kept
+    assert once.schedule.disabled_overlaps == kept
     assert list(check(once)) == []
 
 
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cuda", None, "nvidia.com/gpu"),
-        ("cpu", None, ""),
-        ("cuda", "amd.com/gpu", "amd.com/gpu"),
-        ("cpu", "x/y", "x/y"),
+        ("CUDA", None, "nvidia.com/gpu"),
+        ("CPU", None, ""),
+        ("CUDA", "amd.com/gpu", "amd.com/gpu"),
+        ("CPU", "x/y", "x/y"),
     ],
 )
 def test_the_gpu_resource_follows_the_device(device: str, given: str | None, expected: str) -> None:

@@ -93,7 +93,7 @@ def test_a_spec_without_addresses_stays_as_it_is() -> None:
 def test_folders_stand_in_place_of_addresses() -> None:
     model = {"actor": {"path": "hf://Qwen/Qwen3-8B@v1"}, "critic": {"path": "s3://bucket/critics/small"}}
     files = {"paths": ["/data/own.parquet", "hf://datasets/openai/gsm8k/main/train.parquet"]}
-    spec = spec_of(model, {"type": "Parquet", "files": files})
+    spec = spec_of(model, {"files": files})
 
     local, sources = localized(spec, "/data")
 

@@ -78,3 +78,12 @@ def test_a_long_value_is_shortened() -> None:
 
 def test_a_status_in_the_file_is_passed_over() -> None:
     parse_manifest(with_changes({("status",): {"phase": "Running"}}))
+
+
+def test_a_label_may_name_the_queue_of_a_manifest() -> None:
+    labels = {("metadata", "labels"): {"kueue.x-k8s.io/queue-name": "gpus"}}
+    _, _, spec = parse_manifest(with_changes(labels | {("spec", "runPolicy", "queuePriorityClass"): "high"}))
+
+    assert spec.run_policy.queue_name == "gpus"
+    with pytest.raises(SpecError, match=r"queue-name\]: 'gpus': spec.runPolicy.queueName is 'cpus': remove one"):
+        parse_manifest(with_changes(labels | {("spec", "runPolicy", "queueName"): "cpus"}))

@@ -16,6 +16,10 @@ from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD
 
 SCHEMAS = {"spec": structural(PPOJobSpec), "status": structural(PPOJobStatus)}
+PASCAL_CASE = re.compile(r"([A-Z][a-z0-9]*)+")
+ACRONYMS = ("Cpu", "Cuda", "Gae", "Gpu", "Grpo", "Json", "Kai", "Kl", "Llm", "Rloo")
+OTHERWISE_SPELLED = {"spec.telemetry.profile.roles[]": "roles are written as the fields of placement and model are"}
+"""Enums that are not in PascalCase, and why."""
 FORBIDDEN = ("$ref", "$defs", "anyOf", "oneOf", "allOf", "title", "const", "additionalItems")
 
 
@@ -153,6 +157,22 @@ def test_the_columns_are_in_the_status() -> None:
     assert list(columns) == ["Phase", "Step", "Progress", "Reward", "Ready", "Retries", "Age"]
     known = {path for path, _ in NODES}
     assert {path.removeprefix(".") for name, path in columns.items() if name != "Age"} <= known
+
+
+ENUMS = [(path, [str(value) for value in node["enum"]]) for path, node in NODES if "enum" in node]
+
+
+@pytest.mark.parametrize(("path", "values"), ENUMS, ids=[path for path, _ in ENUMS])
+def test_values_of_enums_are_pascal_case_with_acronyms_in_capitals(path: str, values: list[str]) -> None:
+    fitting = [
+        value for value in values if PASCAL_CASE.fullmatch(value) and not any(word in value for word in ACRONYMS)
+    ]
+
+    assert fitting == ([] if path in OTHERWISE_SPELLED else values)
+
+
+def test_every_exception_of_the_spelling_is_in_the_schema() -> None:
+    assert set(OTHERWISE_SPELLED) <= {path for path, _ in ENUMS}
 
 
 def _without_empty(value: Any) -> Any:

@@ -14,8 +14,8 @@ from tests.bench.bench_split import _arguments
     [
         ([], 3, 3),
         (["--gpus", "2"], 3, 2),
-        (["--device", "cpu"], 0, 2),
-        (["--device", "cpu", "--gpus", "4"], 0, 4),
+        (["--device", "CPU"], 0, 2),
+        (["--device", "CPU", "--gpus", "4"], 0, 4),
     ],
 )
 def test_without_a_number_all_gpus_are_taken(
@@ -34,13 +34,13 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         _arguments()
 
-    assert "--device cuda: no GPU is found here; take --device cpu" in capsys.readouterr().err
+    assert "--device CUDA: no GPU is found here; take --device CPU" in capsys.readouterr().err
 
 
 def test_a_layout_that_is_not_there_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--device", "cpu", "--layouts", "colocated,halves"]
+    options = ["--device", "CPU", "--layouts", "colocated,halves"]
     monkeypatch.setattr(sys, "argv", ["bench_split", "--output", "out", *options])
 
     with pytest.raises(SystemExit):

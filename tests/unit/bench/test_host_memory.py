@@ -15,13 +15,13 @@ GB = 10**9
 
 
 @pytest.mark.parametrize("critic", sorted(CRITICS))
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["CUDA", "CPU"])
 def test_a_job_is_valid(tmp_path: Path, critic: str, device: str) -> None:
     arguments = argparse.Namespace(gpus=2, steps=3, device=device, critic=critic, set=["actor.maxTokensPerGPU=16384"])
 
     spec = spec_of(_job(tmp_path, workload.Size("7B"), arguments))
 
-    assert spec.model.actor.offload.optimizer == (device == "cuda")
+    assert spec.model.actor.offload.optimizer == (device == "CUDA")
     assert spec.algorithm.needs_critic == (critic != "none")
     assert (spec.model.critic.lora is not None) == (critic == "lora")
     assert spec.data.train_batch_size * spec.rollout.samples_per_prompt == workload.NUM_PROMPTS

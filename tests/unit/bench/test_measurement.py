@@ -23,7 +23,7 @@ def _run(folder: Path, name: str, phases: dict[str, float], step_s: float) -> Re
     """Write a finished run of five steps, the first three of which took long."""
     run = folder / name / "run"
     run.mkdir(parents=True)
-    job = workload.job(Path("/w"), SIZE, layout(name, 4), 5, "cuda")
+    job = workload.job(Path("/w"), SIZE, layout(name, 4), 5, "CUDA")
     (folder / name / "job.yaml").write_text(yaml.safe_dump(job))
     (folder / name / "finished.json").write_text('{"started": 100.0}')
     rows = []

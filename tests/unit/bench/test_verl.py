@@ -37,7 +37,7 @@ STEPS = "".join(LINE.format(step=step, gen=2.4, total=9.2) for step in range(1, 
 
 
 def job(folder: Path, size: workload.Size = TINY, gpus: int = 2) -> PPOJobSpec:
-    return spec_of(workload.job(folder, size, layout("colocated", gpus), 5, "cuda"))
+    return spec_of(workload.job(folder, size, layout("colocated", gpus), 5, "CUDA"))
 
 
 def program(folder: Path, text: str) -> str:
@@ -77,7 +77,7 @@ def test_its_settings_are_those_of_the_job() -> None:
 
 
 def test_what_is_set_for_our_layouts_is_set_for_it() -> None:
-    raw = workload.job(Path("/w"), TINY, layout("colocated", 2), 5, "cuda")
+    raw = workload.job(Path("/w"), TINY, layout("colocated", 2), 5, "CUDA")
     raw["spec"]["model"]["actor"]["gradientCheckpointing"] = False
     raw["spec"]["actor"]["maxTokensPerGPU"] = 16_384
 
@@ -168,8 +168,8 @@ def test_an_interpreter_without_it_is_named(tmp_path: Path, text: str | None, re
     ("options", "message"),
     [
         (["--verl", "/none/python"], "--verl: /none/python cannot run verl"),
-        (["--verl", "--lengths", "varied"], "with --device cuda and --lengths equal alone"),
-        (["--verl", "--device", "cpu"], "with --device cuda and --lengths equal alone"),
+        (["--verl", "--lengths", "varied"], "with --device CUDA and --lengths equal alone"),
+        (["--verl", "--device", "CPU"], "with --device CUDA and --lengths equal alone"),
     ],
 )
 def test_the_benchmark_refuses_before_it_measures(

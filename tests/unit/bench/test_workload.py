@@ -18,7 +18,7 @@ TINY = workload.Size("tiny", num_prompts=8, prompt_tokens=20, response_tokens=16
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 3, 4])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["CUDA", "CPU"])
 def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -> None:
     for sections in layouts(num_gpus).values():
         _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, device))
@@ -30,6 +30,9 @@ def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -
     [
         ("colocated", {"all": 4}, "Serial"),
         ("colocated-1", {"all": 1}, "Serial"),
+        ("colocated-auto", {"all": 4}, "Auto"),
+        ("rollout-apart", {"trainer": 2, "rollout": 2}, "Overlapped"),
+        ("rollout-apart-serial", {"trainer": 2, "rollout": 2}, "Serial"),
         ("split-serial", {"actor": 2, "critic": 2}, "Serial"),
         ("1+1", {"actor": 1, "critic": 1}, "Overlapped"),
         ("3+1", {"actor": 3, "critic": 1}, "Overlapped"),
@@ -40,7 +43,7 @@ def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -
     ],
 )
 def test_a_name_says_pools_and_mode(name: str, pools: dict[str, int], mode: str) -> None:
-    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, layout(name, 4), 3, "cuda"))
+    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, layout(name, 4), 3, "CUDA"))
 
     assert {pool.name: pool.gpus for pool in spec.pools} == pools
     assert spec.schedule.mode == mode
@@ -55,8 +58,8 @@ def test_every_overlap_can_be_taken_away_by_name(split: str, overlap: Overlap) -
 
     sections = layout(f"{split}-without-{words.get(overlap, overlap.lower())}", 2)
 
-    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, "cuda"))
-    assert (spec.schedule.mode, spec.schedule.without) == ("Overlapped", [overlap])
+    _, _, spec = parse_manifest(workload.job(Path("/w"), TINY, sections, 3, "CUDA"))
+    assert (spec.schedule.mode, spec.schedule.disabled_overlaps) == ("Overlapped", [overlap])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_a_filler_is_written_with_the_name_that_ends_a_response(tmp_path: Path) 
 def test_a_job_with_varied_lengths_ends_responses_by_strings(is_varied: bool) -> None:
     size = replace(TINY, is_varied=is_varied)
 
-    _, _, spec = parse_manifest(workload.job(Path("/w"), size, layout("colocated", 1), 3, "cuda"))
+    _, _, spec = parse_manifest(workload.job(Path("/w"), size, layout("colocated", 1), 3, "CUDA"))
 
     assert spec.rollout.ignore_eos
     assert spec.rollout.stop == (workload.stops(TINY) if is_varied else [])

@@ -82,7 +82,7 @@ def test_an_example_without_an_image_line_is_refused() -> None:
 def test_the_demo_prepares_the_model_that_the_example_trains() -> None:
     spec = yaml.safe_load(EXAMPLE.read_text())["spec"]
     assert spec["model"]["actor"]["path"] == manifests.MODEL_PATH
-    assert spec["storage"] == {"persistentVolumeClaim": manifests.CLAIM, "mountPath": manifests.MOUNT_PATH}
+    assert spec["storage"] == {"claimName": manifests.CLAIM, "mountPath": manifests.MOUNT_PATH}
 
 
 def test_the_demo_s_pods_satisfy_the_restricted_standard() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec, KLControllerType, KLEstimator
 from ppojob_api.v1alpha1.constants import STATUS_METRICS, Condition, Phase, Reason
-from ppojob_api.v1alpha1.data import SourceType
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.reward import RewardType
@@ -129,7 +128,6 @@ def test_the_matrix_has_the_estimators_and_whether_they_need_a_critic() -> None:
         ("algorithm.kl.estimator", KLEstimator),
         ("algorithm.kl.controller.type", KLControllerType),
         ("actor.lossAggregation", LossAggregation),
-        ("data.train.type", SourceType),
         ("reward.type", RewardType),
         ("telemetry.trackers", Tracker),
         ("runPolicy.gangScheduler", GangScheduler),

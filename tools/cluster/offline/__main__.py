@@ -28,7 +28,7 @@ def compare(
         Path, typer.Option(resolve_path=True, help="Where the device nodes nvidia0, nvidia1, ... lie.")
     ] = Path("/dev"),
     shape: Annotated[str, typer.Option(help="The workload's model: 0.5B, 1.5B or tiny.")] = "0.5B",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Annotated[str, typer.Option(help="CUDA or CPU.")] = "CUDA",
     steps: Annotated[int, typer.Option(min=5, help="Steps of each run.")] = 10,
     limit: Annotated[int, typer.Option(min=30, help="Seconds that each of the two runs may take.")] = 300,
 ) -> None:

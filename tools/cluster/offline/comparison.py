@@ -101,10 +101,10 @@ def job_of(work: Work, folder: Path) -> dict[str, Any]:
     job = workload.job(folder / "workload", work.size, layouts(NUM_GPUS)[LAYOUT], work.num_steps, work.device)
     job["metadata"] = {"name": JOB, "namespace": NAMESPACE}
     cpus, memory = share_of_machine(os.cpu_count() or 1, _memory_bytes())
-    pool = {"cpu": cpus, "memory": memory, "shm": "8Gi" if work.device == "cuda" else "1Gi"}
+    pool = {"cpu": cpus, "memory": memory, "shm": "8Gi" if work.device == "CUDA" else "1Gi"}
     spec = job["spec"]
     spec |= {"image": TRAINER_IMAGE, "head": {"resources": {"cpu": cpus, "memory": memory}}}
-    spec["storage"] = {"persistentVolumeClaim": manifests.CLAIM, "mountPath": str(folder)}
+    spec["storage"] = {"claimName": manifests.CLAIM, "mountPath": str(folder)}
     # Named, because without a GPU nothing would be asked of the device plugin.
     own = {"nodes": 1, "gpuResourceName": RESOURCE, "resourcesPerGPU": pool}
     spec["pools"] = [{**item, **own} for item in spec["pools"]]

@@ -32,9 +32,14 @@ def _size(pool: Pool) -> str:
     return f"{pool.gpus} ({pool.nodes} {nodes} x {pool.gpus_per_node})"
 
 
+def _schedule(spec: PPOJobSpec) -> str:
+    disabled = ", ".join(overlap.value for overlap in spec.schedule.disabled_overlaps)
+    return f"{spec.schedule.mode.value}{f' without {disabled}' if disabled else ''}"
+
+
 def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     batch, samples = spec.data.train_batch_size, spec.rollout.samples_per_prompt
-    yield "schedule", spec.schedule.mode.value
+    yield "schedule", _schedule(spec)
     yield "total", f"{sum(pool.gpus for pool in spec.pools)} on {spec.device.value}"
     yield "batch", f"{batch} prompts x {samples} = {batch * samples} sequences a step"
     yield (
@@ -44,7 +49,8 @@ def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     )
     yield "tokens", f"prompt {spec.data.max_prompt_length} + response {spec.data.max_response_length} at most"
     trainer, checkpoint = spec.trainer, spec.checkpoint
-    yield "steps", f"{trainer.total_steps}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
+    length = f"{trainer.total_steps}" if trainer.total_epochs is None else f"those of {trainer.total_epochs} epochs"
+    yield "steps", f"{length}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
     place = f", in {checkpoint.path}" if checkpoint.path else ""
     yield "checkpoints", f"{_each(checkpoint.every_steps, 'one', True)}, {checkpoint.keep} kept{place}"
 

@@ -26,7 +26,7 @@ class Generation(Generic[B]):
 
     def __init__(self, ports: Ports[B], phases: Phases) -> None:
         self._own = ports.rollout
-        self._engines: Mapping[str, RolloutPort[B]] = {OWN: ports.rollout, **ports.lent}
+        self._engines: Mapping[str, RolloutPort[B]] = {OWN: ports.rollout, **ports.shared}
         self._phases = phases
 
     @property

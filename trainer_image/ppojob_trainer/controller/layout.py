@@ -11,10 +11,10 @@ from ppojob_trainer.controller.generation import OWN
 from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.controller.step_time import Layout
 
-__all__ = ["layout_of", "lent_role", "pools_of_phases", "pools_of_roles"]
+__all__ = ["layout_of", "pools_of_phases", "pools_of_roles", "shared_role"]
 
 
-def lent_role(pool: str) -> str:
+def shared_role(pool: str) -> str:
     """Return the role of the engines in a pool that is shared with the rollout."""
     return f"{OWN}_{pool}"
 
@@ -25,13 +25,13 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
     named = {
         "data": spec.pools[0].name,
         "actor": placement.actor,
-        "rollout": placement.rollout,
+        "rollout": placement.rollout_pools[0],
         "critic": placement.critic,
         "ref": placement.ref,
         "reward": placement.reward,
         "reward_model": placement.reward if spec.reward.uses_model else None,
         **{worker.name: worker.pool for worker in spec.workers},
-        **{lent_role(pool): pool for pool in placement.lent_pools},
+        **{shared_role(pool): pool for pool in placement.shared_pools},
     }
     return {role: pool for role, pool in named.items() if pool is not None}
 
@@ -51,9 +51,9 @@ def layout_of(spec: PPOJobSpec) -> Layout:
     return Layout(
         pool_of=pools_of_phases(spec),
         gpus={pool.name: pool.gpus for pool in spec.pools},
-        schedule=schedule_of(spec.schedule.mode, spec.schedule.without),
+        schedule=schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps),
         hooks=hooks,
         is_one_update=is_one_update(spec),
-        lent=spec.placement.lent_pools,
+        shared=spec.placement.shared_pools,
         engines_sleep=any(map(spec.engines_sleep_in, spec.placement.rollout_pools)),
     )

@@ -98,7 +98,7 @@ class TrainingLoop(Generic[B]):
             except StoppedError:
                 logger.info("stopping after step %d", self._step)
             await self._settle()
-            if self._monitor.is_stopping and self._step < self._monitor.settings.total_steps:
+            if self._monitor.is_stopping and self._step < self._monitor.total_steps:
                 await self._save()
                 await self._written()
                 return Outcome(self._step, is_finished=False)
@@ -126,7 +126,7 @@ class TrainingLoop(Generic[B]):
         if self._step == 0 and self._settings.validates_first and self._validates:
             self._monitor.record(0, await self._validate())
         start = self._phases.now()
-        while self._step < self._monitor.settings.total_steps:
+        while self._step < self._monitor.total_steps:
             start = await self._one_step(self._step + 1, start)
 
     async def _one_step(self, step: int, start: float) -> float:
@@ -145,7 +145,7 @@ class TrainingLoop(Generic[B]):
         self._step = step
         # The next step's advantages may change the KL controller before this step is saved.
         self._kl_state = self._ppo.kl_state()
-        goes_ahead = self._schedule.next_generation and step < self._monitor.settings.total_steps
+        goes_ahead = self._schedule.next_generation and step < self._monitor.total_steps
         if not goes_ahead:
             await self._ppo.critic_metrics()
         end = self._phases.now()
@@ -198,10 +198,10 @@ class TrainingLoop(Generic[B]):
         return self._settings.has_validation and self._monitor.settings.validate_every_steps > 0
 
     def _is_due(self, step: int, every: int) -> bool:
-        return step >= self._monitor.settings.total_steps or (every > 0 and step % every == 0)
+        return step >= self._monitor.total_steps or (every > 0 and step % every == 0)
 
     def _is_last(self, step: int) -> bool:
-        return self._monitor.is_stopping or step >= self._monitor.settings.total_steps
+        return self._monitor.is_stopping or step >= self._monitor.total_steps
 
     def _is_requested(self) -> bool:
         return self._monitor.checkpoint_request not in (None, self._request)

@@ -257,7 +257,7 @@ class WeightsPort(Protocol):
 class Ports(Generic[B]):
     """Everything that one step calls. critic is None if the algorithm reads no values, ref if it reads no reference.
 
-    hooks: hooks of the same point are called in this order. lent: the engines in pools that are shared with the
+    hooks: hooks of the same point are called in this order. shared: the engines in pools that are shared with the
     rollout, by the role under which their phases run.
     """
 
@@ -270,7 +270,7 @@ class Ports(Generic[B]):
     advantages: AdvantagePort[B]
     weights: WeightsPort
     hooks: Sequence[HookPort[B]] = ()
-    lent: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
+    shared: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
 
 
 class CheckpointPort(Protocol):
@@ -303,6 +303,11 @@ class MonitorPort(Protocol):
     @property
     def settings(self) -> LiveSettings:
         """The latest values of the settings that may change while the job runs."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run, by the latest settings; read once the data is loaded."""
         ...
 
     @property

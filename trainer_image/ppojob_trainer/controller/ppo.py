@@ -21,6 +21,8 @@
 * The weights are sent when the actor's update is done. If the critic is in another pool, neither the weights nor the
   next generation waits for it; engines in a pool that is shared with the rollout are the exception.
 * values N+1 wait for update_critic N, so every number equals that of the serial order.
+* Without a critic (GRPO, RLOO, REINFORCE++) the phases are the same less the critic's. If the rollout has its own pool,
+  log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
 * With one minibatch and one epoch, the policy that is updated is the one that generated: old_log_prob is left out.
 
 `loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (cannot be dropped).
@@ -169,9 +171,9 @@ class PPO(Generic[B]):
             return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
-        own, *lent = self._generation.roles
+        own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
-        also = lent if self._ports.weights.are_given_up else []
+        also = shared if self._ports.weights.are_given_up else []
         pushing = self._ports.weights.push(step)
         return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
 

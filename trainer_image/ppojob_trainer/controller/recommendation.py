@@ -102,14 +102,14 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
     busy = {pool.name: _busy(last, pool.name) for pool in spec.pools}
     noun = "GPU" if spec.device is Device.CUDA else "worker"
     sentences = [say(_Words(spec.pools, noun, busy, len(last)), option) for say, option in said.items()]
-    sentences += _say_lent(
-        {name: predict(costs, layout_of(lent)).seconds / now - 1 for name, lent in _lent(spec, last)}
+    sentences += _say_shared(
+        {name: predict(costs, layout_of(shared)).seconds / now - 1 for name, shared in _shared(spec, last)}
     )
     text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
     return Recommendation(text, tuple(option.advice() for option in said.values()))
 
 
-def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
+def _shared(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
     """Yield each further pool that could be shared with the rollout, with the spec that shares it.
 
     Yields nothing for CPU engines, because they would compete for the cores of a node. Yields nothing if responses
@@ -120,8 +120,8 @@ def _lent(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tu
     if layout_of(spec).schedule.streaming and statistics.median(map(evenness, steps)) < MIN_EVENNESS:
         return
     for pool in spec.pools if spec.device is Device.CUDA else ():
-        lent = [*placement.lent_pools, pool.name]
-        other = spec.model_copy(update={"placement": placement.model_copy(update={"lent_to_rollout": lent})})
+        pools = [*placement.rollout_pools, pool.name]
+        other = spec.model_copy(update={"placement": placement.model_copy(update={"rollout": pools})})
         if next(check(other), None) is None and _has_room_for_an_engine(pool, spec, steps):
             yield pool.name, other
 
@@ -134,11 +134,11 @@ def _has_room_for_an_engine(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mappin
     return peak + spec.rollout.gpu_memory_utilization * total <= total
 
 
-def _say_lent(changes: Mapping[str, float]) -> Iterator[str]:
+def _say_shared(changes: Mapping[str, float]) -> Iterator[str]:
     """Yield the sentence about the pool whose engines would save most, if they save enough."""
     best = min(changes, key=lambda name: changes[name], default=None)
     if best is not None and changes[best] <= -MIN_GAIN:
-        yield f"pool {best} lent to the rollout (placement.lentToRollout) would save {-changes[best]:.0%} step time"
+        yield f"sharing pool {best} with the rollout (placement.rollout) would save {-changes[best]:.0%} step time"
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:

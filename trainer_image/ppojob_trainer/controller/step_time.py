@@ -44,7 +44,7 @@ class Layout:
     """Where the phases of a job run, and which of them run at the same time.
 
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
-    hooks: the user-defined workers that are called at a point, in order. is_one_update: see `schedule`. lent: pools
+    hooks: the user-defined workers that are called at a point, in order. is_one_update: see `schedule`. shared: pools
     that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those pools too.
     """
 
@@ -53,14 +53,14 @@ class Layout:
     schedule: Schedule
     hooks: Mapping[HookPoint, Sequence[str]] = field(default_factory=dict)
     is_one_update: bool = False
-    lent: Sequence[str] = ()
+    shared: Sequence[str] = ()
     engines_sleep: bool = False
 
     def pools_of(self, phase: str) -> list[str]:
         """Return the pools that a phase keeps busy; none if it runs on CPU cores."""
         pool = self.pool_of.get(role_of(phase, self.pool_of))
-        is_lent_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
-        return ([] if pool is None else [pool]) + (list(self.lent) if is_lent_too else [])
+        is_shared_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
+        return ([] if pool is None else [pool]) + (list(self.shared) if is_shared_too else [])
 
     def gpus_of(self, phase: str) -> int:
         """Return the number of GPUs on which a phase runs; 1 if it runs on CPU cores."""

@@ -177,6 +177,11 @@ class PromptLoader:
         """The epoch of the next batch, from 0."""
         return self._next_place()[0]
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch; the prompts of an incomplete one are not counted."""
+        return len(self._dataset) // self._batch_size
+
     def next_batch(self) -> DataProto:
         """Return the next batch, see `PromptDataset.batch`."""
         epoch, position = self._next_place()

@@ -14,7 +14,7 @@ def base_environment(device: Device, num_threads: int | None = None) -> dict[str
     """Return the variables that every engine needs.
 
     Args:
-        num_threads: threads of this process on device cpu. None: not set; Ray then sets 1 for actors with less than one
+        num_threads: threads of this process on device CPU. None: not set; Ray then sets 1 for actors with less than one
             CPU.
     """
     common = {
@@ -23,7 +23,7 @@ def base_environment(device: Device, num_threads: int | None = None) -> dict[str
         "TOKENIZERS_PARALLELISM": "false",
     }
     # Roles share the cores. By default OpenMP's threads spin at each barrier, while the thread that they wait for is
-    # kept off its core by another spinning process: on device cpu generation was five times slower.
+    # kept off its core by another spinning process: on device CPU generation was five times slower.
     common |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     if device is Device.CUDA:
         return common | {"NCCL_NVLS_ENABLE": "0"}

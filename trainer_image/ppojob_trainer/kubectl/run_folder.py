@@ -157,7 +157,7 @@ def reader_pod(job: Raw) -> Raw:
     """Return a pod of the job's image that only sees its storage, for a while."""
     metadata, spec = job["metadata"], job["spec"]
     mount = spec["storage"].get("mountPath", "/data")
-    claim = {"claimName": spec["storage"]["persistentVolumeClaim"], "readOnly": True}
+    claim = {"claimName": spec["storage"]["claimName"], "readOnly": True}
     container = {
         "name": _READER,
         "image": spec["image"],

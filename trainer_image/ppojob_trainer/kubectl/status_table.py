@@ -51,7 +51,7 @@ def line(job: Raw) -> str:
     """Return a job in one line, without what changes by itself."""
     status, progress = job.get("status", {}), job.get("status", {}).get("progress", {})
     key = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
-    steps = f"step {progress.get('step', 0)}/{progress.get('totalSteps', '?')}"
+    steps = f"step {progress.get('step', 0)}/{progress.get('totalSteps') or '?'}"
     return f"{key}  {_phase(job)}  {steps}  reward {progress.get('reward', '-')}  ready {status.get('ready', '-')}"
 
 
@@ -108,7 +108,7 @@ def _cells(job: Raw, now: datetime) -> Iterable[str]:
     )
     yield str(job["metadata"]["name"])
     yield phase
-    yield f"{progress.get('step', 0)}/{progress['totalSteps']}" if "totalSteps" in progress else "-"
+    yield f"{progress.get('step', 0)}/{progress['totalSteps'] or '?'}" if "totalSteps" in progress else "-"
     yield f"{progress['percentage']} %" if "percentage" in progress else "-"
     yield duration(timedelta(seconds=left)) if left is not None and not is_finished(job) else "-"
     yield str(progress.get("reward", "-"))

@@ -92,7 +92,7 @@ def check_gpus(spec: PPOJobSpec, found: int) -> None:
         pools = ", ".join(f"pool {pool.name} {pool.gpus}" for pool in spec.pools)
         raise PoolNotPlacedError(
             f"the pools want {wanted} GPUs ({pools}), and this machine shows {found}: lower nodes or gpusPerNode, put "
-            "the roles into fewer pools, or set device: cpu. Does CUDA_VISIBLE_DEVICES hide some?"
+            "the roles into fewer pools, or set device: CPU. Does CUDA_VISIBLE_DEVICES hide some?"
         )
 
 

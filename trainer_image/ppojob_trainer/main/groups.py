@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.generation import OWN
-from ppojob_trainer.controller.layout import lent_role, pools_of_roles
+from ppojob_trainer.controller.layout import pools_of_roles, shared_role
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
@@ -53,13 +54,13 @@ logger = logging.getLogger(__name__)
 class Groups:
     """The groups of a job: the roles that the algorithm reads, and the user-defined workers.
 
-    lent: the engines in pools that are shared with the rollout, by role.
+    shared: the engines in pools that are shared with the rollout, by role.
     """
 
     data: DataGroup
     reward: RewardGroup
     rollout: RolloutGroup
-    lent: Mapping[str, RolloutGroup]
+    shared: Mapping[str, RolloutGroup]
     actor: ActorGroup
     critic: CriticGroup | None
     ref: RefGroup | AdaptersOff | None
@@ -79,7 +80,7 @@ class Groups:
             advantages=self.critic or self.actor,
             weights=self.weights,
             hooks=self.hooks,
-            lent=self.lent,
+            shared=self.shared,
         )
 
     @property
@@ -100,7 +101,7 @@ class Groups:
     @property
     def rollouts(self) -> list[RolloutGroup]:
         """The engines of each pool; the rollout's own pool is first."""
-        return [self.rollout, *self.lent.values()]
+        return [self.rollout, *self.shared.values()]
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -119,8 +120,8 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
     data_pool = where.get("data", where["actor"])
     rollout = _rollout(launcher, spec, OWN, where[OWN])
-    lent_roles = [lent_role(pool) for pool in spec.placement.lent_pools]
-    lent = {role: _rollout(launcher, spec, role, where[role]) for role in lent_roles}
+    shared_roles = [shared_role(pool) for pool in spec.placement.shared_pools]
+    shared = {role: _rollout(launcher, spec, role, where[role]) for role in shared_roles}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
     ref: RefGroup | AdaptersOff | None = None
     if "ref" in where:
@@ -141,11 +142,11 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
         reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
         rollout=rollout,
-        lent=lent,
+        shared=shared,
         actor=actor,
         critic=critic,
         ref=ref,
-        weights=WeightsGroup(actor.group, [rollout, *lent.values()], spec, neighbours),
+        weights=WeightsGroup(actor.group, [rollout, *shared.values()], spec, neighbours),
         custom=custom,
         hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
     )
@@ -177,10 +178,12 @@ class Ready:
 
     connections: the transports among the ranks of each role, and between the actor and the rollout.
     saves_in_background: whether steps continue while a checkpoint is written.
+    steps_per_epoch: whole batches in one pass over the training prompts.
     """
 
     connections: list[Connections]
     saves_in_background: bool
+    steps_per_epoch: int
 
 
 async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
@@ -198,7 +201,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         await wait_until_up([group for group in groups.all() if group not in groups.engines()])
         logger.info("all processes are up")
         # A check names a wrong path or wrong data before an engine fails because of it.
-        await _check(groups, phases)
+        steps_per_epoch = await _check(groups, phases)
+        total_steps = LiveSettings.of(spec.trainer, spec.checkpoint).steps(steps_per_epoch)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)
         for doubt in [*check_memory(spec, sizes), *of_hosts]:
@@ -207,7 +211,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         if whole := [role for role, stays in gathered.items() if stays]:
             logger.info("whole on each rank through an optimizer step: %s", ", ".join(whole))
         logger.info("model paths, data and reward are valid; loading the models")
-        joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered), rollout)
+        joined, _ = await asyncio.gather(_load_models(groups, spec, phases, is_free, gathered, total_steps), rollout)
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -216,12 +220,12 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
     pool_of = pools_of_roles(spec)
     ranks = (of_ranks(role, pool_of[role], each) for role, each in joined.items())
     weights = of_weights(pool_of["actor"], spec.placement.rollout_pools, sent)
-    return Ready([*(found for found in ranks if found), weights], in_background)
+    return Ready([*(found for found in ranks if found), weights], in_background, steps_per_epoch)
 
 
 async def _load_rollouts(groups: Groups, phases: Phases, is_free: asyncio.Event) -> None:
     """Start the engines. They wait until the GPUs that they share with other roles are free (`is_free`)."""
-    loading = {OWN: groups.rollout, **groups.lent}
+    loading = {OWN: groups.rollout, **groups.shared}
     await asyncio.gather(*(_load_rollout(role, rollout, phases, is_free) for role, rollout in loading.items()))
 
 
@@ -232,7 +236,8 @@ async def _load_rollout(role: str, rollout: RolloutGroup, phases: Phases, is_fre
     await phases.run(Phase.LOAD, role, 0, rollout.load())
 
 
-async def _check(groups: Groups, phases: Phases) -> None:
+async def _check(groups: Groups, phases: Phases) -> int:
+    """Check paths, data and reward; return the steps of an epoch."""
     checks: dict[str, Any] = {"actor": groups.actor.group.call(ActorWorker.check)}
     if groups.reward.model is not None:
         checks["reward_model"] = groups.reward.model.group.call(RewardModelWorker.check)
@@ -241,15 +246,18 @@ async def _check(groups: Groups, phases: Phases) -> None:
     if groups.own_ref is not None:
         checks["ref"] = groups.own_ref.group.call(RefWorker.check)
     running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
-    await asyncio.gather(_check_data_and_reward(groups, phases), *running)
+    data = asyncio.create_task(_check_data_and_reward(groups, phases))
+    await asyncio.gather(data, *running)
+    return data.result()
 
 
-async def _check_data_and_reward(groups: Groups, phases: Phases) -> None:
-    """Open the data, then load the reward function, which checks the names of the data sources."""
-    sources = await phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
+async def _check_data_and_reward(groups: Groups, phases: Phases) -> int:
+    """Open the data, then load the reward function, which checks the data sources; return the steps of an epoch."""
+    loaded = await phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
     if groups.reward.function is not None:
-        loading = groups.reward.function.group.call(RewardWorker.load, sources)
+        loading = groups.reward.function.group.call(RewardWorker.load, loaded.sources)
         await phases.run(Phase.CHECK, "reward", 0, loading)
+    return loaded.steps_per_epoch
 
 
 async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
@@ -266,7 +274,12 @@ async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
 
 
 async def _load_models(
-    groups: Groups, spec: PPOJobSpec, phases: Phases, is_free: asyncio.Event, gathered: Mapping[str, bool]
+    groups: Groups,
+    spec: PPOJobSpec,
+    phases: Phases,
+    is_free: asyncio.Event,
+    gathered: Mapping[str, bool],
+    total_steps: int,
 ) -> dict[str, list[Transports]]:
     """Load all models except the rollout's. Return the transports among the ranks of each role.
 
@@ -274,10 +287,11 @@ async def _load_models(
         gathered: by role, whether its parameters stay gathered through an optimizer step.
         is_free: set when the roles that share a GPU with an engine are loaded. vLLM measures the free memory while it
             starts, so no other process may allocate on that GPU meanwhile.
+        total_steps: of the run, for the schedules of the learning rates.
     """
-    loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load, gathered["actor"])}
+    loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load, gathered["actor"], total_steps)}
     if groups.critic is not None:
-        loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"])
+        loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"], total_steps)
     if groups.own_ref is not None:
         loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"])
     if groups.reward.model is not None:
@@ -295,7 +309,7 @@ async def _load_models(
     return {role: task.result() for role, task in loading.items()}
 
 
-async def _load(group: WorkerGroup[Any], load: Any, *arguments: bool) -> list[Transports]:
+async def _load(group: WorkerGroup[Any], load: Any, *arguments: int) -> list[Transports]:
     joined = await join(group)
     await group.call(load, *arguments)
     return joined

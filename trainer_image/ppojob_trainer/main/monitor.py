@@ -33,24 +33,13 @@ from ppojob_trainer.telemetry import (
     write_advice,
 )
 
-__all__ = ["Monitor", "live_settings"]
+__all__ = ["Monitor"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
 FROM_THE_START = -1
-
-
-def live_settings(job: JobFile) -> LiveSettings:
-    """Return the spec's values of the settings that may change while the job runs."""
-    spec = job.spec
-    return LiveSettings(
-        total_steps=spec.trainer.total_steps,
-        validate_every_steps=spec.trainer.validate_every_steps,
-        checkpoint_every_steps=spec.checkpoint.every_steps,
-        checkpoint_keep=spec.checkpoint.keep,
-    )
 
 
 class Monitor:
@@ -65,14 +54,15 @@ class Monitor:
         self._files = files
         self._attempt = attempt
         self._stop = stop
-        self._settings = live_settings(job)
+        self._settings = LiveSettings.of(job.spec.trainer, job.spec.checkpoint)
+        self._steps_per_epoch = 0
         self._stopping = asyncio.Event()
         self._layout = layout_of(job.spec)
         self._steps: list[Mapping[str, float]] = []
         self._seen_first = False
         self._recommendation: Recommendation | None = None
         self._metrics: MetricLogger | None = None
-        self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self._settings.total_steps)
+        self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
         self._leaving = LeavingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
 
@@ -128,9 +118,21 @@ class Monitor:
             return
         logger.info("new settings: %s", settings)
         self._settings = settings
-        self._progress.total_steps = settings.total_steps
+        self._set_length()
+
+    def count_epochs(self, steps_per_epoch: int) -> None:
+        """Take over how many steps an epoch of the loaded data has; with totalEpochs, the run's length is known now."""
+        self._steps_per_epoch = steps_per_epoch
+        self._set_length()
+        if self._settings.total_epochs is not None:
+            text = "%d epochs of %d steps: the run has %d steps"
+            logger.info(text, self._settings.total_epochs, steps_per_epoch, self.total_steps)
+        self._report()
+
+    def _set_length(self) -> None:
+        self._progress.total_steps = self.total_steps
         if self._metrics is not None:
-            self._metrics.set_total_steps(settings.total_steps)
+            self._metrics.set_total_steps(self.total_steps)
 
     # What the loop reads.
 
@@ -138,6 +140,11 @@ class Monitor:
     def settings(self) -> LiveSettings:
         """See `MonitorPort`."""
         return self._settings
+
+    @property
+    def total_steps(self) -> int:
+        """See `MonitorPort`."""
+        return self._settings.steps(self._steps_per_epoch)
 
     @property
     def is_stopping(self) -> bool:
@@ -208,7 +215,7 @@ class Monitor:
             address = "0.0.0.0" if self._job.reporting is not None else "127.0.0.1"
             self._metrics = MetricLogger.open(
                 self._files,
-                total_steps=self._settings.total_steps,
+                total_steps=self.total_steps,
                 resume_step=resume_step,
                 prometheus=(address, telemetry.prometheus_port) if telemetry.prometheus_port else None,
                 trackers=open_trackers(telemetry.trackers, self._tracked()),

@@ -163,6 +163,7 @@ class _Attempt:
         self._groups = launch(spec, self._pools, launcher)
         ready = await make_ready(self._groups, spec, self._phases)
         self._saves_in_background = ready.saves_in_background
+        self._monitor.count_epochs(ready.steps_per_epoch)
         connections = [*ready.connections, *between_pools(self._pools.values())]
         report(connections, {pool.name: pool for pool in spec.pools}, folder)
         self._monitor.once = connection_metrics(connections)
@@ -170,7 +171,7 @@ class _Attempt:
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
         spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
-        schedule = schedule_of(spec.schedule.mode, spec.schedule.without)
+        schedule = schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
         settings = PPOSettings(

@@ -61,7 +61,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     t + 1 is the next unmasked token: gaps (a tool's output in the middle of a response) carry V and A over.
     """
     if inputs.values is None:
-        raise ValueError("gae needs values: it is the estimator with a critic")
+        raise ValueError("GAE needs values: it is the estimator with a critic")
     tokens = _Tokens.of(inputs.mask)
     rewards_BL, values_BL = tokens.together(inputs.rewards), tokens.together(inputs.values)
     next_values_BL = torch.zeros_like(values_BL)
@@ -103,10 +103,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 ESTIMATORS: Final[dict[str, Estimator]] = {
-    "gae": Estimator(gae, needs_values=True, needs_groups=False, whitens=True),
-    "grpo": Estimator(grpo, needs_values=False, needs_groups=True, whitens=False),
-    "rloo": Estimator(rloo, needs_values=False, needs_groups=True, whitens=False),
-    "reinforce++": Estimator(reinforce_plus_plus, needs_values=False, needs_groups=False, whitens=True),
+    "GAE": Estimator(gae, needs_values=True, needs_groups=False, whitens=True),
+    "GRPO": Estimator(grpo, needs_values=False, needs_groups=True, whitens=False),
+    "RLOO": Estimator(rloo, needs_values=False, needs_groups=True, whitens=False),
+    "ReinforcePlusPlus": Estimator(reinforce_plus_plus, needs_values=False, needs_groups=False, whitens=True),
 }
 
 
@@ -208,7 +208,7 @@ def _compared(inputs: AdvantageInputs, compare: Callable[[Tensor], Tensor]) -> t
 
 def _rows_by_group(inputs: AdvantageInputs) -> list[list[int]]:
     if inputs.groups is None:
-        raise ValueError("grpo and rloo compare the samples of a prompt: groups (one name per sequence) are needed")
+        raise ValueError("GRPO and RLOO compare the samples of a prompt: groups (one name per sequence) are needed")
     if len(inputs.groups) != inputs.rewards.shape[0]:
         raise ValueError(f"{len(inputs.groups)} group names for {inputs.rewards.shape[0]} sequences")
     rows: dict[Hashable, list[int]] = {}

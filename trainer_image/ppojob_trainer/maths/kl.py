@@ -34,15 +34,15 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return (negative.exp() - negative - 1).clamp(-MAX_K3, MAX_K3)
 
 
-KL_ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": torch.abs}
+KL_ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"K1": _k1, "K2": _k2, "K3": _k3, "Abs": torch.abs}
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) per token from samples of the policy, in nats.
 
     With r = ref_prob / prob for the sampled token (J. Schulman, "Approximating KL Divergence", 2020):
-    k1 = -log r (unbiased, may be negative), k2 = (log r)^2 / 2 (biased, low variance), k3 = (r - 1) - log r
-    (unbiased, never negative; clamped to +-10), abs = |log r|.
+    K1 = -log r (unbiased, may be negative), K2 = (log r)^2 / 2 (biased, low variance), K3 = (r - 1) - log r
+    (unbiased, never negative; clamped to +-10), Abs = |log r|.
 
     Args:
         log_prob, ref_log_prob: float, same shape, any shape.

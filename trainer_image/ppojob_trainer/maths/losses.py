@@ -67,9 +67,9 @@ def _seq_mean_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators)
 
 
 AGGREGATIONS: Final[dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]]] = {
-    "token-mean": _token_mean,
-    "seq-mean-token-sum": _seq_mean_token_sum,
-    "seq-mean-token-mean": _seq_mean_token_mean,
+    "TokenMean": _token_mean,
+    "SeqMeanTokenSum": _seq_mean_token_sum,
+    "SeqMeanTokenMean": _seq_mean_token_mean,
 }
 
 
@@ -100,7 +100,7 @@ def policy_loss(
     mask: Tensor,
     denominators: Denominators,
     clipping: Clipping | None = None,
-    aggregation: str = "token-mean",
+    aggregation: str = "TokenMean",
 ) -> Loss:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7) with dual clip.
 
@@ -142,7 +142,7 @@ def value_loss(
     mask: Tensor,
     denominators: Denominators,
     clip_range: float = 0.5,
-    aggregation: str = "token-mean",
+    aggregation: str = "TokenMean",
 ) -> Loss:
     """Half the squared error, pessimistically clipped around the old values.
 
@@ -169,7 +169,7 @@ def value_loss(
 
 
 def entropy_bonus(
-    entropy: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "token-mean"
+    entropy: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "TokenMean"
 ) -> Loss:
     """Minus coefficient times the mean entropy (Schulman et al. 2017, equation 9), to be added to the policy loss.
 
@@ -184,7 +184,7 @@ def entropy_bonus(
 
 
 def kl_loss(
-    kl: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "token-mean"
+    kl: Tensor, mask: Tensor, denominators: Denominators, coefficient: float, aggregation: str = "TokenMean"
 ) -> Loss:
     """Coefficient times the mean of the KL estimates, to be added to the policy loss (DeepSeekMath, equation 3).
 

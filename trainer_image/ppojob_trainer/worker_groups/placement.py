@@ -1,6 +1,6 @@
 """Reserves bundles for a PPOJob's pools, in which role processes are started.
 
-Each pool becomes one placement group with one bundle for each GPU (with device cpu: for each worker). The bundles
+Each pool becomes one placement group with one bundle for each GPU (with device CPU: for each worker). The bundles
 request the pool's Ray resource, so they are placed on the pool's pods. Roles that share a pool share every bundle, on
 cuda by fractions of its GPU. Called by `main` at start. Ray waits forever, without a message, for a group that can
 never be placed; this module waits with a time limit and reports what is missing.
@@ -132,7 +132,7 @@ def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
 
 
 def gpu_fraction(spec: PPOJobSpec, pool_name: str) -> float:
-    """Return the fraction of a GPU of the pool that each role and each user process gets; 0 with device cpu."""
+    """Return the fraction of a GPU of the pool that each role and each user process gets; 0 with device CPU."""
     gpu_roles = {*_GPU_ROLES, Role.REWARD} if spec.reward.uses_model else set(_GPU_ROLES)
     if spec.model.reference_is_actor:
         gpu_roles.remove(Role.REF)

@@ -25,12 +25,22 @@ OWN = OperatorStatus(namespace="system", lease="ppojob-leader", version="2")
 HOST_NETWORK = {"podTemplate": {"spec": {"hostNetwork": True}}}
 
 
+ACCEPTED = {
+    "type": "Accepted",
+    "status": "True",
+    "reason": "Valid",
+    "message": "",
+    "observedGeneration": 1,
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
 class Asking:
     """The API server's side."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.outcomes: list[str] = []
-        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, look_seconds=0.2)
+        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, read_timeout_seconds=0.2)
         self.client = TestClient(TestServer(endpoint.application()))
 
     async def post(self, body: Any) -> tuple[int, Any]:
@@ -92,23 +102,22 @@ async def test_a_claim_is_judged_as_reconcile_does(ask: Asking, cluster: FakeClu
     del cluster.objects[place]
     allowed, _, warnings = await ask(review(job()))
 
-    assert refusal.startswith("spec.storage.persistentVolumeClaim: 'data': the claim is ReadWriteOncePod, and all pods")
+    assert refusal.startswith("spec.storage.claimName: 'data': the claim is ReadWriteOncePod, and all pods")
     assert allowed
     assert warnings == [
-        "spec.storage.persistentVolumeClaim: 'data': there is no such claim in namespace rl-team: create it, or name "
-        "another"
+        "spec.storage.claimName: 'data': there is no such claim in namespace rl-team: create it, or name another"
     ]
     assert ask.outcomes == ["Refused", "Warned"]
 
 
 async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: Asking, cluster: FakeCluster) -> None:
-    where = "spec.storage.persistentVolumeClaim: 'data': whether it is there could not be looked at"
+    where = "spec.storage.claimName: 'data': could not check whether it exists"
     for error in (ApiUnavailable("503 at 10.0.0.1"), ApiRefused("403 of account x")):
         cluster.errors = [error]
         assert await ask(review(job())) == (
             True,
             "",
-            [f"{where} (the API server did not answer, or the operator may not ask)"],
+            [f"{where} (the API server did not answer, or the operator may not read it)"],
         )
     cluster.before = asyncio.Event().wait
     assert await ask(review(job())) == (True, "", [f"{where} (no answer within 0.2 s)"])
@@ -148,6 +157,21 @@ async def test_an_edit_is_not_refused_for_what_was_there_before(ask: Asking, clu
     allowed, message, _ = await ask(review(worse, job(spec(head=refused_since), begun)))
     assert not allowed
     assert message.startswith("spec.image: ''")
+
+
+@pytest.mark.parametrize(("conditions", "is_allowed"), [([ACCEPTED], False), ([], True)], ids=["accepted", "new"])
+async def test_the_label_of_the_queue_changes_only_before_a_job_is_accepted(
+    ask: Asking, cluster: FakeCluster, conditions: list[dict[str, Any]], is_allowed: bool
+) -> None:
+    cluster.objects["LocalQueue", "rl-team", "other"] = {"metadata": {"name": "other"}}
+    old, new = ({"labels": {"kueue.x-k8s.io/queue-name": queue}} for queue in ("gpus", "other"))
+    status = {"conditions": conditions}
+
+    allowed, message, _ = await ask(review(job(status=status, **new), job(status=status, **old)))
+
+    assert allowed == is_allowed
+    if not is_allowed:
+        assert message.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'other': the queue cannot change")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +234,7 @@ async def test_another_spec_for_a_job_that_has_ended_is_taken_with_a_remark(ask:
     allowed, _, warnings = await ask(review(job(spec(trainer={"totalSteps": 5}), ENDED), job(status=ENDED)))
 
     assert allowed
-    assert warnings == ["the job has ended, and nothing comes of another spec: create another PPOJob"]
+    assert warnings == ["the job has finished, and a change of its spec has no effect: create another PPOJob"]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +251,7 @@ async def test_who_asks_about_something_else_is_let_through_and_told(ask: Asking
     allowed, _, [warning] = await ask(review({"spec": {}}, **changes))
 
     assert allowed
-    assert warning == "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
+    assert warning == "this webhook validates new and changed PPOJobs only: check the rules of its configuration"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +263,7 @@ async def test_who_asks_about_something_else_is_let_through_and_told(ask: Asking
         (b"\xff", "Invalid JSON"),
         ({}, "apiVersion: Field required"),
         ({**review(job()), "apiVersion": "admission.k8s.io/v1beta1"}, "only admission.k8s.io/v1 AdmissionReview"),
-        ({**review(job()), "kind": "Review"}, "only admission.k8s.io/v1 AdmissionReview is answered"),
+        ({**review(job()), "kind": "Review"}, "only admission.k8s.io/v1 AdmissionReview is supported"),
         ({**review(job()), "request": None}, "request: "),
         (review(job(), uid=""), "request.uid: "),
         (review("no object"), "request.object: "),

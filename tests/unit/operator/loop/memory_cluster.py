@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ppojob_operator.claims import own_identity
+from ppojob_operator.adoption import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
@@ -13,11 +13,11 @@ GOOD, BAD = JobKey("ns", "good"), JobKey("ns", "bad")
 SPEC = {
     "image": "trainer:1",
     "model": {"actor": {"path": "/data/model"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "rewards"}},
     "pools": [{"name": "actor", "gpusPerNode": 2}],
     "placement": {"actor": "actor"},
-    "storage": {"persistentVolumeClaim": "data"},
+    "storage": {"claimName": "data"},
 }
 
 

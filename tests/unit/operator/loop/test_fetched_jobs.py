@@ -31,10 +31,10 @@ def completed(cluster: MemoryCluster) -> None:
 async def test_the_job_is_applied_and_its_pod_is_none_of_rays() -> None:
     loop = make_loop(cluster := cluster_of())
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     cluster.pods[GOOD] = PODS
-    loop.note(GOOD)
-    await loop.look(GOOD)
+    loop.enqueue(GOOD)
+    await loop.reconcile(GOOD)
 
     assert cluster.applied == ["ServiceAccount", "ConfigMap", "Job"]
     assert cluster.verdict(GOOD, Condition.SOURCES_FETCHED) == (
@@ -46,15 +46,15 @@ async def test_the_job_is_applied_and_its_pod_is_none_of_rays() -> None:
 
 async def test_what_is_complete_is_not_asked_for_again() -> None:
     loop = make_loop(cluster := cluster_of())
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     completed(cluster)
-    loop.note(GOOD)
-    await loop.look(GOOD)
+    loop.enqueue(GOOD)
+    await loop.reconcile(GOOD)
     assert cluster.applied[3:] == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
     cluster.calls.clear()
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert ("read_fetch_job", GOOD) not in cluster.calls
 
@@ -62,46 +62,46 @@ async def test_what_is_complete_is_not_asked_for_again() -> None:
 async def test_for_a_job_without_addresses_nothing_is_read() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert ("read_fetch_job", GOOD) not in cluster.calls
 
 
 async def test_another_owners_job_does_not_count() -> None:
     loop = make_loop(cluster := cluster_of())
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     completed(cluster)
     cluster.fetch_jobs[GOOD] = {**cluster.fetch_jobs[GOOD], "metadata": {"name": "good-fetch"}}
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert cluster.verdict(GOOD, Condition.SOURCES_FETCHED)[0] == Reason.FETCHING
 
 
 async def test_a_suspended_jobs_fetch_is_deleted() -> None:
     loop = make_loop(cluster := cluster_of())
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     cluster.jobs[GOOD]["spec"] = {**FETCHED, "runPolicy": {"suspend": True}}
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert cluster.deleted == ["good-fetch"]
 
 
 async def test_a_pod_that_has_fetched_is_no_pod_of_an_earlier_attempt() -> None:
     loop = make_loop(cluster := cluster_of())
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     completed(cluster)
-    loop.note(GOOD)
-    await loop.look(GOOD)
+    loop.enqueue(GOOD)
+    await loop.reconcile(GOOD)
     labels = {"ppojob.dev/job": "good", "ray.io/cluster": cluster.clusters[GOOD][0]["metadata"]["name"]}
     waiting = [{"type": "PodScheduled", "status": "False", "message": "too little memory"}]
     head: Manifest = {"metadata": {"name": "head", "labels": labels}, "status": {"conditions": waiting}}
     cluster.pods[GOOD] = [*PODS, head]
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.UNSCHEDULABLE, "head: too little memory")

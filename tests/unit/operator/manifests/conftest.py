@@ -18,13 +18,13 @@ def make_spec() -> Callable[..., PPOJobSpec]:
         raw = {
             "image": "trainer:1",
             "model": {"actor": {"path": "/data/model"}},
-            "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 16},
+            "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 16},
             "reward": {"function": {"module": "rewards"}},
             "actor": {"miniBatchSize": 8},
             "critic": {"miniBatchSize": 8},
             "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
             "placement": {"actor": "actor", "critic": "critic"},
-            "storage": {"persistentVolumeClaim": "data"},
+            "storage": {"claimName": "data"},
         }
         return resolve(parse_spec({**raw, **changes}))
 

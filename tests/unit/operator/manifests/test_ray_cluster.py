@@ -140,10 +140,10 @@ def test_ray_counts_a_cpu_for_each_gpu_and_each_scorer_even_where_there_are_fewe
 @pytest.mark.parametrize(
     ("device", "name", "expected"),
     [
-        ("cuda", None, {"nvidia.com/gpu": "2"}),
-        ("cuda", "amd.com/gpu", {"amd.com/gpu": "2"}),
-        ("cpu", None, {}),
-        ("cpu", "nvidia.com/gpu", {"nvidia.com/gpu": "2"}),
+        ("CUDA", None, {"nvidia.com/gpu": "2"}),
+        ("CUDA", "amd.com/gpu", {"amd.com/gpu": "2"}),
+        ("CPU", None, {}),
+        ("CPU", "nvidia.com/gpu", {"nvidia.com/gpu": "2"}),
     ],
 )
 def test_gpus_are_asked_for_under_their_name(
@@ -199,7 +199,7 @@ def test_only_the_head_has_the_token_of_the_reports(make_spec: MakeSpec) -> None
 
 
 def test_storage_file_and_shared_memory_are_mounted(make_spec: MakeSpec) -> None:
-    found = pod(make_spec(storage={"persistentVolumeClaim": "rl-data", "mountPath": "/mnt/rl"}))
+    found = pod(make_spec(storage={"claimName": "rl-data", "mountPath": "/mnt/rl"}))
 
     mounts = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
     assert mounts == {"storage": "/mnt/rl", "ppojob-config": "/etc/ppojob", "shared-memory": "/dev/shm"}
@@ -304,12 +304,12 @@ def test_what_is_compiled_for_a_gpu_is_kept_in_the_storage_unless_the_user_says_
         (ray,) = pod(make_spec(**fields))["containers"]
         return {variable["name"]: variable["value"] for variable in ray["env"]}
 
-    storage = {"persistentVolumeClaim": "c", "mountPath": "/mnt/shared"}
+    storage = {"claimName": "c", "mountPath": "/mnt/shared"}
     own = variables(storage=storage, env=[{"name": "TRITON_CACHE_DIR", "value": "/tmp/triton"}])
     assert own["VLLM_CACHE_ROOT"] == "/mnt/shared/.ppojob-cache/vllm"
     assert own["TORCHINDUCTOR_CACHE_DIR"] == "/mnt/shared/.ppojob-cache/inductor"
     assert own["TRITON_CACHE_DIR"] == "/tmp/triton"
-    assert not [name for name in variables(device="cpu") if "CACHE" in name]
+    assert not [name for name in variables(device="CPU") if "CACHE" in name]
 
 
 def test_the_hosts_network_brings_its_own_dns_policy(make_spec: MakeSpec) -> None:

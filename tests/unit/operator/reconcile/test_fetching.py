@@ -32,7 +32,7 @@ def complete(world: World) -> World:
 
 def failed(world: World, words: str, kubernetes: str = "Job has reached the specified backoff limit") -> World:
     assert world.observed.fetch_job is not None
-    pods = (FetchPod(POD, world.now, has_started=True, last_words=words),)
+    pods = (FetchPod(POD, world.now, has_started=True, failure=words),)
     return world.see(fetch_job=replace(world.observed.fetch_job, failure=kubernetes), fetch_pods=pods)
 
 
@@ -67,7 +67,7 @@ def test_when_it_is_complete_the_raycluster_is_created_and_the_job_trains() -> N
 
 
 def test_the_job_file_has_folders_in_place_of_addresses() -> None:
-    world = World(model=MODEL, storage={"persistentVolumeClaim": "data", "mountPath": "/data"}).settle()
+    world = World(model=MODEL, storage={"claimName": "data", "mountPath": "/data"}).settle()
 
     assert world.observed.config is not None
     text = world.observed.config["job.json"]
@@ -101,7 +101,7 @@ def test_the_condition_says_how_far_it_is() -> None:
 
     words = "4.20 of 16.40 GB are in the storage; fetches hf://Qwen/Qwen3-8B"
     assert world.condition(Condition.SOURCES_FETCHED).message == words
-    assert world.plan().look_again_after == 10
+    assert world.plan().requeue_after == 10
 
 
 def test_the_condition_says_for_whom_it_waits() -> None:
@@ -118,7 +118,7 @@ def test_the_condition_says_why_the_pod_does_not_start() -> None:
 
 def test_a_try_that_failed_is_shown_and_ends_nothing() -> None:
     world = fetching()
-    world.see(fetch_pods=(FetchPod(POD, world.now, has_started=True, last_words="the hub is busy"),)).settle()
+    world.see(fetch_pods=(FetchPod(POD, world.now, has_started=True, failure="the hub is busy"),)).settle()
 
     assert world.verdict(Condition.SOURCES_FETCHED) == ("False", Reason.FETCHING)
     assert world.condition(Condition.SOURCES_FETCHED).message == "a try has failed and is repeated: the hub is busy"
@@ -230,7 +230,7 @@ def test_a_job_as_the_api_server_has_it(status: dict[str, Any], is_complete: boo
 
     job = read_fetch_job({"metadata": metadata, "status": status})
 
-    assert (job.is_complete, job.failure, job.made_of) == (is_complete, failure, "d")
+    assert (job.is_complete, job.failure, job.created_from) == (is_complete, failure, "d")
 
 
 def test_a_pod_that_failed_has_its_termination_message() -> None:
@@ -239,7 +239,7 @@ def test_a_pod_that_failed_has_its_termination_message() -> None:
 
     pod = read_fetch_pod({"metadata": {"name": "p"}, "status": status})
 
-    assert (pod.has_started, pod.last_words) == (True, "there is no model x")
+    assert (pod.has_started, pod.failure) == (True, "there is no model x")
 
 
 def test_a_pod_without_enough_memory_says_so() -> None:
@@ -251,7 +251,7 @@ def test_a_pod_without_enough_memory_says_so() -> None:
         "status": {"containerStatuses": [{"name": "fetch", "state": {"terminated": ended}}]},
     }
 
-    assert "memory limit of 4Gi" in read_fetch_pod(raw).last_words
+    assert "memory limit of 4Gi" in read_fetch_pod(raw).failure
 
 
 def test_a_new_leader_gives_the_pod_its_time_again() -> None:

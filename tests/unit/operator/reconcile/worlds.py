@@ -40,7 +40,7 @@ SURROUNDINGS = Surroundings("https://operator/progress", "PEM", b"k" * 32)
 
 def spec(**changes: Any) -> dict[str, Any]:
     """Return a good spec with two pools, with sections replaced."""
-    task = {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}
+    task = {"reasoningGym": {"task": "products"}}
     return {
         "image": "trainer:1",
         "model": {"actor": {"path": "/data/model"}},
@@ -50,7 +50,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "critic": {"miniBatchSize": 8},
         "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
         "placement": {"actor": "actor", "critic": "critic"},
-        "storage": {"persistentVolumeClaim": "data"},
+        "storage": {"claimName": "data"},
         **changes,
     }
 
@@ -60,6 +60,7 @@ class World:
 
     def __init__(self, **changes: Any) -> None:
         self.spec = spec(**changes)
+        self.labels: dict[str, str] = {}
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.now = START
@@ -71,7 +72,7 @@ class World:
         self.log: str = ""
         self.refusal = ""
         """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
-        self.is_going = False
+        self.is_deleting = False
         self.is_deleted = False
         self.hangs = False
         """Ray does not end what it is asked to end."""
@@ -112,7 +113,7 @@ class World:
         """Let a pool's pods be deleted ("head" is the head's): their hook holds them."""
         return self.see(
             pods=tuple(
-                replace(pod, is_going=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
+                replace(pod, is_deleting=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
             )
         )
 
@@ -172,9 +173,9 @@ class World:
             observed = replace(observed, dry_run=self.refusal)
             plan = decide(job, observed, self.now)
         assert plan.dry_run is None, "what was tried is to be tried again"
-        if plan.wanted_log:
+        if plan.read_log_of:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
-        assert not plan.wanted_log, "a log that was read is wanted again"
+        assert not plan.read_log_of, "a log that was read is wanted again"
         return plan
 
     def look(self) -> Plan:
@@ -253,8 +254,9 @@ class World:
             "name": KEY.name,
             "uid": UID,
             "generation": self.generation,
+            "labels": self.labels,
         }
-        if self.is_going:
+        if self.is_deleting:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
         return {"metadata": metadata, "spec": self.spec, "status": self.status}
 

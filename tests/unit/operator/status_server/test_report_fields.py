@@ -170,6 +170,19 @@ def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) 
     }
 
 
+@pytest.mark.parametrize(
+    ("trainer", "length"), [({"totalEpochs": 3}, {"totalEpochs": 3}), ({}, {"totalSteps": 100})], ids=["epochs", "none"]
+)
+def test_the_length_of_a_run_may_be_epochs_or_its_default(
+    job: dict[str, Any], trainer: dict[str, int], length: dict[str, int]
+) -> None:
+    job["spec"]["trainer"] = trainer
+
+    settings = progress_reply(job, 2).to_wire()["settings"]
+
+    assert {name: value for name, value in settings.items() if name.startswith("total")} == length
+
+
 def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 

@@ -22,7 +22,7 @@ WORKER = {
     "hooks": [{"after": "Step", "method": "f"}],
 }
 FILES: dict[tuple[str | int, ...], Any] = {
-    ("spec", "data", "train"): {"type": "JSONL", "files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}
+    ("spec", "data", "train"): {"files": {"paths": ["/data/a.jsonl", "/data/b.jsonl"]}}
 }
 
 
@@ -123,7 +123,7 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
 )
 def test_a_name_of_the_hub_gets_the_form_of_its_address(storage: Path, field: str, name: str, is_told: bool) -> None:
     path = str(Path(name).absolute())
-    source = {"type": "HuggingFace", "huggingFace": {"path": path}}
+    source = {"huggingFace": {"path": path}}
     changes: dict[Any, Any] = {("spec", "model", "actor", "path"): path} if field == "model" else {}
 
     with pytest.raises(SpecError, match="is not on this machine") as refused:
@@ -133,7 +133,7 @@ def test_a_name_of_the_hub_gets_the_form_of_its_address(storage: Path, field: st
 
 
 def test_what_an_address_names_is_fetched_beside_the_runs_folder(tmp_path: Path, storage: Path) -> None:
-    source = {"type": "HuggingFace", "huggingFace": {"path": "hf://some-org/some-data"}}
+    source = {"huggingFace": {"path": "hf://some-org/some-data"}}
 
     job = job_file(_manifest({("spec", "data", "train"): source}), tmp_path / "run", None)
 

@@ -34,7 +34,7 @@ def test_relative_paths_are_those_of_the_folder_only_where_one_is_given(tmp_path
 
 def _with_data_set(folder: Path, path: str) -> Path:
     manifest = copy.deepcopy(GOOD)
-    manifest["spec"]["data"]["train"] = {"type": "HuggingFace", "huggingFace": {"path": path}}
+    manifest["spec"]["data"]["train"] = {"huggingFace": {"path": path}}
     return _file(folder, yaml.safe_dump(manifest))
 
 
@@ -69,8 +69,8 @@ def test_the_job_is_found_among_other_documents(tmp_path: Path) -> None:
 
 
 def test_a_merge_key_brings_in_what_is_not_given(tmp_path: Path) -> None:
-    source = "{type: ReasoningGym, reasoningGym: &task {task: gcd, size: 9, seed: 1}}"
-    block = f"train: {source}\n    validation: {{type: ReasoningGym, reasoningGym: {{<<: *task, seed: 2}}}}"
+    source = "{reasoningGym: &task {task: gcd, size: 9, seed: 1}}"
+    block = f"train: {source}\n    validation: {{reasoningGym: {{<<: *task, seed: 2}}}}"
     manifest = copy.deepcopy(GOOD)
     manifest["spec"]["data"]["train"] = "HERE"
     text = yaml.safe_dump(manifest).replace("train: HERE", block)

@@ -24,8 +24,8 @@ DURATIONS = {
     "prompts": 0.1,
     "generate": 10.0,
     "validate": 4.0,
-    "generate_lent": 10.0,
-    "validate_lent": 4.0,
+    "generate_shared": 10.0,
+    "validate_shared": 4.0,
     "judge": 1.0,
     "old_log_prob": 3.0,
     "values": 2.0,
@@ -186,7 +186,7 @@ class FakeData:
 class FakeRollouts:
     """Engines of a pool. Those of all pools draw the same; each takes its share of the time, by its part of the rows.
 
-    suffix: of the names of their phases, for a pool that is lent.
+    suffix: of the names of their phases, for a pool that is shared.
     """
 
     def __init__(self, world: World, suffix: str = "", num_replicas: int = 1) -> None:
@@ -354,7 +354,7 @@ def fake_ports(
     has_ref: bool = True,
     reward: str = "Function",
     hooks: Sequence[HookPoint] = (),
-    lent: Sequence[str] = (),
+    shared: Sequence[str] = (),
 ) -> Ports[FakeBatch]:
     """Return all ports of a world."""
     return Ports(
@@ -367,5 +367,5 @@ def fake_ports(
         advantages=FakeAdvantages(world),
         weights=FakeWeights(world),
         hooks=[FakeHook(world, point) for point in hooks],
-        lent={role: FakeRollouts(world, "_lent") for role in lent},
+        shared={role: FakeRollouts(world, "_shared") for role in shared},
     )

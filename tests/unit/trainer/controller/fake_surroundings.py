@@ -60,6 +60,10 @@ class FakeMonitor:
         self.exports: list[Path] = []
 
     @property
+    def total_steps(self) -> int:
+        return self.settings.steps(steps_per_epoch=0)
+
+    @property
     def is_stopping(self) -> bool:
         return self.stopping.is_set()
 

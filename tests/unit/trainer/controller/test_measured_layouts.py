@@ -92,16 +92,16 @@ def test_a_change_of_the_layout_is_wrong_by_no_more(table: dict[str, Measured]) 
 
 
 def test_where_responses_differ_in_length_more_gpus_divide_less_of_generation() -> None:
-    """1.5B, `--lengths varied`; the lent layout took 4.79 s, so it is promised too much: see `MIN_EVENNESS`."""
+    """1.5B, `--lengths varied`. The shared layout took 4.79 s, so too much is promised: see `MIN_EVENNESS`."""
     parallel = Layout(SPLIT, {"actor": 1, "critic": 1}, schedule_of(ScheduleMode.PARALLEL_UPDATE))
-    lent = Layout(SPLIT, parallel.gpus, schedule_of(ScheduleMode.OVERLAPPED), lent=["critic"])
+    shared = Layout(SPLIT, parallel.gpus, schedule_of(ScheduleMode.OVERLAPPED), shared=["critic"])
     measured = Measured(parallel, (1.66, 0.47, 0.42, 0.49, 0.03, 1.38, 1.56, 0.06), 4.84)
     lengths = {"response_length/mean": 177.0, "response_length/max": 512.0}
 
     costs = fit(observations([measured.metrics | lengths], parallel))
 
     assert costs["gen"].seconds(2) / costs["gen"].seconds(1) == pytest.approx(0.87, abs=0.01)
-    assert predict(costs, lent).seconds / 4.79 - 1 == pytest.approx(-0.16, abs=0.01), "docs name it"
+    assert predict(costs, shared).seconds / 4.79 - 1 == pytest.approx(-0.16, abs=0.01), "docs name it"
     assert fit(observations([measured.metrics], parallel))["gen"].seconds(2) == pytest.approx(0.75 * 1.66)
 
 

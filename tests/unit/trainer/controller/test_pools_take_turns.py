@@ -22,8 +22,8 @@ ROLES = ("actor", "rollout", "critic", "ref", "reward_model")
 ROLE_OF = {
     "generate": "rollout",
     "validate": "rollout",
-    "generate_lent": "rollout_lent",
-    "validate_lent": "rollout_lent",
+    "generate_shared": "rollout_shared",
+    "validate_shared": "rollout_shared",
     "push": "rollout",
     "old_log_prob": "actor",
     "update_actor": "actor",
@@ -103,7 +103,7 @@ async def test_no_pool_does_two_phases_at_once_and_all_numbers_agree(
     serial = make(schedule_of(SERIAL), dict.fromkeys(ROLES, "pool-0"))
     await serial()
     for number, placed in enumerate(placements()):
-        if mode is not SERIAL and placed["actor"] == placed["critic"]:
+        if mode is PARALLEL and placed["actor"] == placed["critic"]:
             # The rules of the spec refuse it.
             continue
         pool_of = placed | ({"shaper": f"pool-{number % 3}"} if has_worker else {})
@@ -114,6 +114,59 @@ async def test_no_pool_does_two_phases_at_once_and_all_numbers_agree(
 
         assert overlaps(run.world, pool_of) == [], f"{pool_of}"
         assert numbers(run) == numbers(serial), f"{pool_of}"
+
+
+@pytest.mark.parametrize("has_ref", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("mode", "without"), [each for each in MODES if each[0] is not PARALLEL])
+async def test_without_a_critic_too(
+    make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], shares: bool, has_ref: bool
+) -> None:
+    roles = [role for role in ROLES if role != "critic" and (has_ref or role != "ref")]
+
+    def make(schedule: Schedule, pool_of: Mapping[str, str], shared: Sequence[str] = ()) -> Run:
+        pool_of = {"data": "pool-0", "reward": "pool-0", **pool_of}
+        ports = {"has_critic": False, "has_ref": has_ref, "reward": "Both", "shared": shared}
+        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, **ports)
+        run.world.engines_sleep = True
+        return run
+
+    serial = make(schedule_of(SERIAL), dict.fromkeys(roles, "pool-0"))
+    await serial()
+    for number, placed in enumerate(placements(roles)):
+        others = sorted(set(placed.values()) - {placed["rollout"]}) if shares else []
+        if shares and not others:
+            continue
+        pool_of = placed | ({"rollout_shared": others[number % len(others)]} if others else {})
+        run = make(schedule_of(mode, without), pool_of, ["rollout_shared"] if others else [])
+        run.world.durations.update(varied(number))
+
+        assert (await run()).is_finished
+
+        assert overlaps(run.world, pool_of) == [], f"{pool_of}"
+        assert numbers(run) == numbers(serial), f"{pool_of}"
+
+
+async def test_without_a_critic_the_log_probs_run_while_another_pool_generates(make_run: MakeRun) -> None:
+    pools = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "reward": "a"}
+    run = make_run(OVERLAPPED, steps=2, pool_of=pools, has_critic=False)
+
+    await run()
+
+    world = run.world
+    assert world.overlap("generate 1", "old_log_prob 1")
+    assert world.overlap("generate 1", "ref 1")
+    assert world.overlap("generate 1", "reward 1")
+
+
+async def test_in_one_pool_the_reward_function_runs_beside_the_log_probs(make_run: MakeRun) -> None:
+    schedule = schedule_of(OVERLAPPED, [Overlap.NEXT_GENERATION, Overlap.STREAMING])
+    run = make_run(schedule, steps=2, pool_of=dict.fromkeys(("data", *ROLES, "reward"), "a"), has_critic=False)
+
+    await run()
+
+    assert run.world.overlap("reward 1", "old_log_prob 1")
+    assert run.world.at("reward 1", "start") == run.world.at("generate 1", "end")
 
 
 async def test_the_engines_in_the_critics_pool_get_their_weights_when_its_update_is_done(make_run: MakeRun) -> None:
@@ -163,12 +216,12 @@ async def test_a_stop_drops_what_waits_for_its_turn(make_run: MakeRun, stop_at: 
 
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize(("mode", "without"), MODES)
-async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_change_no_number(
+async def test_engines_in_a_pool_that_is_shared_take_turns_with_its_roles_and_change_no_number(
     make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], sleeps: bool
 ) -> None:
-    def make(schedule: Schedule, pool_of: Mapping[str, str], lent: Sequence[str] = ()) -> Run:
+    def make(schedule: Schedule, pool_of: Mapping[str, str], shared: Sequence[str] = ()) -> Run:
         pool_of = {"data": "pool-0", "reward": "pool-0", **pool_of}
-        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, reward="Both", lent=lent)
+        run = make_run(schedule, steps=3, validate_every=2, save_every=2, pool_of=pool_of, reward="Both", shared=shared)
         run.world.engines_sleep = sleeps
         return run
 
@@ -176,10 +229,10 @@ async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_chan
     await serial()
     for number, placed in enumerate(placements()):
         others = sorted(set(placed.values()) - {placed["rollout"]})
-        if not others or (mode is not SERIAL and placed["actor"] == placed["critic"]):
+        if not others or (mode is PARALLEL and placed["actor"] == placed["critic"]):
             continue
-        pool_of = {**placed, "rollout_lent": others[number % len(others)]}
-        run = make(schedule_of(mode, without), pool_of, lent=["rollout_lent"])
+        pool_of = {**placed, "rollout_shared": others[number % len(others)]}
+        run = make(schedule_of(mode, without), pool_of, shared=["rollout_shared"])
         run.world.durations.update(varied(number))
 
         assert (await run()).is_finished
@@ -189,11 +242,11 @@ async def test_engines_in_a_pool_that_is_lent_take_turns_with_its_roles_and_chan
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-async def test_engines_that_are_lent_write_when_the_critic_is_done_and_take_memory_no_earlier(
+async def test_engines_that_are_shared_write_when_the_critic_is_done_and_take_memory_no_earlier(
     make_run: MakeRun, sleeps: bool
 ) -> None:
-    pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_lent": "c"}
-    run = make_run(OVERLAPPED, steps=2, pool_of=pools, lent=["rollout_lent"])
+    pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_shared": "c"}
+    run = make_run(OVERLAPPED, steps=2, pool_of=pools, shared=["rollout_shared"])
     run.world.engines_sleep = sleeps
     run.world.durations["update_critic"] = 100.0
 
@@ -201,8 +254,8 @@ async def test_engines_that_are_lent_write_when_the_critic_is_done_and_take_memo
 
     world = run.world
     done = world.at("update_critic 1", "end")
-    assert world.at("generate_lent 2", "start") >= done
-    assert world.at("values 2", "start") >= world.at("generate_lent 2", "end")
+    assert world.at("generate_shared 2", "start") >= done
+    assert world.at("values 2", "start") >= world.at("generate_shared 2", "end")
     assert (world.at("push 1", "start") >= done) is sleeps
     assert (world.at("generate 2", "start") >= done) is sleeps
-    assert world.overlap("generate 1", "generate_lent 1")
+    assert world.overlap("generate 1", "generate_shared 1")

@@ -111,17 +111,17 @@ async def test_with_a_pool_of_its_own_the_rollout_streams_to_the_actor_too(make_
     assert run.world.overlap("old_log_prob 1", "generate 1")
 
 
-LENT = {"data": "a", "actor": "a", "rollout": "a", "rollout_lent": "c", "critic": "c", "ref": "c", "reward": "c"}
+SHARED = {"data": "a", "actor": "a", "rollout": "a", "rollout_shared": "c", "critic": "c", "ref": "c", "reward": "c"}
 
 
 @pytest.mark.parametrize(
-    ("slow", "waits", "goes_on"), [("", "old_log_prob", "values"), ("_lent", "values", "old_log_prob")]
+    ("slow", "waits", "goes_on"), [("", "old_log_prob", "values"), ("_shared", "values", "old_log_prob")]
 )
 async def test_a_pool_whose_engines_are_done_goes_on_while_those_of_another_write(
     make_run: MakeRun, slow: str, waits: str, goes_on: str
 ) -> None:
-    run = make_run(OVERLAPPED, steps=2, pool_of=LENT, lent=["rollout_lent"])
-    first, last = (f"generate{suffix} 1" for suffix in sorted(("", "_lent"), key=lambda suffix: suffix == slow))
+    run = make_run(OVERLAPPED, steps=2, pool_of=SHARED, shared=["rollout_shared"])
+    first, last = (f"generate{suffix} 1" for suffix in sorted(("", "_shared"), key=lambda suffix: suffix == slow))
     run.world.durations[f"generate{slow}"] = 40.0
 
     await run()
@@ -134,12 +134,12 @@ async def test_a_pool_whose_engines_are_done_goes_on_while_those_of_another_writ
 
 
 async def test_engines_without_rows_hold_nobody_up(make_run: MakeRun) -> None:
-    pools = {**LENT, "rollout_third": "d", "ref": "d"}
-    run = make_run(OVERLAPPED, steps=1, pool_of=pools, lent=["rollout_lent", "rollout_third"])
+    pools = {**SHARED, "rollout_third": "d", "ref": "d"}
+    run = make_run(OVERLAPPED, steps=1, pool_of=pools, shared=["rollout_shared", "rollout_third"])
 
     await run()
 
-    assert run.world.names().count("generate_lent 1") == 1, "there are fewer rows than pools"
+    assert run.world.names().count("generate_shared 1") == 1, "there are fewer rows than pools"
     assert run.world.overlap("ref 1", "generate 1")
 
 

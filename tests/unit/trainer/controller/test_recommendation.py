@@ -12,7 +12,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.controller.recommendation import Recommendation, recommend
 
-SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic", "reward": "critic"}
+SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
 ONE_POOL = {"actor": "actor"}
 # Generation and the actor's phases take nearly all of the step, and the critic's GPUs wait.
 QUIET_CRITIC = {
@@ -28,12 +28,12 @@ def spec_of(pools: Mapping[str, tuple[int, int]], placement: Mapping[str, Any] =
     raw: dict[str, Any] = {
         "image": "i",
         "model": {"actor": {"path": "/m"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": name, "nodes": nodes, "gpusPerNode": gpus} for name, (nodes, gpus) in pools.items()],
         "placement": dict(placement),
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
         "trainer": {"totalSteps": 5},
         **sections,
     }
@@ -68,7 +68,7 @@ def test_a_quiet_critic_gets_fewer_gpus_or_gives_one_to_the_actor() -> None:
         "pool critic was 13% busy over the last 10 steps: 1 GPU instead of 2 would cost no step time; "
         "1 GPU more in pool actor would save 19% step time; "
         "1 GPU of pool critic in pool actor instead would save 19% step time; "
-        "pool critic lent to the rollout (placement.lentToRollout) would save 8% step time (predicted)"
+        "sharing pool critic with the rollout (placement.rollout) would save 8% step time (predicted)"
     )
     assert layouts_of(recommendation) == [
         ({"actor": (1, 2), "critic": (1, 1)}, 3, 0),
@@ -105,7 +105,7 @@ def test_one_pool_hears_only_of_more_gpus() -> None:
 
 
 def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores() -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="cpu")
+    spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="CPU")
 
     recommendation = found(spec, steps_of(QUIET_CRITIC))
 
@@ -151,7 +151,7 @@ def test_gpus_that_could_not_hold_the_models_are_not_offered() -> None:
     assert [gpus for _, gpus, _ in layouts_of(too_large)] == [5]
 
 
-LENT = "pool critic lent to the rollout (placement.lentToRollout) would save 8% step time"
+SHARED = "sharing pool critic with the rollout (placement.rollout) would save 8% step time"
 
 
 @pytest.mark.parametrize(
@@ -160,39 +160,39 @@ LENT = "pool critic lent to the rollout (placement.lentToRollout) would save 8% 
         ({}, 40.0, True),
         # An engine takes half of the 80 GB.
         ({}, 41.0, False),
-        ({"device": "cpu"}, 0.0, False),
+        ({"device": "CPU"}, 0.0, False),
         # No node of the critic's pool can hold a replica.
         ({"rollout": {"tensorParallelSize": 4}}, 10.0, False),
     ],
 )
-def test_a_pool_is_lent_to_the_rollout_only_where_an_engine_has_room(
+def test_a_pool_is_shared_to_the_rollout_only_where_an_engine_has_room(
     sections: dict[str, Any], peak_gb: float, is_offered: bool
 ) -> None:
     memory = {"pool/critic/memory_peak_gb": peak_gb, "pool/critic/memory_total_gb": 80.0}
     actor = 4 if "rollout" in sections else 2
     spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": "actor"}, **sections)
 
-    assert (LENT in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
+    assert (SHARED in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
 
 
 @pytest.mark.parametrize(
     ("mean", "without", "is_offered"), [(512, [], True), (177, [], False), (177, ["Streaming"], True)]
 )
-def test_a_pool_is_not_lent_where_responses_stream_and_differ_in_length(
+def test_a_pool_is_not_shared_where_responses_stream_and_differ_in_length(
     mean: float, without: list[str], is_offered: bool
 ) -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, schedule={"without": without})
+    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, schedule={"disabledOverlaps": without})
     lengths = {"response_length/mean": float(mean), "response_length/max": 512.0}
     # Long enough to be worth a word also where half of its time and more is the longest response's.
     phases = {**QUIET_CRITIC, "gen": 4 * QUIET_CRITIC["gen"]}
 
-    assert ("lent" in found(spec, steps_of(phases, **lengths)).text) is is_offered
+    assert ("sharing" in found(spec, steps_of(phases, **lengths)).text) is is_offered
 
 
-def test_a_pool_that_is_lent_is_not_offered_again() -> None:
-    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, {**SPLIT, "lentToRollout": ["critic"]})
+def test_a_pool_that_is_shared_is_not_offered_again() -> None:
+    spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, {**SPLIT, "rollout": ["actor", "critic"]})
 
-    assert "lent" not in found(spec, steps_of(QUIET_CRITIC)).text
+    assert "sharing" not in found(spec, steps_of(QUIET_CRITIC)).text
 
 
 @pytest.mark.parametrize(("number", "is_known"), [(0, False), (2, False), (3, True), (40, True)])

@@ -94,6 +94,11 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
     [
         (POOLS, {}, []),
         (POOLS, {"has_ref": False}, []),
+        (dict.fromkeys(POOLS, "a"), {}, []),
+        (dict.fromkeys(POOLS, "a"), {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "r", "ref": "a"}, {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "r", "ref": "f"}, {"has_critic": False}, []),
+        ({"actor": "a", "rollout": "a", "ref": "f", "reward_model": "f"}, {"has_critic": False, "reward": "Both"}, []),
         (POOLS, {"reward": "Both"}, []),
         ({**POOLS, "reward_model": "r"}, {"reward": "Both"}, []),
         ({**POOLS, "ref": "a"}, {}, []),
@@ -103,8 +108,8 @@ POOLS = {"actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward_model"
         (POOLS, {"hooks": [HookPoint.GENERATE]}, []),
         (POOLS, {"hooks": [HookPoint.SCORE]}, []),
         (POOLS, {"hooks": [HookPoint.STEP]}, []),
-        ({**POOLS, "rollout_lent": "c"}, {"lent": ["rollout_lent"]}, []),
-        ({**POOLS, "rollout": "r", "rollout_lent": "a"}, {"lent": ["rollout_lent"]}, []),
+        ({**POOLS, "rollout_shared": "c"}, {"shared": ["rollout_shared"]}, []),
+        ({**POOLS, "rollout": "r", "rollout_shared": "a"}, {"shared": ["rollout_shared"]}, []),
         (POOLS, {}, [Overlap.VALUES]),
         (POOLS, {"reward": "Both"}, [Overlap.VALUES]),
         (POOLS, {}, [Overlap.REFERENCE]),
@@ -125,16 +130,17 @@ async def test_the_real_controller_takes_as_long(
     run.world.engines_sleep = sleeps
     await run()
     seconds = {phase: DURATIONS[name] for phase, name in NAMES.items()}
-    if ports.get("has_ref") is False:
-        del seconds["ref"]
+    for role, phases in (("critic", ("values", "update_critic")), ("ref", ("ref",))):
+        if ports.get(f"has_{role}") is False:
+            seconds = {phase: taken for phase, taken in seconds.items() if phase not in phases}
     if "reward" in ports:
         seconds["reward_model"] = DURATIONS["reward_model"]
     hooks = {point: ("shaper",) for point in ports.get("hooks", ())}
     if hooks:
         seconds["hook_shaper"] = sum(DURATIONS[f"hook_{point.value}"] for point in hooks)
 
-    gpus, lent = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("lent", ())]
-    found = step_time(seconds, Layout(pool_of, gpus, schedule, hooks, lent=lent, engines_sleep=sleeps))
+    gpus, shared = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("shared", ())]
+    found = step_time(seconds, Layout(pool_of, gpus, schedule, hooks, shared=shared, engines_sleep=sleeps))
 
     # The first step has nobody before it, the last nobody after it.
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]

@@ -142,6 +142,14 @@ def indices(loader: PromptLoader, batches: int) -> list[list[int]]:
 
 
 class TestLoader:
+    @pytest.mark.parametrize(("prompts", "batch", "steps"), [(12, 4, 3), (11, 4, 2), (4, 4, 1)])
+    def test_an_epoch_has_as_many_steps_as_it_has_whole_batches(self, prompts: int, batch: int, steps: int) -> None:
+        loader = PromptLoader(dataset(prompts), batch, seed=1)
+        epochs = [loader.next_batch().meta_info["epoch"] for _ in range(steps + 1)]
+
+        assert loader.steps_per_epoch == steps
+        assert epochs == [0] * steps + [1]
+
     def test_each_epoch_has_its_own_order_and_drops_the_rest(self) -> None:
         loader = PromptLoader(dataset(10), 4, seed=1)
         first, second = indices(loader, 2), indices(loader, 2)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ppojob_api.v1alpha1.data import Columns, DataSource, SourceType
+from ppojob_api.v1alpha1.data import Columns, DataSource
 from ppojob_trainer.data import DataError, open_source
 from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
@@ -198,11 +198,11 @@ class TestReasoningGym:
 
 
 class TestOpenSource:
-    def test_each_type(self, parquet, jsonl, tmp_path) -> None:
+    def test_each_kind(self, parquet, jsonl, tmp_path) -> None:
         blocks = [
-            {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum", "size": 2, "seed": 1}},
-            {"type": "Parquet", "files": {"paths": [parquet(ROWS)]}},
-            {"type": "JSONL", "files": {"paths": [jsonl(ROWS)]}},
+            {"reasoningGym": {"task": "chain_sum", "size": 2, "seed": 1}},
+            {"files": {"paths": [parquet(ROWS)]}},
+            {"files": {"paths": [jsonl(ROWS)]}},
         ]
         for block in blocks:
             assert len(open_source(DataSource.model_validate(block))) == 2
@@ -210,7 +210,7 @@ class TestOpenSource:
     def test_a_hugging_face_folder(self, parquet, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         path = Path(parquet(ROWS, "train-00000-of-00001.parquet")).parent
-        source = open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": {"path": str(path)}}))
+        source = open_source(DataSource.model_validate({"huggingFace": {"path": str(path)}}))
         check_rows(source)
         assert source.data_sources() == {"openai/gsm8k"}
 
@@ -218,17 +218,17 @@ class TestOpenSource:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         folder = Path(parquet([{"question": "2 + 2?", "answer": "4"}], "test-00000-of-00001.parquet")).parent
         hub = {"path": str(folder), "split": "test", "promptColumn": "question", "groundTruthColumn": "answer"}
-        record = open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": hub}))[0]
+        record = open_source(DataSource.model_validate({"huggingFace": hub}))[0]
         assert (record.prompt, record.ground_truth) == ("2 + 2?", "4")
         hub["promptColumn"] = "problem"
         with pytest.raises(DataError, match=r"no column 'problem'; there are question, answer\. Set promptColumn"):
-            open_source(DataSource.model_validate({"type": "HuggingFace", "huggingFace": hub}))
+            open_source(DataSource.model_validate({"huggingFace": hub}))
 
     def test_a_hugging_face_folder_that_is_not_there(self) -> None:
-        block = {"type": "HuggingFace", "huggingFace": {"path": "/nowhere/data", "name": "main"}}
+        block = {"huggingFace": {"path": "/nowhere/data", "name": "main"}}
         with pytest.raises(DataError, match=r"/nowhere/data \(main\), split train: datasets.load_dataset failed with"):
             open_source(DataSource.model_validate(block))
 
-    def test_a_missing_block_is_named(self) -> None:
-        with pytest.raises(DataError, match="Parquet needs the block files"):
-            open_source(DataSource.model_construct(type=SourceType.PARQUET))
+    def test_data_without_a_source_is_refused(self) -> None:
+        with pytest.raises(DataError, match="set exactly one of reasoningGym, files and huggingFace"):
+            open_source(DataSource())

@@ -17,7 +17,7 @@ WORDS = ["<end>", "a", "b", "c"]
 
 
 def data(prompt: int, response: int) -> DataSpec:
-    train = {"type": "ReasoningGym", "reasoningGym": {"task": "chain_sum"}}
+    train = {"reasoningGym": {"task": "chain_sum"}}
     raw = {"train": train, "maxPromptLength": prompt, "maxResponseLength": response}
     return DataSpec.model_validate(raw)
 

@@ -87,4 +87,4 @@ def make_job(storage: Path) -> MakeJob:
 
 def files_source(*paths: str, **columns: str) -> dict[str, Any]:
     """Return data.train with Parquet files."""
-    return {"type": "Parquet", "files": {"paths": list(paths), **columns}}
+    return {"files": {"paths": list(paths), **columns}}

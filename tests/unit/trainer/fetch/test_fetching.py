@@ -101,7 +101,7 @@ def test_a_whole_data_set_is_fetched(hub: Hub, make_job: MakeJob, monkeypatch: p
     hub_source = {"path": f"hf://{DATA}@main", **COLUMNS}
     hub.repositories["datasets", DATA].files = {"train.parquet": parquet(question=["1+1?"], answer=["2"])}
 
-    job = make_job(train={"type": "HuggingFace", "huggingFace": hub_source})
+    job = make_job(train={"huggingFace": hub_source})
     fetched(job)
 
     assert job.spec.data.train.hugging_face is not None

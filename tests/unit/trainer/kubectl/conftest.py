@@ -32,7 +32,7 @@ def job(name: str = "products", **status: Any) -> dict[str, Any]:
             "uid": f"uid-{name}",
             "creationTimestamp": "2026-01-31T12:00:00Z",
         },
-        "spec": {"image": "trainer:1", "storage": {"persistentVolumeClaim": "claim", "mountPath": "/data"}},
+        "spec": {"image": "trainer:1", "storage": {"claimName": "claim", "mountPath": "/data"}},
         "status": {"phase": "Running", "startTime": "2026-01-31T12:00:05Z", **status},
     }
 

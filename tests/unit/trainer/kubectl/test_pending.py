@@ -18,7 +18,7 @@ def condition(kind: str, status: str, reason: str, message: str) -> dict[str, st
 
 
 ACCEPTED = condition("Accepted", "True", "Valid", "good")
-NOT_READY = condition("PoolsReady", "False", "InsufficientGPUs", f"pool critic wants 8; {NO_GPUS}")
+NOT_READY = condition("PoolsReady", "False", "InsufficientGPUs", f"pool critic requests 8; {NO_GPUS}")
 
 
 def pod(name: str, pool: str | None, **status: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_each_pool_says_what_it_waits_for() -> None:
 
     assert lines == [
         "products: Pending, 30m old",
-        f"  InsufficientGPUs: pool critic wants 8; {NO_GPUS}",
+        f"  InsufficientGPUs: pool critic requests 8; {NO_GPUS}",
         "RayCluster products-abc: suspended",
         "head: 1 of 1 pods ready, 1 there",
         "pool actor: 0 of 1 pods ready, 1 there",
@@ -172,11 +172,11 @@ def test_a_job_that_has_ended_waits_for_nothing() -> None:
 
 def test_with_all_pods_ready_it_says_what_comes_after() -> None:
     there = condition("PoolsReady", "True", "PodsReady", "all")
-    unsent = condition("Submitted", "False", "NotSubmitted", "Ray's dashboard does not take the trainer")
+    unsent = condition("Submitted", "False", "NotSubmitted", "Ray's dashboard does not accept the trainer")
 
     assert said(job=job(conditions=[ACCEPTED, there, unsent]))[1:] == [
         "  all pods are ready",
-        "  Submitted False: NotSubmitted: Ray's dashboard does not take the trainer",
+        "  Submitted False: NotSubmitted: Ray's dashboard does not accept the trainer",
     ]
 
 

@@ -22,11 +22,11 @@ from ppojob_trainer.worker_groups.errors import WorkerLostError
 RAW: dict[str, Any] = {
     "image": "i",
     "model": {"actor": {"path": "/m"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 1}],
     "placement": {"actor": "actor"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
 }
 
 

@@ -23,23 +23,24 @@ from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerImportError
 from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
+from ppojob_trainer.worker_groups.roles.data import DataWorker, LoadedData
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker
 
 GB = 10**9
 
 
-def spec_of(device: str, lent: Sequence[str]) -> PPOJobSpec:
+def spec_of(device: str, shared: Sequence[str]) -> PPOJobSpec:
     return resolve(
         parse_spec(
             {
                 "image": "i",
                 "device": device,
                 "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}],
-                "placement": {"actor": "a", "rollout": "a", "critic": "c", "lentToRollout": list(lent)},
-                "storage": {"persistentVolumeClaim": "c"},
+                "placement": {"actor": "a", "rollout": ["a", *shared], "critic": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )
@@ -52,6 +53,7 @@ class Story:
     told: list[str] = field(default_factory=list)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     failing: str = ""
+    given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def role(self, name: str) -> Any:
         return SimpleNamespace(group=_Group(self, name))
@@ -69,13 +71,14 @@ class _Group:
     story: Story
     name: str
 
-    async def call(self, method: Callable[..., Any], *_: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if method is TrainedWorker.rendezvous:
             return "host", 1
         if method is TrainedWorker.size:
             return ModelSize(GB, 80 * GB)
+        self.story.given[f"{self.name} {method.__name__}"] = arguments
         await self.story.do(f"{self.name} {method.__name__}")
-        return [{}]
+        return LoadedData(["gsm8k"], steps_per_epoch=7) if method is DataWorker.load else [{}]
 
 
 class _Rollout:
@@ -98,7 +101,7 @@ def story(monkeypatch: pytest.MonkeyPatch) -> Story:
     return Story()
 
 
-def made(story: Story, lent: Sequence[str]) -> Groups:
+def made(story: Story, shared: Sequence[str]) -> Groups:
     async def connect() -> list[Any]:
         await story.do("weights connect")
         return [{}]
@@ -107,7 +110,7 @@ def made(story: Story, lent: Sequence[str]) -> Groups:
         data=story.role("data"),
         reward=cast("Any", SimpleNamespace(function=story.role("reward"), model=None)),
         rollout=cast("Any", _Rollout(story, "rollout")),
-        lent={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in lent},
+        shared={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in shared},
         actor=story.role("actor"),
         critic=story.role("critic"),
         ref=None,
@@ -117,8 +120,22 @@ def made(story: Story, lent: Sequence[str]) -> Groups:
     )
 
 
-async def ready(story: Story, device: str = "cuda", lent: Sequence[str] = ()) -> None:
-    await groups.make_ready(made(story, lent), spec_of(device, lent), Phases({}, 60.0))
+async def ready(story: Story, device: str = "CUDA", shared: Sequence[str] = ()) -> None:
+    await groups.make_ready(made(story, shared), spec_of(device, shared), Phases({}, 60.0))
+
+
+@pytest.mark.parametrize(("length", "total_steps"), [({}, 100), ({"total_steps": 5}, 5), ({"total_epochs": 3}, 21)])
+async def test_the_learning_rate_schedules_get_the_length_of_the_run(
+    story: Story, length: dict[str, int], total_steps: int
+) -> None:
+    spec = spec_of("CPU", [])
+    trainer = spec.trainer.model_copy(update={"total_steps": None, **length})
+
+    found = await groups.make_ready(made(story, []), spec.model_copy(update={"trainer": trainer}), Phases({}, 60.0))
+
+    assert [story.given[f"{role} load"][-1] for role in ("actor", "critic")] == [total_steps] * 2
+    assert found.steps_per_epoch == 7
+    assert story.given["reward load"] == (["gsm8k"],)
 
 
 async def settled() -> None:
@@ -142,9 +159,9 @@ async def test_an_engine_measures_after_the_actor_on_its_gpu_and_not_after_the_c
     assert story.told[-2:] == ["critic load", "weights connect"]
 
 
-async def test_engines_in_a_pool_that_is_lent_measure_when_the_critic_there_is_loaded_too(story: Story) -> None:
+async def test_engines_in_a_pool_that_is_shared_measure_when_the_critic_there_is_loaded_too(story: Story) -> None:
     story.held = {"critic load": asyncio.Event()}
-    running = asyncio.create_task(ready(story, lent=["c"]))
+    running = asyncio.create_task(ready(story, shared=["c"]))
     await settled()
     assert {"rollout begins", "rollout_c begins", "actor load"} <= set(story.told)
     assert "rollout_c measures" not in story.told
@@ -157,7 +174,7 @@ async def test_engines_in_a_pool_that_is_lent_measure_when_the_critic_there_is_l
 
 async def test_on_a_cpu_nobody_waits_for_anybody(story: Story) -> None:
     story.held = {"actor load": asyncio.Event()}
-    running = asyncio.create_task(ready(story, device="cpu"))
+    running = asyncio.create_task(ready(story, device="CPU"))
     await settled()
     assert "rollout measures" in story.told
 
@@ -176,7 +193,7 @@ async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None
 async def test_what_a_check_refuses_costs_no_load_of_a_model(story: Story, failing: str) -> None:
     story.failing = failing
     with pytest.raises(RuntimeError, match=failing):
-        await ready(story, device="cpu")
+        await ready(story, device="CPU")
     assert not {"actor load", "critic load", "weights connect"} & set(story.told)
 
 
@@ -200,7 +217,7 @@ def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_
     (tmp_path / "shaper.py").write_text("")
     worker = {"name": "shaper", "path": str(tmp_path / "shaper.py"), "className": "Shaper", "pool": "c"}
     worker |= {"hooks": [{"after": "Score", "method": "shape"}]}
-    spec = spec_of("cpu", []).model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
+    spec = spec_of("CPU", []).model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
     launcher = cast("Any", SimpleNamespace(start=lambda *_, **__: pytest.fail("a process was started")))
 
     with pytest.raises(WorkerImportError, match=r"workers\[0\] \(shaper\)") as raised:
@@ -210,9 +227,9 @@ def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_
     assert (record.reason, record.kind) == (Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT)
 
 
-@pytest.mark.parametrize(("lent", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])
+@pytest.mark.parametrize(("shared", "neighbours"), [([], {"actor"}), (["c"], {"actor", "critic"})])
 def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
-    monkeypatch: pytest.MonkeyPatch, lent: list[str], neighbours: set[str]
+    monkeypatch: pytest.MonkeyPatch, shared: list[str], neighbours: set[str]
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
@@ -220,9 +237,9 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     pools = {name: PlacedPool(name, cast("Any", None), bundles, 0.5) for name in ("a", "c")}
     launcher = cast("Any", SimpleNamespace(start=lambda role, *_, **__: _Launched(role)))
 
-    launched = groups.launch(spec_of("cuda", lent), pools, launcher)
+    launched = groups.launch(spec_of("CUDA", shared), pools, launcher)
 
     _, rollouts, _, beside = given
-    assert [rollout.pool for rollout in rollouts] == ["a", *lent]
-    assert list(launched.lent) == [f"rollout_{pool}" for pool in lent]
+    assert [rollout.pool for rollout in rollouts] == ["a", *shared]
+    assert list(launched.shared) == [f"rollout_{pool}" for pool in shared]
     assert {group.role for group in beside} == neighbours

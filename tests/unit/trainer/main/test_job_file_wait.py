@@ -17,11 +17,11 @@ from ppojob_trainer.main.run import loop_settings
 RAW: dict[str, Any] = {
     "image": "i",
     "model": {"actor": {"path": "/m"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 2}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "critic": "critic"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
 }
 
 

@@ -26,13 +26,13 @@ def spec_of(gpus: int = 2, rollout: dict[str, Any] | None = None, **model: Any) 
     raw = {
         "image": "i",
         "model": {"actor": {"path": "/m", **model}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "rollout": rollout or {},
         "pools": [{"name": "a", "gpusPerNode": gpus}, {"name": "c", "gpusPerNode": 1}],
         "placement": {"actor": "a", "critic": "c"},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
     }
     return resolve(parse_spec(raw))
 
@@ -125,13 +125,13 @@ def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> No
 def test_an_engine_beside_models_that_do_not_train_is_counted_while_they_compute() -> None:
     # The reference's 30 GB lie in the host's memory between its phases; the engine of 56 GB stays awake beside them.
     spec = spec_of(1, rollout={"gpuMemoryUtilization": 0.7})
-    placed = spec.placement.model_copy(update={"critic": "a", "ref": "c", "lent_to_rollout": ["c"]})
+    placed = spec.placement.model_copy(update={"critic": "a", "ref": "c", "rollout": ["a", "c"]})
     ref = spec.model.ref.model_copy(update={"offload": FrozenOffload(parameters=True)})
-    lent = spec.model_copy(update={"placement": placed, "model": spec.model.model_copy(update={"ref": ref})})
-    assert lent.rollout.sleep
+    shared = spec.model_copy(update={"placement": placed, "model": spec.model.model_copy(update={"ref": ref})})
+    assert shared.rollout.sleep
 
     with pytest.raises(ModelMismatchError, match=r"pool c cannot .* at least 86\.0 GB are needed at the same time"):
-        check_memory(lent, {"ref": ModelSize(15 * GB, 80 * GB)})
+        check_memory(shared, {"ref": ModelSize(15 * GB, 80 * GB)})
 
 
 # 1 B parameters, with next to no activations: on two GPUs a trained one has 8 GB each, and stays gathered in 6 more.

@@ -19,11 +19,11 @@ from ppojob_trainer.telemetry import RunFiles, TrackedRun
 RAW: dict[str, Any] = {
     "image": "i",
     "model": {"actor": {"path": "/m"}},
-    "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
     "reward": {"function": {"module": "r"}},
     "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 2}],
     "placement": {"actor": "actor", "critic": "critic"},
-    "storage": {"persistentVolumeClaim": "c"},
+    "storage": {"claimName": "c"},
     "trainer": {"totalSteps": 5},
 }
 
@@ -175,6 +175,25 @@ async def test_new_settings_come_with_a_reply(tmp_path: Path, reporter: FakeRepo
 
     monitor.set_activity(Activity.TRAINING)
     assert (reporter.reports[-1].total_steps, reporter.reports[-1].activity) == (9, Activity.TRAINING)
+
+
+async def test_epochs_become_steps_when_the_data_is_loaded_and_may_change(
+    tmp_path: Path, reporter: FakeReporter
+) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    fixed = LiveSettings(total_epochs=2, validate_every_steps=0, checkpoint_every_steps=0, checkpoint_keep=1)
+    reporter.reply = ProgressReply(settings=fixed)
+    await watched(monitor, lambda: monitor.settings == fixed)
+    assert monitor.total_steps == 0
+
+    monitor.count_epochs(40)
+
+    assert (monitor.total_steps, reporter.reports[-1].total_steps) == (80, 80)
+    longer = fixed.model_copy(update={"total_epochs": 3})
+    reporter.reply = ProgressReply(settings=longer)
+    await watched(monitor, lambda: monitor.settings == longer)
+    monitor.set_activity(Activity.TRAINING)
+    assert (monitor.total_steps, reporter.reports[-1].total_steps) == (120, 120)
 
 
 def test_a_request_for_a_checkpoint_is_read_and_answered_at_once(tmp_path: Path, reporter: FakeReporter) -> None:

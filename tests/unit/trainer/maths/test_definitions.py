@@ -57,9 +57,9 @@ def assert_rows(found: Tensor, expected: Rows, mask: Tensor, tolerance: float = 
 
 def aggregated(of_token: Rows, mode: str) -> float:
     rows = [row for row in of_token if row]
-    if mode == "token-mean":
+    if mode == "TokenMean":
         return sum(map(sum, rows)) / sum(map(len, rows))
-    divided = {"seq-mean-token-sum": sum, "seq-mean-token-mean": lambda row: sum(row) / len(row)}[mode]
+    divided = {"SeqMeanTokenSum": sum, "SeqMeanTokenMean": lambda row: sum(row) / len(row)}[mode]
     return sum(divided(row) for row in rows) / len(rows)
 
 
@@ -102,7 +102,7 @@ class TestAdvantages:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_gae(self, width: int, gamma: float, lam: float, dtype: torch.dtype) -> None:
         rewards, values, mask = random_tensor(1, width).to(dtype), random_tensor(2, width).to(dtype), random_mask(width)
-        advantages, returns = ESTIMATORS["gae"].compute(AdvantageInputs(rewards, mask, values, gamma=gamma, lam=lam))
+        advantages, returns = ESTIMATORS["GAE"].compute(AdvantageInputs(rewards, mask, values, gamma=gamma, lam=lam))
         kept = list(zip(chosen(rewards, mask), chosen(values, mask), strict=True))
         expected = [self.gae(*row, gamma, lam) for row in kept]
         assert advantages.dtype == returns.dtype == dtype
@@ -115,12 +115,12 @@ class TestAdvantages:
     @pytest.mark.parametrize("gamma", [1.0, 0.99, 0.0])
     def test_reinforce_plus_plus(self, width: int, gamma: float) -> None:
         rewards, mask = random_tensor(3, width), random_mask(width)
-        advantages, _ = ESTIMATORS["reinforce++"].compute(AdvantageInputs(rewards, mask, gamma=gamma))
+        advantages, _ = ESTIMATORS["ReinforcePlusPlus"].compute(AdvantageInputs(rewards, mask, gamma=gamma))
         expected = [self.backwards(row, lambda reward, later: reward + gamma * later) for row in chosen(rewards, mask)]
         assert_rows(advantages, expected, mask)
 
     @pytest.mark.parametrize("hidden", [math.nan, math.inf])
-    @pytest.mark.parametrize("name", ["gae", "reinforce++"])
+    @pytest.mark.parametrize("name", ["GAE", "ReinforcePlusPlus"])
     def test_what_the_mask_hides_may_be_anything(self, name: str, hidden: float) -> None:
         rewards, values, mask = random_tensor(1), random_tensor(2), random_mask()
         dirty = [torch.where(mask, tensor, hidden) for tensor in (rewards, values)]
@@ -128,7 +128,7 @@ class TestAdvantages:
         found = ESTIMATORS[name].compute(AdvantageInputs(dirty[0], mask, dirty[1]))
         torch.testing.assert_close(found, clean, atol=0, rtol=0)
 
-    @pytest.mark.parametrize("name", ["gae", "reinforce++"])
+    @pytest.mark.parametrize("name", ["GAE", "ReinforcePlusPlus"])
     @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)])
     def test_nothing_to_learn_from(self, name: str, shape: tuple[int, int]) -> None:
         empty = torch.zeros(shape)
@@ -136,7 +136,7 @@ class TestAdvantages:
         assert torch.equal(advantages, empty)
         assert torch.equal(returns, empty)
 
-    @pytest.mark.parametrize("name", ["gae", "reinforce++"])
+    @pytest.mark.parametrize("name", ["GAE", "ReinforcePlusPlus"])
     def test_long_responses_are_not_gone_through_column_by_column(self, name: str) -> None:
         width = 32_768
         values = torch.zeros(2, width)
@@ -159,14 +159,14 @@ class TestAdvantages:
     def one_of_group(name: str, mine: float, others: list[float]) -> float:
         if not others:
             return mine
-        if name == "rloo":
+        if name == "RLOO":
             return mine - sum(others) / len(others)
         group = [mine, *others]
         mean = sum(group) / len(group)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (len(group) - 1))
         return (mine - mean) / (deviation + 1e-6)
 
-    @pytest.mark.parametrize("name", ["grpo", "rloo"])
+    @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
     def test_advantages_within_a_group(self, name: str) -> None:
         advantages, expected = self.of_groups(name)
         assert_rows(advantages, expected, random_mask())
@@ -174,10 +174,10 @@ class TestAdvantages:
 
 class TestKL:
     DEFINITIONS = {  # noqa: RUF012 - a table, never changed
-        "k1": lambda log_prob, ref: log_prob - ref,
-        "k2": lambda log_prob, ref: (log_prob - ref) ** 2 / 2,
-        "k3": lambda log_prob, ref: math.exp(ref) / math.exp(log_prob) - 1 - (ref - log_prob),
-        "abs": lambda log_prob, ref: abs(log_prob - ref),
+        "K1": lambda log_prob, ref: log_prob - ref,
+        "K2": lambda log_prob, ref: (log_prob - ref) ** 2 / 2,
+        "K3": lambda log_prob, ref: math.exp(ref) / math.exp(log_prob) - 1 - (ref - log_prob),
+        "Abs": lambda log_prob, ref: abs(log_prob - ref),
     }
 
     @pytest.mark.parametrize("estimator", list(DEFINITIONS))
@@ -205,7 +205,7 @@ class TestLosses:
         clipping, counts = Clipping(low=0.2, high=0.3, dual=3.0), Denominators.of(mask)
         loss, metrics = policy_loss(log_prob, old, advantages, mask, counts, clipping, mode)
         assert loss.item() == pytest.approx(aggregated(each(of_token, mask, log_prob, old, advantages), mode))
-        kl = aggregated(each(lambda new, before: before - new, mask, log_prob, old), "token-mean")
+        kl = aggregated(each(lambda new, before: before - new, mask, log_prob, old), "TokenMean")
         assert metrics["ppo_kl"].item() == pytest.approx(kl)
 
     @pytest.mark.parametrize("mode", list(AGGREGATIONS))

@@ -12,10 +12,10 @@ from ppojob_trainer.maths.kl import KL_ESTIMATORS, kl_estimate, make_kl_controll
     ("estimator", "expected"),
     [
         # prob 0.5 and ref 0.25: log-ratio log 2, r = 1/2.
-        ("k1", math.log(2)),
-        ("k2", 0.5 * math.log(2) ** 2),
-        ("k3", 0.5 - 1 + math.log(2)),
-        ("abs", math.log(2)),
+        ("K1", math.log(2)),
+        ("K2", 0.5 * math.log(2) ** 2),
+        ("K3", 0.5 - 1 + math.log(2)),
+        ("Abs", math.log(2)),
     ],
 )
 def test_by_hand(estimator: str, expected: float) -> None:
@@ -23,7 +23,7 @@ def test_by_hand(estimator: str, expected: float) -> None:
     assert value.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["K1", "K3"])
 def test_expectation_is_the_true_kl(estimator: str) -> None:
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -44,11 +44,11 @@ def test_extreme_ratios_stay_finite_with_their_gradients(estimator: str) -> None
 
 def test_k3_is_never_negative() -> None:
     log_prob = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert (kl_estimate(log_prob, torch.zeros(1000), "k3") >= 0).all()
+    assert (kl_estimate(log_prob, torch.zeros(1000), "K3") >= 0).all()
 
 
 def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4': choose one of k1, k2, k3, abs"):
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4': choose one of K1, K2, K3, Abs"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 

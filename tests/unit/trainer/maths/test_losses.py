@@ -94,7 +94,7 @@ class TestAggregation:
     @pytest.mark.parametrize(
         ("mode", "expected"),
         # The third row has no tokens (padding): it is not a sequence.
-        [("token-mean", 9 / 3), ("seq-mean-token-sum", 9 / 2), ("seq-mean-token-mean", (1.5 + 6) / 2)],
+        [("TokenMean", 9 / 3), ("SeqMeanTokenSum", 9 / 2), ("SeqMeanTokenMean", (1.5 + 6) / 2)],
     )
     def test_by_hand(self, mode: str, expected: float) -> None:
         assert aggregate(self.LOSS, self.MASK, mode, Denominators.of(self.MASK)).item() == pytest.approx(expected)
@@ -110,7 +110,7 @@ class TestAggregation:
             assert aggregate(self.LOSS, empty, mode, Denominators.of(empty)).item() == 0
 
     def test_unknown_mode(self) -> None:
-        with pytest.raises(ValueError, match="unknown loss aggregation 'mean': choose one of token-mean"):
+        with pytest.raises(ValueError, match="unknown loss aggregation 'mean': choose one of TokenMean"):
             aggregate(self.LOSS, self.MASK, "mean", ONE)
 
 

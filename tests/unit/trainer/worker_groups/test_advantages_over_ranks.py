@@ -82,10 +82,10 @@ def compute(whole: DataProto, algorithm: AlgorithmSpec, partition: Partition) ->
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("estimator", ["GAE", "GRPO", "RLOO", "ReinforcePlusPlus"])
 def test_the_number_of_ranks_changes_nothing(estimator: str, num_ranks: int) -> None:
     algorithm = AlgorithmSpec.model_validate(
-        {"advantageEstimator": estimator, "lam": 0.9, "kl": {"inReward": True, "estimator": "k1"}}
+        {"advantageEstimator": estimator, "lam": 0.9, "kl": {"inReward": True, "estimator": "K1"}}
     )
     alone, [expected] = compute(batch(), algorithm, in_groups(ROWS, SAMPLES, 1))
 
@@ -114,7 +114,7 @@ def test_the_statistics_are_those_of_rows_and_tokens() -> None:
 
 def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
     whole = batch()
-    algorithm = AlgorithmSpec.model_validate({"kl": {"inReward": True, "estimator": "k1"}})
+    algorithm = AlgorithmSpec.model_validate({"kl": {"inReward": True, "estimator": "K1"}})
 
     _, [metrics] = compute(whole, algorithm, in_groups(ROWS, SAMPLES, 1))
 
@@ -159,7 +159,7 @@ def test_dropped_responses_count_nowhere(estimator: str, dropped: list[int], num
         torch.testing.assert_close(found[Keys.ADVANTAGES][kept], alone.tensor(Keys.ADVANTAGES))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["GRPO", "RLOO"])
 def test_a_response_that_is_left_alone_in_its_group_learns_nothing(estimator: str) -> None:
     algorithm = AlgorithmSpec.model_validate({"advantageEstimator": estimator})
 

@@ -22,14 +22,14 @@ from ppojob_trainer.worker_groups.placement import (
 def spec_of(**changes: Any) -> PPOJobSpec:
     raw: dict[str, Any] = {
         "image": "i",
-        "device": "cuda",
+        "device": "CUDA",
         "model": {"actor": {"path": "/m"}},
-        "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
+        "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
         "algorithm": {"kl": {"inReward": True}},
         "pools": [{"name": "big", "gpusPerNode": 2}, {"name": "small", "gpusPerNode": 1}],
         "placement": {"actor": "big", "critic": "small"},
-        "storage": {"persistentVolumeClaim": "c"},
+        "storage": {"claimName": "c"},
     }
     return resolve(parse_spec({**raw, **changes}))
 
@@ -49,7 +49,7 @@ def test_hundreds_of_reward_processes_need_less_than_the_two_cpus_of_a_one_gpu_p
 
 
 def test_on_cpu_no_gpu_is_asked_for() -> None:
-    spec = spec_of(device="cpu")
+    spec = spec_of(device="CPU")
 
     assert "GPU" not in bundle_resources(spec, spec.pool("big"))
     assert gpu_fraction(spec, "big") == 0.0
@@ -58,7 +58,7 @@ def test_on_cpu_no_gpu_is_asked_for() -> None:
 def test_roles_that_share_a_gpu_have_equal_parts_that_fit() -> None:
     assert gpu_fraction(spec_of(), "big") == 0.5
     together = spec_of(
-        pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one", "rollout": "one", "critic": "one"}
+        pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one", "rollout": ["one"], "critic": "one"}
     )
     assert gpu_fraction(together, "one") == 0.25
     three = spec_of(algorithm={}, pools=[{"name": "one", "gpusPerNode": 1}], placement={"actor": "one"})

@@ -62,12 +62,12 @@ def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
             {
                 "image": "i",
                 "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"type": "ReasoningGym", "reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
+                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
                 "reward": {"function": {"module": "r"}},
                 "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
                 "placement": placement,
                 "rollout": {"tensorParallelSize": 2},
-                "storage": {"persistentVolumeClaim": "c"},
+                "storage": {"claimName": "c"},
             }
         )
     )
@@ -140,7 +140,7 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
 
 
 async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Processes, holders: Processes) -> None:
-    spec = spec_of({"actor": "train", "rollout": "write"})
+    spec = spec_of({"actor": "train", "rollout": ["write"]})
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
     sent = await weights.connect()
     places = [
@@ -153,7 +153,7 @@ async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Proce
 
 
 def test_engines_give_their_weights_up_where_they_share_gpus_with_training(replicas: Processes) -> None:
-    shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}))
+    shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": ["write"]}))
     found = [WeightsGroup(as_group(actor()), [group_of(spec, replicas)], spec).are_given_up for spec in (shared, apart)]
 
     assert found == [True, False]
@@ -165,7 +165,7 @@ async def test_who_shares_the_gpus_frees_what_it_keeps_before_an_engine_that_sle
     order: list[str] = []
     neighbours = [Processes(4, {TrainedWorker.free_cached_memory: lambda: order.append("freed")}) for _ in range(2)]
     replicas.answers[RolloutWorker.wake] = order.append
-    for placement in ({"actor": "train"}, {"actor": "train", "rollout": "write"}):
+    for placement in ({"actor": "train"}, {"actor": "train", "rollout": ["write"]}):
         spec = spec_of(placement)
         rollout = group_of(spec, replicas)
         await WeightsGroup(as_group(actor()), [rollout], spec, [as_group(each) for each in neighbours]).push(1)
@@ -181,7 +181,7 @@ async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holder
 
 
 @pytest.mark.parametrize(
-    ("placement", "senders"), [({"actor": "train"}, 4), ({"actor": "train", "rollout": "write"}, 1)]
+    ("placement", "senders"), [({"actor": "train"}, 4), ({"actor": "train", "rollout": ["write"]}, 1)]
 )
 async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
     replicas: Processes, holders: Processes, placement: dict[str, str], senders: int
@@ -195,32 +195,32 @@ async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
     assert moved["comm_gb_per_s/update_weights"] * moved["comm_s/update_weights"] == pytest.approx(8e-9)
 
 
-async def test_engines_in_a_pool_that_is_lent_meet_rank_zero_beside_those_on_the_actors_gpus(
+async def test_engines_in_a_pool_that_is_shared_meet_rank_zero_beside_those_on_the_actors_gpus(
     replicas: Processes, holders: Processes
 ) -> None:
-    spec = spec_of({"actor": "train", "critic": "write", "lentToRollout": ["write"]})
-    lent = Processes(2, dict(replicas.answers))
+    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
+    shared = Processes(2, dict(replicas.answers))
     order: list[tuple[str, str]] = []
-    for name, processes in (("own", replicas), ("lent", lent)):
+    for name, processes in (("own", replicas), ("shared", shared)):
         processes.answers[RolloutWorker.wake] = lambda tag, name=name: order.append((name, tag))
-    groups = [group_of(spec, replicas, holders), RolloutGroup(as_group(lent), spec, "write", as_group(holders))]
+    groups = [group_of(spec, replicas, holders), RolloutGroup(as_group(shared), spec, "write", as_group(holders))]
     weights = WeightsGroup(as_group(actor()), groups, spec)
 
     await weights.connect()
     moved = await weights.push(1)
 
     assert places_told(replicas) == [[("rank 0", 1), ("rank 1", 1)], [("rank 2", 1), ("rank 3", 1)]]
-    assert places_told(lent) == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
-    assert order == [("own", "weights"), ("lent", "weights"), ("own", "kv_cache"), ("lent", "kv_cache")]
+    assert places_told(shared) == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+    assert order == [("own", "weights"), ("shared", "weights"), ("own", "kv_cache"), ("shared", "kv_cache")]
     assert moved["comm_mb/update_weights"] == pytest.approx(5 * 8e-6)
     assert moved["comm_read_back/update_weights"] == 8
 
 
-async def test_other_weights_in_a_pool_that_is_lent_are_seen(replicas: Processes, holders: Processes) -> None:
-    spec = spec_of({"actor": "train", "critic": "write", "lentToRollout": ["write"]})
+async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Processes, holders: Processes) -> None:
+    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     answers = {RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version + 1)]}
-    lent = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))
-    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), lent], spec)
+    shared = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
 
     with pytest.raises(WeightSyncError):
         await weights.push(1)
@@ -229,8 +229,8 @@ async def test_other_weights_in_a_pool_that_is_lent_are_seen(replicas: Processes
 @pytest.mark.parametrize(
     ("placement", "pool", "sleeps"),
     [
-        ({"actor": "train", "critic": "write", "lentToRollout": ["write"]}, "write", True),
-        ({"actor": "train", "rollout": "write"}, "write", False),
+        ({"actor": "train", "critic": "write", "rollout": ["train", "write"]}, "write", True),
+        ({"actor": "train", "rollout": ["write"]}, "write", False),
     ],
 )
 async def test_engines_beside_a_role_that_trains_sleep_when_their_responses_are_written(

@@ -131,7 +131,7 @@ def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
 def _drop_what_nobody_reads(draft: Draft) -> None:
     """Take out the critic where no estimator reads it, and the reward function where a model scores alone."""
     unread: list[str] = []
-    if draft.values.get("algorithm.advantageEstimator", "gae") != "gae":
+    if draft.values.get("algorithm.advantageEstimator", "GAE") != "GAE":
         unread += ["critic.", "model.critic."]
         draft.lost = [entry for entry in draft.lost if not entry[0].startswith("critic.")]
     unread.append("reward.function." if draft.values.get("reward.type") == "Model" else "model.reward.")

@@ -213,7 +213,7 @@ TABLE: tuple[Row, ...] = (
     field("trainer.critic_warmup", "critic.warmupSteps", whole),
     field("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", whole),
     field("trainer.project_name", "telemetry.trackerProject", text),
-    field("trainer.device", "device", one_of({"cuda": "cuda", "cpu": "cpu"}, "roles compute on CUDA or on CPU")),
+    field("trainer.device", "device", one_of({"cuda": "CUDA", "cpu": "CPU"}, "roles compute on CUDA or on CPU")),
     Checked(
         "trainer.val_only", only(False, "a job trains; validate a model with trainer.totalSteps 1 and look at step 0")
     ),

@@ -104,8 +104,10 @@ def sources(draft: Draft) -> None:
     """Training and validation files."""
     column = draft.take("data.prompt_key")
     for verl, target in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
-        files = draft.take(verl)
-        if files is None:
+        given = draft.take(verl)
+        # A script with an unset variable gives an empty path.
+        files = [file for file in (given if isinstance(given, list) else [given]) if file]
+        if not files:
             if target == "data.train":
                 files = [f"{MOUNT}/train.parquet"]
                 draft.to_fill.append((f"{target}.files.paths", "no data.train_files is given: the files to train on"))
@@ -113,10 +115,7 @@ def sources(draft: Draft) -> None:
                 why = "no data.val_files is given: verl reads a default path, here nothing is validated without files"
                 draft.to_fill.append((target, why))
                 continue
-        paths = [draft.path(f"{target}.files.paths", file) for file in (files if isinstance(files, list) else [files])]
-        is_lines = all(path.endswith((".jsonl", ".json")) for path in paths)
-        draft.values[f"{target}.type"] = "JSONL" if is_lines else "Parquet"
-        draft.values[f"{target}.files.paths"] = paths
+        draft.values[f"{target}.files.paths"] = [draft.path(f"{target}.files.paths", file) for file in files]
         if column is not None:
             draft.values[f"{target}.files.promptColumn"] = str(column)
 
@@ -242,16 +241,17 @@ def pools(draft: Draft) -> None:
             raise NotCarriedError("a split takes two GPUs or more")
         sizes = {"actor": half, "critic": half}
         draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
-        draft.values |= {"placement.rollout": "actor", "placement.ref": "actor"}
+        draft.values |= {"placement.rollout": ["actor"], "placement.ref": "actor"}
         if nodes > 1 and nodes % 2:
             draft.lost.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one without work"))
     for role, (sections, is_asked) in _POOLS_OF_ROLES.items():
         size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
         if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
             sizes[role] = (whole(size[0]), whole(size[1]))
-            draft.values[f"placement.{role}"] = role
+            draft.values[f"placement.{role}"] = [role] if role == "rollout" else role
     draft.values["pools"] = [{"name": name, "nodes": n, "gpusPerNode": g} for name, (n, g) in sizes.items()]
-    draft.values["placement.actor"] = next(iter(sizes))
+    if len(sizes) > 1:
+        draft.values["placement.actor"] = next(iter(sizes))
 
 
 # Sections that have a pool's size, and the setting there without which it says nothing.
@@ -262,15 +262,10 @@ _POOLS_OF_ROLES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
 
 
 def length(draft: Draft) -> None:
-    """verl counts epochs over files that only it has seen."""
-    epochs = draft.take("trainer.total_epochs")
+    """The number of steps, else the epochs: verl counts both as we do."""
+    epochs = draft.take("trainer.total_epochs", default=30)
     if draft.given.get("trainer.total_training_steps") is None:
-        batch = draft.given.get("data.train_batch_size", 1024)
-        why = (
-            f"steps = epochs x (prompts / {batch}), rounded down for each epoch; verl was told {epochs or 30} epochs, "
-            "and how many prompts there are is not known here. Until then it is our default"
-        )
-        draft.to_fill.append(("trainer.totalSteps", why))
+        draft.values["trainer.totalEpochs"] = whole(epochs)
 
 
 def resuming(draft: Draft) -> None:
@@ -299,10 +294,10 @@ def trackers(draft: Draft) -> None:
 def cluster(draft: Draft) -> None:
     """What verl does not know of."""
     draft.values["image"] = f"ppojob-trainer:{version('ppojob')}"
-    draft.values["storage.persistentVolumeClaim"] = "ppojob-data"
+    draft.values["storage.claimName"] = "ppojob-data"
     draft.values["storage.mountPath"] = MOUNT
     draft.to_fill.append(("image", "the trainer's image in your registry"))
-    draft.to_fill.append(("storage.persistentVolumeClaim", "your claim, with the models and the data in it"))
+    draft.to_fill.append(("storage.claimName", "your claim, with the models and the data in it"))
 
 
 def _model_path(draft: Draft, target: str, value: object) -> str:

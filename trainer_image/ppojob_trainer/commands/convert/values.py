@@ -81,17 +81,21 @@ def only(expected: Any, why: str) -> Change:
 
 
 ESTIMATORS = one_of(
-    {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++"},
+    {"gae": "GAE", "grpo": "GRPO", "rloo": "RLOO", "reinforce_plus_plus": "ReinforcePlusPlus"},
     "choose one of them for algorithm.advantageEstimator",
 )
 KL_ESTIMATORS = one_of(
-    {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"},
+    {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3", "abs": "Abs"},
     "the estimators with another gradient (k1+, k3+, full) are not computed: choose one of them",
 )
 SCHEDULES = one_of(
     {"constant": "Constant", "cosine": "Cosine", "linear": "Linear"}, "choose one of them for learningRateSchedule"
 )
 AGGREGATIONS = one_of(
-    {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")},
+    {
+        "token-mean": "TokenMean",
+        "seq-mean-token-sum": "SeqMeanTokenSum",
+        "seq-mean-token-mean": "SeqMeanTokenMean",
+    },
     "choose one of them for lossAggregation",
 )

@@ -1,11 +1,11 @@
-"""Where prompts come from, one kind a file; `open_source` picks the kind that the PPOJob names.
+"""Where prompts come from, one kind a file; `open_source` picks the kind that the PPOJob gives.
 
 `check_columns` reads one row of each file, before the trainer starts.
 """
 
 from __future__ import annotations
 
-from ppojob_api.v1alpha1.data import DataSource, SourceType
+from ppojob_api.v1alpha1.data import DataSource
 from ppojob_trainer.data.errors import DataError
 from ppojob_trainer.data.records import PromptSource
 
@@ -14,25 +14,25 @@ def open_source(source: DataSource) -> PromptSource:
     """Open `data.train` or `data.validation` of a PPOJob.
 
     Raises:
-        DataError: the block for the type is missing, or the source cannot be read; names the path or task.
+        DataError: no source is given, or it cannot be read; names the path or task.
     """
     # Each kind is imported when it is asked for: `datasets` and `reasoning_gym` take seconds.
-    if source.type is SourceType.REASONING_GYM and source.reasoning_gym is not None:
+    if source.reasoning_gym is not None:
         from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 
         gym = source.reasoning_gym
         return ReasoningGymPrompts(gym.task, gym.size, gym.seed, gym.config)
-    if source.type in (SourceType.PARQUET, SourceType.JSONL) and source.files is not None:
+    if source.files is not None:
         from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 
-        read = read_parquet if source.type is SourceType.PARQUET else read_jsonl
+        read = read_parquet if source.files.are_parquet else read_jsonl
         return read(source.files.paths, source.files)
-    if source.type is SourceType.HUGGING_FACE and source.hugging_face is not None:
+    if source.hugging_face is not None:
         from ppojob_trainer.data.sources.hugging_face import load_hugging_face
 
         hub = source.hugging_face
         return load_hugging_face(hub.path, hub.name, hub.split, hub)
-    raise DataError(f"data source of type {source.type} needs the block {source.missing_block}")
+    raise DataError("the data has no source: set exactly one of reasoningGym, files and huggingFace")
 
 
 def check_columns(source: DataSource) -> None:
@@ -44,7 +44,7 @@ def check_columns(source: DataSource) -> None:
     if source.files is not None:
         from ppojob_trainer.data.sources.parquet_jsonl import check_jsonl, check_parquet
 
-        check = check_parquet if source.type is SourceType.PARQUET else check_jsonl
+        check = check_parquet if source.files.are_parquet else check_jsonl
         for path in source.files.paths:
             check(path, source.files)
     if source.hugging_face is not None:

@@ -58,8 +58,8 @@ class ActorWorker(TrainedWorker):
         check_fit("actor", model.path, model.trust_remote_code, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self, stays_gathered: bool) -> None:
-        """Load and shard the model, after `join`."""
+    def load(self, stays_gathered: bool, total_steps: int) -> None:
+        """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
         from ppojob_trainer.engines.fsdp.policy import PolicyEngine
         from ppojob_trainer.engines.precision import dtype_of
 
@@ -69,7 +69,7 @@ class ActorWorker(TrainedWorker):
             spec.model.actor,
             spec.actor,
             spec.algorithm.kl,
-            total_steps=spec.trainer.total_steps,
+            total_steps=total_steps,
             seed=spec.trainer.seed,
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),

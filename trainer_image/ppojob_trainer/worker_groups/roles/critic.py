@@ -53,8 +53,8 @@ class CriticWorker(TrainedWorker):
         check_fit("critic", path, trust, self.spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self, stays_gathered: bool) -> None:
-        """Load and shard the model, after `join`."""
+    def load(self, stays_gathered: bool, total_steps: int) -> None:
+        """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
         from ppojob_trainer.engines.fsdp.critic import CriticEngine
         from ppojob_trainer.engines.precision import dtype_of
 
@@ -64,7 +64,7 @@ class CriticWorker(TrainedWorker):
             spec.model.critic,
             spec.model.actor.path,
             spec.critic,
-            total_steps=spec.trainer.total_steps,
+            total_steps=total_steps,
             seed=spec.trainer.seed,
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),

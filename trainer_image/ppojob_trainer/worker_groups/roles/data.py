@@ -21,7 +21,7 @@ from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import Seat
 
-__all__ = ["DataGroup", "DataWorker", "PromptsOfStep", "load_tokenizer", "with_samples"]
+__all__ = ["DataGroup", "DataWorker", "LoadedData", "PromptsOfStep", "load_tokenizer", "with_samples"]
 
 _KEPT_POSITIONS = 8
 
@@ -51,6 +51,18 @@ def with_samples(prompts: DataProto, samples: int) -> DataProto:
     return repeated.with_fields(non_tensors={Keys.SAMPLE_INDEX: [row % samples for row in range(len(repeated))]})
 
 
+@dataclass(frozen=True)
+class LoadedData:
+    """Facts about the data.
+
+    sources: the names of all data sets (data_source), sorted.
+    steps_per_epoch: whole batches in one pass over the training prompts.
+    """
+
+    sources: list[str]
+    steps_per_epoch: int
+
+
 class DataWorker:
     """Reads the data."""
 
@@ -67,8 +79,8 @@ class DataWorker:
         return self._loader
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def load(self) -> list[str]:
-        """Open the sources; return the names of their data sets (data_source), sorted.
+    def load(self) -> LoadedData:
+        """Open the sources.
 
         Raises:
             DataError: the data cannot be read, or a prompt cannot be used.
@@ -83,7 +95,7 @@ class DataWorker:
             prompts = dataset.batch(range(len(dataset)))
             self._validation = store_rows(with_samples(prompts, self.spec.rollout.validation.samples_per_prompt))
             names |= dataset.data_sources()
-        return sorted(names)
+        return LoadedData(sorted(names), self._loader.steps_per_epoch)
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def next_batch(self, step: int) -> tuple[StoredRows, int]:

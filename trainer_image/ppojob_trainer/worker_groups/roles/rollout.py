@@ -1,6 +1,6 @@
 """The rollout: vLLM engines that generate the responses. `weights` sends them the policy's weights.
 
-There is one process for each replica. A replica has tensorParallelSize GPUs of a node, or with device cpu a whole node.
+There is one process for each replica. A replica has tensorParallelSize GPUs of a node, or with device CPU a whole node.
 A vLLM worker runs on each GPU; all are children of the replica's process, and the replica's other bundles only reserve
 their share of the GPU for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses do
 not depend on the replica, the order, or restarts. An engine that shares its GPU with a role that trains sleeps from the

@@ -31,7 +31,7 @@ class TestPools:
         assert pools == [("actor", *half), ("critic", *half)]
         assert placement == {
             "actor": "actor",
-            "rollout": "actor",
+            "rollout": ["actor"],
             "ref": "actor",
             "critic": "critic",
             "reward": "critic",
@@ -54,7 +54,7 @@ class TestPools:
         pools, placement = self.pools("python3", "-m", "verl.experimental.one_step_off_policy.main_ppo", *size)
 
         assert pools == [("gpus", 1, 2), ("rollout", 1, 6)]
-        assert placement == {"actor": "gpus", "rollout": "rollout"}
+        assert placement == {"actor": "gpus", "rollout": ["rollout"]}
 
     def test_a_reward_model_may_have_gpus_of_its_own(self) -> None:
         words = ("enable=True", "enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=4")

@@ -1,0 +1,84 @@
+"""Rules of `spec.placement`: when it is required, and which pools it may name.
+
+`rules.py` puts them beside the others, each in CEL and in Python. CEL sees the placement as it is given; Python sees
+the one that `PPOJobSpec` fills in for a single pool.
+"""
+
+from collections.abc import Iterator
+
+from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+
+_PLACED = "has(self.placement)"
+_ONLY_POOL = "self.pools[0].name"
+ACTOR_POOL = f"({_PLACED} ? self.placement.actor : {_ONLY_POOL})"
+CRITIC_POOL = f"({_PLACED} && has(self.placement.critic) ? self.placement.critic : {ACTOR_POOL})"
+ROLLOUT_POOLS = f"({_PLACED} && has(self.placement.rollout) ? self.placement.rollout : [{ACTOR_POOL}])"
+"""In CEL. The first of the rollout's pools is its own."""
+
+PLACEMENT_RULES = [
+    Rule(
+        rule=f"{_PLACED} || size(self.pools) == 1",
+        message="with several pools, placement is required: give the pool of each role",
+        field_path=".placement",
+    ),
+    *(
+        Rule(
+            rule=(
+                f"!{_PLACED} || !has(self.placement.{role.value}) || "
+                f"self.pools.exists(p, p.name == self.placement.{role.value})"
+            ),
+            message=f"placement.{role.value} must be the name of one of spec.pools",
+            field_path=f".placement.{role.value}",
+        )
+        for role in Role
+        if role is not Role.ROLLOUT
+    ),
+    Rule(
+        rule=(
+            f"!{_PLACED} || !has(self.placement.rollout) || "
+            "self.placement.rollout.all(n, self.pools.exists(p, p.name == n))"
+        ),
+        message="each of placement.rollout must be the name of one of spec.pools",
+        field_path=".placement.rollout",
+    ),
+]
+
+DISTINCT_POOLS_RULE = Rule(
+    # The list has an order, so it is no set of the API server.
+    rule="!has(self.rollout) || self.rollout.all(n, self.rollout.exists_one(m, m == n))",
+    message="a pool is named twice: keep one",
+    field_path=".rollout",
+)
+"""Of `placement` alone."""
+
+
+def _several_pools_need_a_placement(spec: PPOJobSpec) -> Iterator[Problem]:
+    names = [pool.name for pool in spec.pools]
+    if len(names) > 1 and "placement" not in spec.model_fields_set:
+        yield (
+            "placement",
+            None,
+            f"with several pools ({', '.join(names)}) it is required: give the pool of each role, at least "
+            f"{{actor: {names[0]}}}",
+        )
+
+
+def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
+    names = [pool.name for pool in spec.pools]
+    for role in Role:
+        for index, name in enumerate(spec.placement.pools_of(role)):
+            if name not in names:
+                where = f"placement.{role.value}" + (f"[{index}]" if role is Role.ROLLOUT else "")
+                yield where, name, f"there is no pool of this name: use one of {', '.join(names)}, or add the pool"
+
+
+def _pools_that_generate_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
+    names = spec.placement.rollout or []
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"placement.rollout[{index}]", name, "this pool is named twice: keep one"
+
+
+PLACEMENT_CHECKS = (_several_pools_need_a_placement, _placement_names_pools, _pools_that_generate_are_distinct)
