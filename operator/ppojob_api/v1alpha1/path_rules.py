@@ -16,6 +16,8 @@ _MODELS = ("actor", "critic", "ref", "reward")
 _SETS = ("train", "validation")
 _ABSOLUTE = "must begin with /: the path of a folder or file in the container, such as {mount}/{example}"
 _EXAMPLES = {SourceKind.MODEL: "models/name", SourceKind.DATA_SET: "data/name", SourceKind.DATA_FILE: "train.parquet"}
+_FILE = "^(/.*|hf://datasets/[^/]+/([^/]+/)+[^/]+|(s3|gs)://([^/]+/)+[^/]+)$"
+"""Shorter than that of `sources.PATTERNS`: the API server multiplies its length by that of 256 long paths."""
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
@@ -51,7 +53,7 @@ PATH_RULES = [
     *(
         Rule(
             rule=f"!has(self.data.{name}) || !has(self.data.{name}.files) || "
-            f"self.data.{name}.files.paths.all(p, p.matches('{PATTERNS[SourceKind.DATA_FILE]}'))",
+            f"self.data.{name}.files.paths.all(p, p.matches('{_FILE}'))",
             message=f"each of data.{name}.files.paths {RULE_WORDS[SourceKind.DATA_FILE]}",
             field_path=f".data.{name}.files.paths",
         )
