@@ -142,6 +142,20 @@ def test_what_may_pass_ends_with_another_code(hub: Hub, start: Start, make_job: 
     assert "set HF_ENDPOINT in spec.env to a mirror" in (tmp_path / "message-0").read_text()
 
 
+def test_an_image_that_is_older_than_the_operator_is_refused_before_gpus_are_held(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = json.loads(make_job().encode())
+    job["spec"]["fieldOfTomorrow"] = 1
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    files = ("--job", tmp_path / "job.json", "--termination-message", tmp_path / "message")
+    done = subprocess.run([sys.executable, "-m", "ppojob_trainer.commands.fetch", *files], timeout=LIMIT_S, check=False)
+
+    assert done.returncode == 3
+    assert "does not know spec.fieldOfTomorrow" in (tmp_path / "message").read_text()
+
+
 class _Operator:
     """A status endpoint that keeps what it gets."""
 

@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from ppojob_api.v1alpha1.progress import FETCH_REFUSED_EXIT_CODE, fetch_url
-from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.resolve import JobFile, UnknownFieldsError
 from ppojob_api.v1alpha1.secrecy import secret_values
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError
 from ppojob_trainer.commands.fetch.fetching import State, fetch_all
@@ -42,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Pods of other namespaces share the storage by its group.
     os.umask(0o002)
-    job = JobFile.model_validate_json(options.job.read_text(), extra="ignore")
+    try:
+        job = JobFile.decode(options.job.read_text(), reader=version("ppojob"))
+    except UnknownFieldsError as error:
+        logger.error("%s", error)
+        _write(options.termination_message, str(error))
+        return FETCH_REFUSED_EXIT_CODE
     state = State()
     signal.signal(signal.SIGTERM, lambda number, frame: _leave(state, _ENDED_BY_SIGNAL))
     with _reporter(job) as reporter:

@@ -72,8 +72,6 @@ class HubPlace:
         """Put a file of the listing's commit into a folder."""
         check()
         path = folder / file.name
-        if file.name != file.remote and path.exists() and path.stat().st_size == file.size:
-            return
         with self._named_errors():
             found = hf_hub_download(
                 self._address.repository,
