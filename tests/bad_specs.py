@@ -6,6 +6,7 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 
 from typing import Any
 
+from tests.bad_checkpoints import BAD_CHECKPOINTS
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
@@ -344,19 +345,7 @@ BAD_SPECS = (
             "spec.storage.mountPath", "pattern", shows="'data'"),
     BadSpec("keep no checkpoint", {_spec("checkpoint"): {"keep": 0}},
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
-    *(
-        BadSpec(f"checkpoints at {why}", {_spec("checkpoint"): {"path": path}},
-                "spec.checkpoint.path", "pattern", shows=f"'{path}'")
-        for why, path in {
-            "a folder": "/data/checkpoints",
-            "another kind of store": "hdfs://name/path",
-            "an address without a bucket": "s3://",
-            "no name of a bucket": "s3://-/prefix",
-            "a slash at the end": "s3://bucket/prefix/",
-            "an empty segment": "gs://bucket//prefix",
-            "a parent": "s3://bucket/../prefix",
-        }.items()
-    ),
+    *BAD_CHECKPOINTS,
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
     BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},

@@ -29,6 +29,7 @@ from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
+from ppojob_operator.job_events import JobEvents
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
@@ -91,6 +92,7 @@ class Loop:
     ) -> None:
         self._settings = settings
         self._cluster = cluster
+        self._events = JobEvents(cluster)
         self._dashboard = dashboard
         self._surroundings = surroundings
         self._hooks = hooks
@@ -240,6 +242,7 @@ class Loop:
         self._report_times.forget(key)
         self._num_errors.pop(key, None)
         self._cache.pop(key, None)
+        self._events.forget(key)
 
     async def _observe(self, job: Job) -> Observed:
         reported_at = self._report_times.seen(job, self._clock())
@@ -375,8 +378,7 @@ class Loop:
                 return False
             logger.info("%s: %s", job.key, _summary(plan))
             self._count_retries(job, plan.status)
-        for event in plan.events:
-            await self._cluster.emit(job, event)
+        await self._events.write(job, plan.events)
         return True
 
     def _count_retries(self, job: Job, written: Mapping[str, Any]) -> None:

@@ -70,6 +70,7 @@ class Condition:
     PROGRESSING = "Progressing"
     STALLED = "Stalled"
     LAYOUT_APPLIED = "LayoutApplied"
+    MODEL_UPLOADED = "ModelUploaded"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -130,6 +131,8 @@ class Reason:
     TRAINER_STOPPED = "TrainerStopped"
     GRACE_PERIOD_EXCEEDED = "GracePeriodExceeded"
     TRAINER_SUCCEEDED = "TrainerSucceeded"
+    NOT_UPLOADED = "NotUploaded"
+    UPLOADED = "Uploaded"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     RELEASED = "ClusterReleased"
     # Named failures of the trainer.
@@ -154,6 +157,8 @@ class Reason:
     BUCKET_REFUSED = "BucketRefused"
     BUCKET_UNREACHABLE = "BucketUnreachable"
     FENCED_OUT = "FencedOut"
+    UPLOAD_REFUSED = "UploadRefused"
+    UPLOAD_FAILED = "UploadFailed"
     INTERRUPTED = "Interrupted"
 
 

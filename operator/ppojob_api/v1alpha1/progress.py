@@ -1,4 +1,4 @@
-"""What trainer and fetch report, what the trainer is told in the reply, and how a failure is named.
+"""What trainer and fetch report, what the reply says, and how a failure is named.
 
 The trainer POSTs a `ProgressReport` to the operator's status endpoint at least every `interval_seconds` and gets a
 `ProgressReply`. A failure is one marked line at the end of the driver's log, because the log outlives the connection.
@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus, UploadFailure
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 _JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"
@@ -22,6 +22,10 @@ FETCH_PATH = f"{_JOB_PATH}{_FETCH}"
 MAX_REPORT_BYTES = 64 * 1024
 FETCH_REFUSED_EXIT_CODE = 3
 """Exit code of the fetch if another try cannot help; its Job ends at once."""
+MAX_COUNT = 2**53 - 1
+"""Largest count: larger integers are not exact in every reader of JSON."""
+MAX_STEPS = 2**31 - 1
+"""Largest number of a step or an attempt, as in spec.trainer.totalSteps."""
 
 
 def progress_audience(namespace: str, name: str, uid: str) -> str:
@@ -35,7 +39,7 @@ def fetch_url(report_url: str) -> str:
 
 
 class Activity(StrEnum):
-    """What the trainer does at the moment."""
+    """Current activity of the trainer."""
 
     LOADING = "Loading"
     VALIDATING = "Validating"
@@ -59,20 +63,20 @@ class ProgressReport(ApiModel):
 
     uid: Annotated[str, Field(max_length=64)]
     """UID of the PPOJob."""
-    attempt: int = Field(ge=0)
+    attempt: int = Field(ge=0, le=MAX_STEPS)
     """Number of the attempt; a report of any but the current one is refused."""
-    number: int = Field(default=0, ge=0)
-    """Number of the report within the attempt, from 1: an older one never replaces a newer one, whichever replica of
-    the operator takes it. 0: not numbered."""
+    number: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Number of the report within the attempt, from 1: a lower one than the last is refused, by every replica of the
+    operator. 0: not numbered."""
     activity: Activity
-    """What the trainer does at the moment."""
-    step: int = Field(default=0, ge=0)
-    """Steps done."""
-    total_steps: int = Field(ge=0)
+    """Current activity of the trainer."""
+    step: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps done. May exceed totalSteps, which may be lowered while the job runs."""
+    total_steps: int = Field(ge=0, le=MAX_STEPS)
     """Steps of the run. 0: not known yet, because the data is not loaded."""
-    phases: int = Field(default=0, ge=0)
-    """Phases of steps, of loading and of saving that this attempt has done: a long step gets on too."""
-    eta_seconds: float | None = Field(default=None, ge=0)
+    phases: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Phases of steps, of loading and of saving that this attempt has done: they show progress within a long step."""
+    eta_seconds: float | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Estimated time to the end, in seconds."""
     reward: float | None = None
     """Mean score of the last step's responses."""
@@ -91,11 +95,15 @@ class ProgressReport(ApiModel):
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model_path: Annotated[str, Field(max_length=4096)] | None = None
-    """The exported policy."""
+    """The newest export of the policy."""
+    model_address: Annotated[str, Field(max_length=4096)] | None = None
+    """Where its newest complete upload is. Absent: this attempt has uploaded none."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
     recommendation: Annotated[str, Field(max_length=4096)] | None = None
     """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
     layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None
-    """The layouts of which the recommendation speaks."""
+    """The layouts of the recommendation."""
     trainer_version: Annotated[str, Field(max_length=64)] | None = None
     """Version of the trainer."""
 
@@ -105,13 +113,13 @@ class FetchReport(ApiModel):
 
     uid: Annotated[str, Field(max_length=64)]
     """UID of the PPOJob."""
-    number: int = Field(default=0, ge=0)
+    number: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Number of the report of this pod, from 1."""
     address: Annotated[str, Field(max_length=4096)] | None = None
     """What is fetched at the moment."""
-    bytes: int = Field(default=0, ge=0)
+    bytes: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Bytes that are in the storage, of all addresses."""
-    total_bytes: int | None = Field(default=None, ge=0)
+    total_bytes: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Bytes of all addresses. Absent: not all sizes are known yet."""
     message: Annotated[str, Field(max_length=4096)] | None = None
     """What it waits for, or why it failed."""
@@ -120,11 +128,11 @@ class FetchReport(ApiModel):
 
 
 class Command(StrEnum):
-    """What the trainer is asked to do."""
+    """What the operator requests of the trainer."""
 
     NONE = "None"
     STOP = "Stop"
-    """In order: finish what cannot be dropped, put a checkpoint down, end."""
+    """Graceful stop: finish what cannot be dropped, save a checkpoint, exit."""
 
 
 class LiveSettings(ApiModel):
@@ -164,7 +172,7 @@ class ProgressReply(ApiModel):
     model_config = ConfigDict(extra="ignore")
 
     command: Command = Command.NONE
-    """What the trainer is asked to do."""
+    """What the operator requests of the trainer."""
     checkpoint_request: Annotated[str, Field(max_length=constants.MAX_REQUEST_LENGTH)] | None = None
     """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None

@@ -45,7 +45,8 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended,
+    """Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded,
+    Suspended,
     Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
@@ -136,7 +137,7 @@ class Metric(ApiModel):
 class CheckpointStatus(ApiModel):
     """The newest checkpoint."""
 
-    step: int
+    step: int = Field(ge=0, le=2**31 - 1)
     """Step after which it was saved."""
     path: Message
     """Folder, as the container sees it, or address in a bucket."""
@@ -146,11 +147,24 @@ class CheckpointStatus(ApiModel):
     """Last value of the annotation ppojob.dev/checkpoint-request that a checkpoint has answered."""
 
 
+class UploadFailure(ApiModel):
+    """Why an export is not where `checkpoint.exportTo` says."""
+
+    reason: Name
+    """One word for programs."""
+    message: Message
+    """A sentence with what is wrong and what to do."""
+
+
 class ModelStatus(ApiModel):
     """The exported policy."""
 
     path: Message
-    """HuggingFace folder, as the container sees it."""
+    """HuggingFace folder of the newest export, as the container sees it."""
+    address: Message | None = None
+    """Where the newest complete upload is (`checkpoint.exportTo`), with `/step-N` or `@step-N` for export Each."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
 
 
 class SourceStatus(ApiModel):
@@ -235,9 +249,9 @@ class PoolSize(ApiModel):
 
     name: Name
     """Name of the pool."""
-    nodes: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=4096)
     """Ray worker pods, as in spec.pools."""
-    gpus_per_node: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod, as in spec.pools."""
 
 
@@ -246,9 +260,9 @@ class LayoutAdvice(ApiModel):
 
     pools: Annotated[list[PoolSize], _map_by("name", 7)]
     """All pools of the job, including those that keep their size."""
-    gpus: int = Field(ge=1)
+    gpus: int = Field(ge=1, le=7 * 4096 * 64)
     """GPUs of all pools."""
-    step_time_percent: int
+    step_time_percent: int = Field(ge=-100, le=2**31 - 1)
     """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
 
 

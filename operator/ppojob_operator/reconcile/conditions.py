@@ -17,6 +17,7 @@ _ORDER = (
     Condition.PROGRESSING,
     Condition.STALLED,
     Condition.LAYOUT_APPLIED,
+    Condition.MODEL_UPLOADED,
     Condition.SUSPENDED,
     Condition.COMPLETE,
     Condition.FAILED,
@@ -31,6 +32,7 @@ _NORMAL_CONDITIONS = {
     (Condition.SUBMITTED, "True"),
     (Condition.COMPLETE, "True"),
     (Condition.LAYOUT_APPLIED, "True"),
+    (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
 _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
@@ -57,6 +59,8 @@ _WARNING_REASONS = {
     Reason.REPORTS_MISSING,
     Reason.STARTUP_DELAYED,
     Reason.OPERATOR_FAULT,
+    Reason.UPLOAD_REFUSED,
+    Reason.UPLOAD_FAILED,
 }
 
 

@@ -42,6 +42,7 @@ from ppojob_operator.reconcile import (
     stopping,
     submission,
     ttl,
+    upload,
 )
 from ppojob_operator.reconcile.fetching import Fetch
 from ppojob_operator.reconcile.pools import PoolsFinding
@@ -168,6 +169,7 @@ def _findings(situation: Situation, accepted: Finding, found: PoolsFinding, step
         Condition.PROGRESSING: progressing.judge(situation),
         Condition.STALLED: stall.overdue(situation) if situation.submitted_at is not None else None,
         Condition.LAYOUT_APPLIED: layout.finding(situation),
+        Condition.MODEL_UPLOADED: upload.judge(situation),
         Condition.SUSPENDED: stopping.resumed(situation),
     }
     return {kind: finding for kind, finding in findings.items() if finding is not None}

@@ -1,10 +1,12 @@
-"""One report's way: parse, authenticate, check against the job, keep it for the status, answer.
+"""One report's way: identify the sender, parse, check the pod and the job, keep it for the status, answer.
 
-`endpoint.py` calls it with the parts of a request; it knows no HTTP server. It refuses with `Refusal`.
+`endpoint.py` calls `identify` with a request's header and then `receive` with its body. It knows no HTTP server. It
+refuses with `Refusal`.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -14,10 +16,12 @@ from ppojob_api.v1alpha1.progress import Activity, FetchReport, ProgressReply, P
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
-from ppojob_operator.status_server.authentication import Authenticator, Sender
+from ppojob_operator.status_server.authentication import Authenticator, Caller, Sender
 from ppojob_operator.status_server.fields import (
     fetch_status,
     finished_condition,
+    newest_order,
+    order_of,
     progress_reply,
     progress_status,
 )
@@ -52,8 +56,17 @@ class Intake:
         self._write_limit = write_limit_seconds
         self._clock = clock
 
-    async def receive(self, namespace: str, name: str, authorization: str | None, body: bytes) -> ProgressReply:
-        """Take one report in and return the answer to the trainer.
+    async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
+        """Return who holds the token of the header, before the body is read.
+
+        Raises:
+            Refusal: the token is not good for the job.
+        """
+        with _api_problems(f"{namespace}/{name}"):
+            return await self._authenticator.identify(authorization, namespace, name, source)
+
+    async def receive(self, caller: Caller, body: bytes) -> ProgressReply:
+        """Take one report of the trainer and return the answer to the trainer.
 
         Raises:
             Refusal: the report is not taken; with the HTTP status, a reason and what to do.
@@ -61,18 +74,22 @@ class Intake:
         arrived = self._clock()
         report = parse_report(body)
         logs.set_attempt(report.attempt)
-        key = JobIdentity(namespace, name, report.uid)
-        sender, job = await self._sender_and_job(key, authorization)
-        # Whoever reports for a job that is gone hears that it is over, whatever account the one of its name has now.
+        key = caller.key
+        sender, job = await self._sender_and_job(caller, report.uid)
+        # A deleted job is reported before the account is checked: another job of its name may have another account.
         current = _check_attempt(_check_job(job, key), key, report)
         self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
+        order = order_of(report)
+        newest = max(newest_order(current), self._writer.newest(key))
+        if order < newest:
+            raise refusals.stale_report(str(key), report.number, newest[1])
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
         return progress_reply(current, report.attempt)
 
-    async def receive_fetch(self, namespace: str, name: str, authorization: str | None, body: bytes) -> ProgressReply:
+    async def receive_fetch(self, caller: Caller, body: bytes) -> ProgressReply:
         """Take one report of the pod that fetches models and data. The answer asks for nothing.
 
         Raises:
@@ -80,21 +97,34 @@ class Intake:
         """
         arrived = self._clock()
         report = _parse(FetchReport, body)
-        key = JobIdentity(namespace, name, report.uid)
-        sender, job = await self._sender_and_job(key, authorization)
-        pod = self._authenticator.check_fetcher(sender, key, _check_job(job, key))
-        self._writer.keep(key, lambda job: fetch_status(report, pod, job, arrived))
+        sender, job = await self._sender_and_job(caller, report.uid)
+        pod = self._authenticator.check_fetcher(sender, caller.key, _check_job(job, caller.key))
+        self._writer.keep(caller.key, lambda job: fetch_status(report, pod, job, arrived))
         return ProgressReply()
 
-    async def _sender_and_job(self, key: JobIdentity, authorization: str | None) -> tuple[Sender, RawObject | None]:
-        try:
-            sender = await self._authenticator.check(authorization, key)
+    async def _sender_and_job(self, caller: Caller, uid: str) -> tuple[Sender, RawObject | None]:
+        key = caller.key
+        _check_uid(uid, key)
+        with _api_problems(str(key)):
+            sender = await self._authenticator.check_pod(caller)
             return sender, await self._port.read_job(key.namespace, key.name)
-        except ApiUnavailable as error:
-            raise refusals.unavailable(f"the API server does not answer ({error})") from error
-        except ApiRefused as error:
-            _LOG.error("a report of %s cannot be checked: %s", key, error)
-            raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+
+
+@contextlib.contextmanager
+def _api_problems(job: str) -> Iterator[None]:
+    """Turn the API server's problems into refusals."""
+    try:
+        yield
+    except ApiUnavailable as error:
+        raise refusals.unavailable(f"the API server does not answer ({error})") from error
+    except ApiRefused as error:
+        _LOG.error("a report of %s cannot be checked: %s", job, error)
+        raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+
+
+def _check_uid(reported: str, key: JobIdentity) -> None:
+    if reported != key.uid:
+        raise refusals.forbidden(f"the report is about uid {reported!r}, and the token is for {key} with uid {key.uid}")
 
 
 def parse_report(body: bytes) -> ProgressReport:

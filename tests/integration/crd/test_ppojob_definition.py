@@ -111,6 +111,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint.resume": "Never",
     "checkpoint.resumeFrom": "/data/checkpoint",
     "checkpoint.export": "Never",
+    "checkpoint.exportTo": "s3://bucket/models",
     "trainer.seed": 7,
     "trainer.validateBeforeTraining": False,
     "trainer.phaseTimeoutSeconds": 60,

@@ -104,6 +104,8 @@ class MemoryCluster:
         self.deleted.append(job.key.name)
 
     async def emit(self, job: Job, event: EventRecord) -> None:
+        if error := self.errors.get(("emit", job.key)):
+            raise error
         self.events.append(event.reason)
 
     def verdict(self, key: JobKey, kind: str) -> tuple[str, str]:

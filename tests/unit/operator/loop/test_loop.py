@@ -33,6 +33,32 @@ async def test_a_look_applies_writes_the_status_and_tells() -> None:
     assert cluster.events == [Reason.VALID]
 
 
+async def test_an_event_that_cannot_be_written_is_written_at_the_next_reconcile() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["emit", GOOD] = ApiUnavailable("503")
+    with pytest.raises(ApiUnavailable):
+        await loop.reconcile(GOOD)
+    assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.VALID
+
+    del cluster.errors["emit", GOOD]
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
+
+    assert cluster.events == [Reason.VALID]
+
+
+async def test_an_event_that_is_refused_keeps_nothing_from_being_done(caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["emit", GOOD] = ApiRefused("403 the namespace is being deleted")
+
+    assert await loop.reconcile(GOOD) == "ok"
+
+    del cluster.errors["emit", GOOD]
+    await loop.reconcile(GOOD)
+    assert cluster.events == []
+    assert "403 the namespace is being deleted" in caplog.text
+
+
 async def test_a_job_that_is_gone_is_forgotten() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     await loop.reconcile(GOOD)

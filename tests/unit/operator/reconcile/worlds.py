@@ -194,7 +194,7 @@ class World:
         if plan.status is not None:
             theirs = {
                 name: self.status[name]
-                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint", "fetch", "sources")
+                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint", "model", "fetch", "sources")
                 if name in self.status
             }
             self.status = {**plan.status, **theirs}

@@ -26,9 +26,12 @@ from ppojob_operator.status_server.fields import fetch_status, progress_status
 from ppojob_operator.status_server.intake import Intake
 from ppojob_operator.status_server.refusals import Refusal
 from ppojob_operator.status_server.writer import ProgressWriter
+from tests.unit.operator.status_server.conftest import POD_CLAIM, TOKEN, make_token
+from tests.unit.operator.status_server.conftest import SOURCE as ADDRESS
 
 ARRIVAL = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
 POD = "arithmetic-fetch-x"
+FETCH_TOKEN = make_token(kubernetes={**POD_CLAIM, "pod": {"name": POD, "uid": "pod-2"}})
 SOURCE = {"address": "s3://b/data.parquet", "path": "/data/sources/s3/b/x/data.parquet", "bytes": 5}
 REPORT = {
     "uid": "uid-1",
@@ -53,7 +56,7 @@ def fetch_pod(cluster: Any, identity: TokenIdentity, key: JobIdentity) -> dict[s
     }
     pod = {"metadata": metadata, "status": {"phase": "Running"}}
     cluster.pods[key.namespace, POD] = pod
-    cluster.tokens["fetch-token", progress_audience(*key)] = replace(identity, pod_name=POD, pod_uid="pod-2")
+    cluster.tokens[FETCH_TOKEN, progress_audience(*key)] = replace(identity, pod_name=POD, pod_uid="pod-2")
     return pod
 
 
@@ -73,9 +76,10 @@ def intake(cluster: Any, writer: ProgressWriter) -> Intake:
 
 @pytest.fixture
 def send(intake: Intake, fetch_pod: dict[str, Any]) -> Send:
-    async def send(*, token: str = "fetch-token", **changes: Any) -> Any:
+    async def send(*, token: str = FETCH_TOKEN, **changes: Any) -> Any:
         body = json.dumps({**REPORT, **changes}).encode()
-        return await intake.receive_fetch("rl-team", "arithmetic", f"Bearer {token}", body)
+        caller = await intake.identify(f"Bearer {token}", "rl-team", "arithmetic", ADDRESS)
+        return await intake.receive_fetch(caller, body)
 
     return send
 
@@ -120,14 +124,15 @@ async def test_the_trainers_pod_reports_no_fetch_and_the_fetch_no_progress(
     send: Send, intake: Intake, report: dict[str, Any]
 ) -> None:
     with pytest.raises(Refusal, match="is of Job none"):
-        await send(token="good-token")
+        await send(token=TOKEN)
+    caller = await intake.identify(f"Bearer {FETCH_TOKEN}", "rl-team", "arithmetic", ADDRESS)
     with pytest.raises(Refusal, match="reports of rl-team/arithmetic come from"):
-        await intake.receive("rl-team", "arithmetic", "Bearer fetch-token", json.dumps(report).encode())
+        await intake.receive(caller, json.dumps(report).encode())
 
 
 async def test_another_account_is_refused(send: Send, cluster: Any, identity: TokenIdentity, key: JobIdentity) -> None:
     other = replace(identity, pod_name=POD, pod_uid="pod-2", username="system:serviceaccount:rl-team:default")
-    cluster.tokens["fetch-token", progress_audience(*key)] = other
+    cluster.tokens[FETCH_TOKEN, progress_audience(*key)] = other
 
     with pytest.raises(Refusal, match="the token belongs to system:serviceaccount:rl-team:default"):
         await send()

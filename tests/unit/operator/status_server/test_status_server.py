@@ -25,7 +25,8 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from tests.unit.operator.status_server.conftest import FakeCluster
+from ppojob_operator.status_server.limits import RequestLimits
+from tests.unit.operator.status_server.conftest import TOKEN, FakeCluster, make_token
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
@@ -212,13 +213,14 @@ async def test_a_huge_body_is_refused_before_it_is_read(
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    cluster: Any, settings: StatusServerSettings
+    cluster: Any, settings: StatusServerSettings, authorization: str
 ) -> None:
     async with serving(cluster, replace(settings, request_timeout_seconds=0.5)) as running:
         reader, writer = await asyncio.open_connection(
             "localhost", running.port, ssl=running.tls, server_hostname="localhost"
         )
-        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        headers = f"Host: x\r\nAuthorization: {authorization}\r\nContent-Length: 100"
+        writer.write(f"POST {PATH} HTTP/1.1\r\n{headers}\r\n\r\n{{".encode())
         async with asyncio.timeout(LIMIT):
             answer = await reader.readuntil(b"}")
         writer.close()
@@ -233,7 +235,7 @@ async def test_more_reports_than_the_operator_can_work_on_are_sent_away(
     gate = asyncio.Event()
     cluster.before_write = gate.wait
     last = {**report, "activity": "Finished"}
-    async with serving(cluster, replace(settings, max_requests=2)) as running:
+    async with serving(cluster, replace(settings, requests=RequestLimits(total=2))) as running:
         posts = [asyncio.create_task(running.post(last, authorization)) for _ in range(3)]
         async with asyncio.timeout(LIMIT):
             [refused], busy = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
@@ -256,12 +258,13 @@ async def test_tokens_are_never_logged(
     cluster.errors["apply_progress"] = iter([ApiUnavailable("no answer")])
     async with serving(cluster, settings) as running:
         await running.post(report, authorization)
-        await running.post(report, "Bearer bad-secret")
+        await running.post(report, f"Bearer {make_token('bad')}")
         await running.post(b"bad-secret", "Bearer bad-secret", path=PATH.replace("arith", "%0afaked"))
 
     assert "Unauthenticated" in caplog.text
     assert "secret" not in caplog.text
-    assert "good-token" not in caplog.text
+    assert TOKEN not in caplog.text
+    assert make_token("bad") not in caplog.text
     assert "\nfaked" not in caplog.text
 
 

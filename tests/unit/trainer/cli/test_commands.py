@@ -52,6 +52,7 @@ def test_a_good_file_says_what_it_resolves_to(file: Path) -> None:
         "updates actor 2 a step (8 prompts each), critic 2 a step (8 prompts each)",
         "steps 100, no validation",
         "checkpoints one every 50, 2 kept",
+        "exports after the last step",
     ):
         assert expected in lines
 

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ppojob_api.v1alpha1.sources import Source, SourceKind
-from ppojob_trainer.checkpoints.bucket import ChangedMeanwhileError, Use, connect
+from ppojob_trainer.checkpoints.bucket import ChangedMeanwhileError, connect
 from ppojob_trainer.checkpoints.errors import BucketError, BucketRefusedError
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, of_storage
 from ppojob_trainer.commands.fetch.listing import METADATA, Listing, RemoteFile, refuse_unsafe
-
-_RIGHTS = "list and read"
 
 
 class BucketPlace:
@@ -26,7 +24,7 @@ class BucketPlace:
     def __init__(self, source: Source) -> None:
         self._source = source
         with _named_errors():
-            self._bucket = connect(source.address, Use(f"spec.{source.fields[0]}", _RIGHTS))
+            self._bucket = connect(source.address, f"spec.{source.fields[0]}")
 
     def listing(self) -> Listing:
         """Return the keys below the address, or the key that it is."""
