@@ -21,6 +21,7 @@ _WORKLOADS = tuple(
 )
 _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+_FETCH_JOBS = "/apis/batch/v1/namespaces/{namespace}/jobs"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 _COLLECTIONS = {
@@ -29,6 +30,7 @@ _COLLECTIONS = {
     "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
     "RayCluster": _CLUSTERS,
+    "Job": _FETCH_JOBS,
 }
 
 _APPLY = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
@@ -77,8 +79,12 @@ class Cluster:
         return None
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:
-        """Return the job's Ray pods."""
+        """Return the job's pods: Ray's, and those that fetch models and data."""
         return _items((await self._list(_PODS, key)).expect(200))
+
+    async def read_fetch_job(self, key: JobKey) -> Manifest | None:
+        """Return the Job that fetches the job's models and data, or None if there is none."""
+        return await self._api.read(_FETCH_JOBS, key.namespace, naming.fetch_job_name(key.name))
 
     async def read_claim(self, namespace: str, name: str) -> Manifest | None:
         """Return the PersistentVolumeClaim, or None if there is none."""
@@ -156,6 +162,10 @@ class Cluster:
     async def delete_cluster(self, namespace: str, name: str) -> None:
         """Delete a RayCluster with its pods; no error if it does not exist."""
         await self._delete(_CLUSTERS, namespace, name, {})
+
+    async def delete_fetch_job(self, key: JobKey) -> None:
+        """Delete the Job that fetches models and data, with its pods; it is no error if it is gone."""
+        await self._delete(_FETCH_JOBS, key.namespace, naming.fetch_job_name(key.name), {})
 
     async def delete_job(self, job: Job) -> None:
         """Delete the PPOJob, if its uid is the same, with everything that it owns."""

@@ -37,10 +37,14 @@ from ppojob_operator.reconcile import (
     JobState,
     dashboard_target,
     decide,
+    is_fetch_pod,
     is_finished,
     job_state,
+    needs_fetch,
     read_claim,
     read_cluster,
+    read_fetch_job,
+    read_fetch_pod,
     read_job,
     read_pod,
     read_workload,
@@ -271,13 +275,18 @@ class Loop:
         )
         if job.is_deleting or is_finished(job.status):
             return observed
-        pods, config, claim = await asyncio.gather(
-            self._cluster.list_pods(job.key), self._cluster.read_config(job.key), self._read_claim(job)
+        pods, config, claim, fetch_job = await asyncio.gather(
+            self._cluster.list_pods(job.key),
+            self._cluster.read_config(job.key),
+            self._read_claim(job),
+            self._read_fetch_job(job),
         )
         observed = replace(
             observed,
             claim=None if claim is None else read_claim(claim),
-            pods=tuple(read_pod(raw) for raw in pods),
+            pods=tuple(read_pod(raw) for raw in pods if not is_fetch_pod(raw)),
+            fetch_job=None if fetch_job is None else read_fetch_job(fetch_job),
+            fetch_pods=tuple(read_fetch_pod(raw) for raw in pods if is_fetch_pod(raw)),
             config=config,
         )
         return await self._with_workloads(job, observed)
@@ -292,7 +301,9 @@ class Loop:
 
     def _update_cache(self, job: Job, observed: Observed, plan: Plan) -> None:
         """Cache what was observed, unless this reconcile changed it."""
-        is_as_found = not (plan.apply or plan.submission or plan.delete_clusters or plan.delete_job)
+        is_as_found = not (
+            plan.apply or plan.submission or plan.delete_clusters or plan.delete_fetch_job or plan.delete_job
+        )
         if job.key in self._cache:
             keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
             self._cache[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
@@ -302,6 +313,11 @@ class Loop:
         if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
             return None
         return await self._cluster.read_claim(job.key.namespace, job.spec.storage.claim_name)
+
+    async def _read_fetch_job(self, job: Job) -> Manifest | None:
+        """Return the Job that fetches, as long as it matters. Another owner's is none of ours: `apply` names it."""
+        raw = await self._cluster.read_fetch_job(job.key) if needs_fetch(job) else None
+        return raw if raw is not None and naming.is_owned(raw, job.uid) else None
 
     def _address(self, job: Job, observed: Observed) -> Address | None:
         target = dashboard_target(job, observed)
@@ -329,6 +345,8 @@ class Loop:
         if await self._write(job, plan):
             for name in plan.delete_clusters:
                 await self._cluster.delete_cluster(job.key.namespace, name)
+            if plan.delete_fetch_job:
+                await self._cluster.delete_fetch_job(job.key)
             if plan.delete_job:
                 await self._cluster.delete_job(job)
 

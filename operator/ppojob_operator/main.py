@@ -225,6 +225,7 @@ def _status_server(
         port=ports,
         secrets=ports,
         service_account_name=naming.service_account_name,
+        fetch_job_name=naming.fetch_job_name,
         health=health,
         metrics=metrics,
     )

@@ -136,6 +136,40 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class FetchJob:
+    """The batch/v1 Job that fetches the job's models and data."""
+
+    created_from: str | None = None
+    """Digest of the spec that it was created from. None: it has no such annotation."""
+    created: datetime | None = None
+    """creationTimestamp, by the API server's clock."""
+    is_deleting: bool = False
+    """It is being deleted."""
+    is_complete: bool = False
+    failure: str | None = None
+    """Kubernetes' message why it has failed for good. None: it has not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.is_complete or self.failure is not None
+
+
+@dataclass(frozen=True)
+class FetchPod:
+    """A pod of that Job."""
+
+    name: str
+    created: datetime | None = None
+    has_started: bool = False
+    """Its container runs, or has run."""
+    failure: str = ""
+    """The message with which its container has failed. Empty: it has not failed."""
+    trouble: str = ""
+    """Message of the scheduler or the kubelet why its container does not start. Empty: none."""
+
+
+@dataclass(frozen=True)
 class Claim:
     """A PersistentVolumeClaim."""
 
@@ -225,6 +259,9 @@ class Observed:
     """The PersistentVolumeClaim that `spec.storage` names. None: it does not exist, or was not read."""
     clusters: tuple[Cluster, ...] = ()
     pods: tuple[Pod, ...] = ()
+    fetch_job: FetchJob | None = None
+    """The Job that fetches models and data. None: there is none, or nothing is to be fetched."""
+    fetch_pods: tuple[FetchPod, ...] = ()
     workloads: tuple[Workload, ...] | None = ()
     """Those of the RayClusters if the job has a queue. None: the API server does not serve Kueue's Workload."""
     config: Mapping[str, str] | None = None
@@ -277,6 +314,8 @@ class Plan:
     """The complete operator's part of the status. None: unchanged."""
     delete_clusters: tuple[str, ...] = ()
     """RayClusters to delete."""
+    delete_fetch_job: bool = False
+    """The Job that fetches models and data must not run any longer."""
     delete_job: bool = False
     """Delete the PPOJob: its ttlSecondsAfterFinished has passed."""
     events: tuple[EventRecord, ...] = ()

@@ -68,7 +68,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and exit.")] = False,
 ) -> None:
     """Train on this machine's own Ray, without Kubernetes. The same command again resumes from the last checkpoint."""
-    from ppojob_trainer.commands.local_run import job_file, next_attempt
+    from ppojob_trainer.commands.local_run import fetch, job_file, next_attempt
 
     manifest = _load(file, sets, folder=Path())
     folder = output or Path("output") / manifest.name
@@ -80,6 +80,9 @@ def run(
     console.print(describe(job.spec))
     if dry_run:
         return
+    if job.sources:
+        with _refusals():
+            fetch(job, typer.echo)
     is_finished = _train(job, number)
     # Not printed with rich, which would cut a long path to the terminal's width.
     typer.echo("\n".join(_results(job)))

@@ -1,4 +1,4 @@
-"""What the trainer reports, what the reply says, and how the trainer names its failure.
+"""What trainer and fetch report, what the reply says, and how a failure is named.
 
 The trainer POSTs a `ProgressReport` to the operator's status endpoint at least every `interval_seconds` and gets a
 `ProgressReply`. A failure is one marked line at the end of the driver's log, because the log outlives the connection.
@@ -12,11 +12,16 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, UploadFailure
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus, UploadFailure
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
-REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
+_JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"
+_PROGRESS, _FETCH = "/progress", "/fetch"
+REPORT_PATH = f"{_JOB_PATH}{_PROGRESS}"
+FETCH_PATH = f"{_JOB_PATH}{_FETCH}"
 MAX_REPORT_BYTES = 64 * 1024
+FETCH_REFUSED_EXIT_CODE = 3
+"""Exit code of the fetch if another try cannot help; its Job ends at once."""
 MAX_COUNT = 2**53 - 1
 """Largest count: larger integers are not exact in every reader of JSON."""
 MAX_STEPS = 2**31 - 1
@@ -26,6 +31,11 @@ MAX_STEPS = 2**31 - 1
 def progress_audience(namespace: str, name: str, uid: str) -> str:
     """Return the audience of a job's tokens: a token that was made for one object is worth nothing for another."""
     return f"{constants.GROUP}/{namespace}/{name}/{uid}"
+
+
+def fetch_url(report_url: str) -> str:
+    """Return where the fetch of a job's models and data is reported, given the trainer's address."""
+    return report_url.removesuffix(_PROGRESS) + _FETCH
 
 
 class Activity(StrEnum):
@@ -96,6 +106,25 @@ class ProgressReport(ApiModel):
     """The layouts of the recommendation."""
     trainer_version: Annotated[str, Field(max_length=64)] | None = None
     """Version of the trainer."""
+
+
+class FetchReport(ApiModel):
+    """One report of the pod that fetches models and data; it carries everything that is known."""
+
+    uid: Annotated[str, Field(max_length=64)]
+    """UID of the PPOJob."""
+    number: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Number of the report of this pod, from 1."""
+    address: Annotated[str, Field(max_length=4096)] | None = None
+    """What is fetched at the moment."""
+    bytes: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Bytes that are in the storage, of all addresses."""
+    total_bytes: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    """Bytes of all addresses. Absent: not all sizes are known yet."""
+    message: Annotated[str, Field(max_length=4096)] | None = None
+    """What it waits for, or why it failed."""
+    sources: Annotated[list[SourceStatus], Field(max_length=constants.MAX_SOURCES)] = Field(default_factory=list)
+    """What is complete."""
 
 
 class Command(StrEnum):

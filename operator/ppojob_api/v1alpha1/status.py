@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH
+from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
@@ -45,7 +45,8 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded, Suspended,
+    """Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded,
+    Suspended,
     Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
@@ -166,6 +167,38 @@ class ModelStatus(ApiModel):
     """Why the last upload failed. Absent: it did not."""
 
 
+class SourceStatus(ApiModel):
+    """A model or data that was fetched into the storage."""
+
+    address: Message
+    """Address in the spec."""
+    path: Message
+    """Folder or file that the trainer reads."""
+    revision: Name | None = None
+    """Commit of the repository on the hub. Absent: it comes from a bucket."""
+    bytes: int = Field(ge=0)
+    """Size of its files."""
+
+
+class FetchStatus(ApiModel):
+    """The fetch of models and data, as its pod reported last."""
+
+    address: Message | None = None
+    """What is fetched at the moment. Absent: nothing."""
+    bytes: int = Field(default=0, ge=0)
+    """Bytes that are in the storage, of all addresses."""
+    total_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of all addresses. Absent: not all sizes are known yet."""
+    message: Message | None = None
+    """What it waits for, or why it failed."""
+    pod: Name
+    """Pod that reported."""
+    report: int = Field(default=0, ge=0)
+    """Number of the report; older reports of the pod are ignored."""
+    last_update_time: Time
+    """When it reported."""
+
+
 class RayClusterStatus(ApiModel):
     """The RayCluster of the job."""
 
@@ -271,6 +304,10 @@ class PPOJobStatus(ApiModel):
     """GPUs ready / wanted."""
     pools: Annotated[list[PoolStatus], _map_by("name", 7)]
     """State of each pool."""
+    fetch: FetchStatus | None = None
+    """The fetch of models and data. Absent: nothing is fetched, or the trainer has reported since."""
+    sources: Annotated[list[SourceStatus], _replaced_whole(MAX_SOURCES)]
+    """What was fetched: the first 32, if there are more."""
     progress: Progress | None = None
     """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]

@@ -7,12 +7,12 @@ reports and the operator itself write the PPOJob's status. It keeps a hash of ea
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ppojob_operator.reconcile import read_cluster, read_pod
+from ppojob_operator.reconcile import read_cluster, read_fetch_job, read_pod
 from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")
 # Reported fields that need no immediate reconcile: a timer detects missing reports, and autoBalance takes minutes.
-_REPORTED = ("metrics", "pools", "recommendation", "layoutAdvice")
+_REPORTED = ("metrics", "pools", "fetch", "recommendation", "layoutAdvice")
 
 
 class Changes:
@@ -48,6 +48,11 @@ def job_view(raw: Mapping[str, Any]) -> Hashable:
 def cluster_view(raw: Mapping[str, Any]) -> Hashable:
     """Return the fields of a RayCluster that policies read, including its spec."""
     return repr(read_cluster(raw))
+
+
+def fetch_job_view(raw: Mapping[str, Any]) -> Hashable:
+    """Return what the policies see of the Job that fetches models and data."""
+    return read_fetch_job(raw)
 
 
 def pod_view(raw: Mapping[str, Any]) -> Hashable:

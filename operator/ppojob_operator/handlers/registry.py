@@ -10,7 +10,7 @@ from typing import Any
 import kopf
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.handlers.changes import Changes, cluster_view, job_view, pod_view
+from ppojob_operator.handlers.changes import Changes, cluster_view, fetch_job_view, job_view, pod_view
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
@@ -48,6 +48,13 @@ def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
         if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
             enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
+    @kopf.on.event("batch", "v1", "jobs", labels=_OF_A_JOB, registry=handlers)
+    async def fetch_job_changed(
+        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
+    ) -> None:
+        if changes.is_new(event["type"], uid or "", fetch_job_view(event["object"])):
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
     @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
     async def pod_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
@@ -81,8 +88,9 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # With tens of thousands of pods, list them in chunks, and end each one's task soon after its event.
     configured.watching.chunk_size = _OBJECTS_AT_ONCE
     configured.queueing.idle_timeout = _IDLE_SECONDS
-    # The API server filters, so pods and RayClusters of others are not sent.
+    # The API server filters, so pods, Jobs and RayClusters of others are not sent.
     configured.watching.label_selectors["", "v1", "pods"] = constants.LABEL_JOB
+    configured.watching.label_selectors["batch", "v1", "jobs"] = constants.LABEL_JOB
     configured.watching.label_selectors["ray.io", "v1", "rayclusters"] = constants.LABEL_JOB
     # Limited to one namespace, the operator may not read CustomResourceDefinitions and namespaces.
     configured.scanning.disabled = bool(settings.watch_namespace)

@@ -119,7 +119,7 @@ class Watches:
 
     def _watch(self, stopped: threading.Event) -> None:
         namespace = self._settings.watch_namespace
-        logger.info("watching PPOJobs, RayClusters and pods in %s", namespace or "all namespaces")
+        logger.info("watching PPOJobs, RayClusters, Jobs and pods in %s", namespace or "all namespaces")
         where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
         operator = kopf.operator(
             registry=registry(self._enqueue),

@@ -13,6 +13,7 @@ from ppojob_operator.plan import JobKey, Manifest
 
 HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
+FETCH_CONTAINER = "fetch"
 DASHBOARD_PORT = 8265
 
 _HASH_LENGTH = 10
@@ -31,6 +32,11 @@ def config_map_name(job: str) -> str:
 def network_policy_name(job: str) -> str:
     """Return the NetworkPolicy of the job's pods."""
     return f"{job}-ray"
+
+
+def fetch_job_name(job: str) -> str:
+    """Return the batch/v1 Job that fetches the job's models and data."""
+    return f"{job}-fetch"
 
 
 def cluster_name(job: str, uid: str, attempt: int, secret: bytes) -> str:

@@ -7,6 +7,7 @@ admission webhook calls `spec_problem` before the job is stored.
 from collections.abc import Iterable
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
@@ -28,7 +29,7 @@ def judge(job: Job, observed: Observed) -> Finding:
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
     if was_accepted(job):
-        return _still_accepted(job) or _accepted(spec_warnings(job.spec))
+        return _still_accepted(job) or _accepted(job.spec, spec_warnings(job.spec))
     if job.spec.run_policy.queue_name is not None and observed.workloads is None:
         message = (
             f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the API server does not serve "
@@ -70,9 +71,10 @@ KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job continues; see condition L
 """An accepted job whose new layout is invalid."""
 
 
-def _accepted(warnings: Iterable[FieldError]) -> Finding:
+def _accepted(spec: PPOJobSpec, warnings: Iterable[FieldError]) -> Finding:
     words = "; ".join(map(str, warnings))
-    message = "the spec is valid and its claim exists; the trainer checks the paths when it starts"
+    fetched = "what it names by address is fetched next, and " if has_addresses(spec) else ""
+    message = f"the spec is valid and its claim exists; {fetched}the trainer checks the paths when it starts"
     return Finding("True", Reason.VALID, f"{message}; warnings: {words}" if words else message)
 
 
@@ -93,4 +95,4 @@ def _storage(spec: PPOJobSpec, job: Job, observed: Observed) -> Finding:
     if verdict.refusals:
         reason = Reason.STORAGE_MISSING if observed.claim.phase == "Lost" else Reason.STORAGE_UNFIT
         return Finding("False", reason, str(SpecError(verdict.refusals)))
-    return _accepted((*spec_warnings(spec), *verdict.warnings))
+    return _accepted(spec, (*spec_warnings(spec), *verdict.warnings))

@@ -10,6 +10,7 @@ from ppojob_operator.reconcile.situation import Finding
 
 _ORDER = (
     Condition.ACCEPTED,
+    Condition.SOURCES_FETCHED,
     Condition.ADMITTED,
     Condition.POOLS_READY,
     Condition.SUBMITTED,
@@ -25,6 +26,7 @@ _MAX_MESSAGE = 4000
 
 _NORMAL_CONDITIONS = {
     (Condition.ACCEPTED, "True"),
+    (Condition.SOURCES_FETCHED, "True"),
     (Condition.ADMITTED, "True"),
     (Condition.POOLS_READY, "True"),
     (Condition.SUBMITTED, "True"),
@@ -33,7 +35,7 @@ _NORMAL_CONDITIONS = {
     (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_NORMAL_REASONS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+_NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {
     Reason.INVALID_SPEC,

@@ -2,6 +2,7 @@
 
     finished       delete the RayCluster; delete the job after ttlSecondsAfterFinished
     not accepted   set the conditions and wait
+    not fetched    fetch models and data into the storage; Failed if that is impossible
     ended          Complete, or Failed after a deadline
     stopped        suspended, evicted or with a new layout: graceful stop of the trainer, then release the pods
     failed         next attempt, or Failed
@@ -28,6 +29,7 @@ from ppojob_operator.reconcile import (
     completion,
     conditions,
     deadlines,
+    fetching,
     layout,
     log_tail,
     lost_pods,
@@ -42,6 +44,7 @@ from ppojob_operator.reconcile import (
     ttl,
     upload,
 )
+from ppojob_operator.reconcile.fetching import Fetch
 from ppojob_operator.reconcile.pools import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import owned
@@ -55,6 +58,9 @@ _RUNNING_INTERVAL = 10.0
 _QUEUED_INTERVAL = 30.0
 """Only the message may change; the watch of the RayCluster reports its admission."""
 _SOON = 1.0
+_AFTER_THE_FETCH = Finding(
+    "False", Reason.WAITING_FOR_PODS, "the pods are created when the models and data are in the storage"
+)
 
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
@@ -80,11 +86,42 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 
 def _accepted(situation: Situation, accepted: Finding) -> Plan:
+    fetch = fetching.judge(situation)
+    if fetch is None or fetch.is_done:
+        return _fetched(situation, accepted, fetch)
+    found = replace(pools.judge(situation), finding=_AFTER_THE_FETCH)
+    step = Step(Finding("False", Reason.NOT_SUBMITTED, _AFTER_THE_FETCH.message), apply=fetch.apply)
+    findings = {**_findings(situation, accepted, found, step), Condition.SOURCES_FETCHED: fetch.finding}
+    if fetch.failure is not None:
+        return _failed(situation, findings, fetch.failure, fetch.failure.reason, fetch.failure.message)
+    plan = _fetching(situation, findings, found, step)
+    # A job that has ended here, by its deadline, fetches nothing any more.
+    is_deleted = fetch.is_job_deleted or _is_over(plan)
+    return replace(plan, delete_fetch_job=is_deleted and situation.observed.fetch_job is not None)
+
+
+def _fetching(situation: Situation, findings: dict[str, Finding], found: PoolsFinding, step: Step) -> Plan:
+    late = None if stopping.is_paused(situation) else deadlines.judge(situation, found.finding, step)
+    if late is not None:
+        return _failed(situation, findings, late, late.reason, late.message)
+    if interruption := stopping.judge(situation, found, None, is_late=False):
+        return _interrupted(situation, findings, step, interruption)
+    plan = _plan(situation, _status(situation, findings, found))
+    return replace(plan, apply=step.apply, requeue_after=_RUNNING_INTERVAL)
+
+
+def _is_over(plan: Plan) -> bool:
+    return plan.status is not None and "completionTime" in plan.status
+
+
+def _fetched(situation: Situation, accepted: Finding, fetch: Fetch | None) -> Plan:
     found = pools.judge(situation)
     if lost := lost_pods.judge(situation):
         found = replace(found, finding=lost)
     step = submission.next_step(situation, found)
     findings = _findings(situation, accepted, found, step)
+    if fetch is not None:
+        findings[Condition.SOURCES_FETCHED] = fetch.finding
     if complete := completion.judge(situation):
         return _final(situation, findings, {Condition.COMPLETE: complete})
     is_paused = stopping.is_paused(situation)
@@ -254,6 +291,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         retries=old.retries or Retries(),
         ready=found.ready,
         pools=list(found.pools),
+        sources=[],
         metrics=[],
         ray_cluster=cluster,
         last_failure=old.last_failure,

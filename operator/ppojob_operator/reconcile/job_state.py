@@ -13,7 +13,7 @@ from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile.reading import parse_time
 
 WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
-"""Phases of a job that waits for its trainer."""
+"""Phases of a job that waits for its trainer. A download is no such wait: it may take hours, and nothing is wrong."""
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 _WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)
 
@@ -96,8 +96,9 @@ def _gpus(status: PPOJobStatus) -> dict[str, float]:
 
 
 def _waiting_since(conditions: Mapping[str, ConditionStatus]) -> float | None:
-    """Return when the last trainer or suspension ended, whichever is later; before the first, when the job was seen."""
-    ended = [conditions[kind] for kind in (Condition.SUBMITTED, Condition.SUSPENDED) if kind in conditions]
+    """Return when the last trainer, suspension or fetch ended; before the first, when the job was seen."""
+    kinds = (Condition.SUBMITTED, Condition.SUSPENDED, Condition.SOURCES_FETCHED)
+    ended = [conditions[kind] for kind in kinds if kind in conditions]
     known = ended or [conditions[kind] for kind in (Condition.ACCEPTED,) if kind in conditions]
     return max((parse_time(each.last_transition_time).timestamp() for each in known), default=None)
 

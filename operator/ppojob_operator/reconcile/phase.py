@@ -28,6 +28,8 @@ def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
 
 
 def _on_the_way(conditions: Sequence[ConditionStatus], true: set[str], attempt: int) -> str:
+    if any((each.type, each.reason) == (Condition.SOURCES_FETCHED, Reason.FETCHING) for each in conditions):
+        return Phase.FETCHING
     reasons = {condition.reason for condition in conditions if condition.type in _STOPS}
     if Reason.SUSPENDING in reasons:
         return Phase.SUSPENDING

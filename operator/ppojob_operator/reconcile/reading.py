@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.manifests import naming
-from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble, Workload
+from ppojob_operator.plan import Claim, Cluster, FetchJob, FetchPod, Job, JobKey, Manifest, Pod, Trouble, Workload
 from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
@@ -123,6 +123,39 @@ def read_workload(raw: Manifest) -> Workload:
         waits_for=str(reserved.get("message", "")) if reserved.get("status") == "False" else "",
         eviction=str(evicted.get("message", "")) if evicted.get("status") == "True" else "",
     )
+
+
+def read_fetch_job(raw: Manifest) -> FetchJob:
+    """Return the view of the Job that fetches models and data."""
+    metadata = raw["metadata"]
+    conditions = {condition["type"]: condition for condition in raw.get("status", {}).get("conditions", [])}
+    complete, failed = conditions.get("Complete", {}), conditions.get("Failed", {})
+    return FetchJob(
+        created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
+        created=parse_time(metadata.get("creationTimestamp")),
+        is_deleting="deletionTimestamp" in metadata,
+        is_complete=complete.get("status") == "True",
+        failure=str(failed.get("message", "")) if failed.get("status") == "True" else None,
+    )
+
+
+def is_fetch_pod(raw: Manifest) -> bool:
+    """Return whether a pod of the job fetches models and data, and is none of Ray's."""
+    labels: Mapping[str, str] = raw["metadata"].get("labels", {})
+    return labels.get(constants.LABEL_TASK) == constants.TASK_FETCH
+
+
+def read_fetch_pod(raw: Manifest) -> FetchPod:
+    """Return the view of a pod that fetches models and data."""
+    metadata, pod = raw["metadata"], read_pod(raw)
+    states = [container.get("state", {}) for container in _container_statuses(raw.get("status", {}))]
+    ended = [state["terminated"] for state in states if state.get("terminated", {}).get("exitCode", 0) != 0]
+    has_started = any("running" in state or "terminated" in state for state in states)
+    if ended:
+        words = str(ended[0].get("message", "")).strip() or _exit_message(ended[0])
+        starved = next(_out_of_memory(raw, "state"), None)
+        return FetchPod(metadata["name"], pod.created, has_started, starved.message if starved else words)
+    return FetchPod(metadata["name"], pod.created, has_started, trouble=pod.trouble.message if pod.trouble else "")
 
 
 def read_pod(raw: Manifest) -> Pod:

@@ -98,10 +98,22 @@ def _pod_dependencies(situation: Situation) -> tuple[Manifest, ...]:
     surroundings = situation.observed.surroundings
     token = dashboard_token(surroundings.dashboard_key, job.uid, name)
     account = () if situation.spec.service_account_name else (service_account(job.key, job.uid),)
-    dependencies = (*account, dashboard_secret(job.key, job.uid, name, token))
-    network = surroundings.network
+    return (*_network_policies(situation), *account, dashboard_secret(job.key, job.uid, name, token))
+
+
+def fetch_dependencies(situation: Situation) -> tuple[Manifest, ...]:
+    """Return the objects that the pod needs which fetches models and data."""
+    job, surroundings = situation.job, situation.observed.surroundings
+    account = () if situation.spec.service_account_name else (service_account(job.key, job.uid),)
+    text = job_file(job, situation.spec, surroundings)
+    config = config_map(job.key, job.uid, text, surroundings.ca_bundle)
+    return (*_network_policies(situation), *account, config)
+
+
+def _network_policies(situation: Situation) -> tuple[Manifest, ...]:
+    network, job = situation.observed.surroundings.network, situation.job
     policy = None if network is None else network_policy(situation.spec, job.key, job.uid, network)
-    return dependencies if policy is None else (policy, *dependencies)
+    return () if policy is None else (policy,)
 
 
 def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:

@@ -127,13 +127,22 @@ class _Memory(Generic[Answer]):
 class Authenticator:
     """Decides whether the sender of a request may report for a job."""
 
-    def __init__(self, port: ProgressPort, reviews: TokenReviews, account_of: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        port: ProgressPort,
+        reviews: TokenReviews,
+        account_of: Callable[[str], str],
+        fetch_job_of: Callable[[str], str],
+    ) -> None:
+        """`account_of` and `fetch_job_of` give a job's ServiceAccount and the Job that fetches for it, by its name."""
         self._port = port
         self._reviews = reviews
         self._account_of = account_of
+        self._fetch_job_of = fetch_job_of
 
     async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
-        """Return who holds the token, by the request's header alone; `check_pod` and `check_sender` come next.
+        """Return who holds the token, by the request's header alone; `check_pod`, and then `check_sender` or
+        `check_fetcher` come next.
 
         Args:
             authorization: the request's header of that name.
@@ -178,11 +187,30 @@ class Authenticator:
         Raises:
             Refusal: it has another, or is a pod of another RayCluster than the current attempt's.
         """
+        self._check_account(sender, key, job)
+        _check_cluster(sender.pod["metadata"], key, job)
+
+    def check_fetcher(self, sender: Sender, key: JobIdentity, job: RawObject) -> str:
+        """Return the sender's pod if it is one of the Job that fetches the job's models and data.
+
+        Raises:
+            Refusal: it has another ServiceAccount, or is another pod.
+        """
+        self._check_account(sender, key, job)
+        pod, wanted = sender.pod["metadata"], self._fetch_job_of(key.name)
+        owners = [owner["name"] for owner in pod.get("ownerReferences", []) if owner["kind"] == "Job"]
+        if owners != [wanted]:
+            owner = ", ".join(owners) or "none"
+            raise refusals.forbidden(
+                f"pod {pod['name']} is of Job {owner}: reports on models and data of {key} come from {wanted}"
+            )
+        return str(pod["name"])
+
+    def _check_account(self, sender: Sender, key: JobIdentity, job: RawObject) -> None:
         named = job.get("spec", {}).get("serviceAccountName")
         account = f"system:serviceaccount:{key.namespace}:{named or self._account_of(key.name)}"
         if sender.username != account:
             raise refusals.forbidden(f"the token belongs to {sender.username}: reports of {key} come from {account}")
-        _check_cluster(sender.pod["metadata"], key, job)
 
 
 def _bearer_token(authorization: str | None) -> str:

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.progress import Command, LiveSettings, ProgressReply, ProgressReport
-from ppojob_api.v1alpha1.status import Progress
+from ppojob_api.v1alpha1.progress import Command, FetchReport, LiveSettings, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.status import FetchStatus, Progress
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 Order = tuple[int, int]
@@ -22,6 +22,8 @@ _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstS
 # What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
 _GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
+# Fields that only the trainer's reports write.
+_TRAINERS = ("progress", "metrics", "checkpoint", "model", "recommendation", "layoutAdvice")
 
 
 def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
@@ -47,11 +49,46 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
         "progress": {**kept, **_progress(report, now).to_wire()},
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
+        "sources": previous.get("sources"),
         "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),
         "model": _model(report, previous.get("model", {})),
         **_recommendation(report, previous),
     }
     fields["progress"]["lastChangeTime"] = _last_change(fields, previous)
+    return {name: value for name, value in fields.items() if value}
+
+
+def fetch_status(report: FetchReport, pod: str, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
+    """Return the same from a report of the fetch, or None where the status has a newer one of the same pod.
+
+    What the trainer has reported stays: a job that was resumed may fetch again.
+
+    Args:
+        report: the report.
+        pod: which pod sent it.
+        job: the current PPOJob.
+        now: when the report arrived, by the server's clock.
+    """
+    previous = job.get("status", {})
+    old = previous.get("fetch", {})
+    if old.get("pod") == pod and report.number <= old.get("report", 0):
+        return None
+    fetch = FetchStatus(
+        address=report.address,
+        bytes=report.bytes,
+        total_bytes=report.total_bytes,
+        message=report.message,
+        pod=pod,
+        report=report.number,
+        last_update_time=format_time(now),
+    )
+    kept = {name: previous[name] for name in _TRAINERS if name in previous}
+    fields = {
+        **kept,
+        "pools": _busy_pools(previous.get("pools", [])),
+        "fetch": fetch.to_wire(),
+        "sources": [source.to_wire() for source in report.sources],
+    }
     return {name: value for name, value in fields.items() if value}
 
 

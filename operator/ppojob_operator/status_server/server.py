@@ -49,6 +49,7 @@ class StatusServer:
         port: ProgressPort,
         secrets: SecretPort,
         service_account_name: Callable[[str], str],
+        fetch_job_name: Callable[[str], str],
         health: Health,
         metrics: OperatorMetrics,
         clock: Callable[[], datetime] = utc_now,
@@ -61,7 +62,7 @@ class StatusServer:
         limit = settings.request_timeout_seconds
         intake = Intake(
             port,
-            Authenticator(port, reviews, service_account_name),
+            Authenticator(port, reviews, service_account_name, fetch_job_name),
             self._writer,
             write_limit_seconds=limit,
             clock=clock,

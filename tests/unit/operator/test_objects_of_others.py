@@ -11,6 +11,7 @@ from ppojob_operator.api_server import Answer, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests.config_map import config_map
 from ppojob_operator.manifests.dashboard_secret import dashboard_secret
+from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.manifests.network_policy import network_policy
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
@@ -26,6 +27,7 @@ CHILDREN = [
     service_account(KEY, "uid-1"),
     network_policy(SPEC, KEY, "uid-1", JobNetwork("ppojob-system", {})),
     ray_cluster(SPEC, KEY, "uid-1", "arithmetic-job"),
+    fetch_job(SPEC, KEY, "uid-1"),
 ]
 """Of the Secret the name alone tells that it is ours: nobody else can know it beforehand."""
 

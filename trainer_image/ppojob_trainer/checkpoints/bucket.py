@@ -1,8 +1,9 @@
 """The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
 
-`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards. Credentials, region
-and endpoint are in the environment, where obstore reads them; they are never logged, nor is the body of a store's
-answer, which may repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
+`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards, and `commands.fetch`
+reads models and data by it. Credentials, region and endpoint are in the environment, where obstore reads them; they are
+never logged, nor is the body of a store's answer, which may repeat a signed request. A call is tried again for
+`RETRY_LIMIT`, as obstore does it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ppojob_trainer.checkpoints.errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore import UpdateVersion
+    from obstore import GetOptions, UpdateVersion
     from obstore.store import ObjectStore
 
 RETRY_LIMIT = timedelta(seconds=60)
@@ -119,6 +120,31 @@ class Bucket:
         with self._named_errors():
             pages = obstore.list(self.store, prefix=key or None)
             return {found["path"][start:]: found["size"] for page in pages for found in page}
+
+    def version(self, name: str = "") -> tuple[int, str] | None:
+        """Return size in bytes and version of a key, or of the address itself; None where there is none."""
+        with self._named_errors():
+            try:
+                found = obstore.head(self.store, self._key(name))
+                return found["size"], found["e_tag"] or ""
+            except FileNotFoundError as error:
+                self._refuse_missing_bucket(error)
+                return None
+
+    def stream(self, name: str, *, offset: int, e_tag: str) -> Iterator[bytes]:
+        """Yield what a key holds from an offset on.
+
+        Raises:
+            ChangedMeanwhileError: it is another version.
+        """
+        options: GetOptions = {"range": {"offset": offset}}
+        if e_tag:
+            options["if_match"] = e_tag
+        with self._named_errors():
+            try:
+                yield from map(bytes, obstore.get(self.store, self._key(name), options=options).stream())
+            except PreconditionError as error:
+                raise ChangedMeanwhileError(f"{self.address}/{name}".rstrip("/")) from error
 
     def delete(self, name: str, *, first: str | None = None) -> None:
         """Delete all keys below a name, one of them before the others. Keys that are gone already are no error."""
@@ -206,6 +232,8 @@ def _named_errors(field: str, address: str) -> Iterator[None]:
 def _named(field: str, address: str, error: Exception) -> BucketError:
     text = str(error)
     what = f"{field} {address} cannot be used"
+    # Models and data are only read.
+    rights = "list, read, write and delete" if field.startswith("checkpoint.") else "list and read"
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         return BucketRefusedError(
             f"{what}: there is no such bucket ({said(error)}); create it, or correct the path (and AWS_REGION or "
@@ -213,8 +241,8 @@ def _named(field: str, address: str, error: Exception) -> BucketError:
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return BucketRefusedError(
-            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to list, read, write and "
-            f"delete there; {_CREDENTIALS}"
+            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to {rights} there; "
+            f"{_CREDENTIALS}"
         )
     if any(mark in text for mark in _CREDENTIAL_MARKS):
         return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")

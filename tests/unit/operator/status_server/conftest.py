@@ -230,7 +230,7 @@ def writer(cluster: Any, clock: Clock) -> ProgressWriter:
 @pytest.fixture
 def send(cluster: Any, clock: Clock, writer: ProgressWriter, report: dict[str, Any], authorization: str) -> Send:
     reviews = TokenReviews(cluster, cache_seconds=60, clock=clock)
-    authenticator = Authenticator(cluster, reviews, lambda job: f"{job}-trainer")
+    authenticator = Authenticator(cluster, reviews, lambda job: f"{job}-trainer", lambda job: f"{job}-fetch")
     arrival = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
     intake = Intake(cluster, authenticator, writer, write_limit_seconds=0.2, clock=lambda: arrival)
 

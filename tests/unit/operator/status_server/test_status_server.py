@@ -30,6 +30,7 @@ from tests.unit.operator.status_server.conftest import TOKEN, FakeCluster, make_
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
+NAMES: Any = {"service_account_name": "{}-trainer".format, "fetch_job_name": "{}-fetch".format}
 
 
 def free_port() -> int:
@@ -125,7 +126,7 @@ async def serving(
         settings,
         port=cluster,
         secrets=cluster,
-        service_account_name=lambda job: f"{job}-trainer",
+        **NAMES,
         health=health,
         metrics=_metrics(),
     )
@@ -331,7 +332,7 @@ async def test_a_port_that_is_taken_ends_the_server(cluster: Any, settings: Stat
             settings,
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
+            **NAMES,
             health=Health(),
             metrics=OperatorMetrics(),
         )
@@ -347,7 +348,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
             replace(settings, port=free_port(), probe_port=free_port(), certificate_check_seconds=0.01),
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
+            **NAMES,
             health=running.health,
             metrics=OperatorMetrics(),
         )
@@ -357,9 +358,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
 
 async def test_a_right_that_is_missing_is_named_at_the_start(cluster: Any, settings: StatusServerSettings) -> None:
     cluster.errors["read_secret"] = iter([ApiUnavailable("starting"), ApiRefused("403 secrets is forbidden")])
-    server = StatusServer(
-        settings, port=cluster, secrets=cluster, service_account_name=str, health=Health(), metrics=OperatorMetrics()
-    )
+    server = StatusServer(settings, port=cluster, secrets=cluster, **NAMES, health=Health(), metrics=OperatorMetrics())
 
     with pytest.raises(CertificateError, match=r"system/ppojob-operator-certificates: give .* get and update"):
         await server.prepare()
@@ -376,7 +375,7 @@ def test_the_address_for_trainers_is_the_services_or_the_one_that_is_given(
         replace(settings, public_url=public_url),
         port=cluster,
         secrets=cluster,
-        service_account_name=str,
+        **NAMES,
         health=Health(),
         metrics=OperatorMetrics(),
     )

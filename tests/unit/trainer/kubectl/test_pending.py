@@ -51,6 +51,23 @@ def said(**sight: Any) -> list[str]:
     return explain(Sight(**{**defaults, **sight}))
 
 
+def test_models_and_data_come_before_the_pods() -> None:
+    fetching = condition("SourcesFetched", "False", "Fetching", "1.00 of 2.00 GB are in the storage")
+
+    assert said(job=job(phase="Fetching", conditions=[ACCEPTED, fetching, NOT_READY]))[1:] == [
+        "  Fetching: 1.00 of 2.00 GB are in the storage"
+    ]
+
+
+def test_a_pod_that_has_fetched_is_no_head() -> None:
+    fetched = pod("products-fetch-x", None, phase="Succeeded")
+    fetched["metadata"]["labels"]["ppojob.dev/task"] = "fetch"
+
+    lines = said(job=job(phase="Starting", conditions=[ACCEPTED, NOT_READY]), pods=[fetched, ready("head", None)])
+
+    assert "head: 1 of 1 pods ready, 1 there" in lines
+
+
 def test_each_pool_says_what_it_waits_for() -> None:
     pools = [{"name": "actor", "desiredNodes": 1}, {"name": "critic", "desiredNodes": 2}]
     waiting = {"name": "ray-worker", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such tag"}}}
