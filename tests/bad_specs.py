@@ -6,6 +6,8 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 
 from typing import Any
 
+from tests.bad_checkpoints import BAD_CHECKPOINTS
+from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
 __all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]
@@ -257,23 +259,7 @@ BAD_SPECS = (
             "spec.rollout.tensorParallelSize", "leave it at 1", shows="2"),
     BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
             "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
-    # Paths that can be no file of the container.
-    BadSpec("model of the hub", {_spec("model", "actor", "path"): "HuggingFaceTB/SmolLM2-135M"},
-            "spec.model.actor.path", "must begin with /", shows="'HuggingFaceTB/SmolLM2-135M'"),
-    BadSpec("reward model of the hub", {**_BOTH, _spec("model", "reward"): {"path": "rm"}},
-            "spec.model.reward.path", "must begin with /", shows="'rm'"),
-    BadSpec("relative path of prompts",
-            {_spec("data", "train"): {"files": {"paths": ["/data/a.parquet", "b.parquet"]}}},
-            "spec.data.train.files.paths[1]", "must begin with /", shows="'b.parquet'"),
-    BadSpec("file of no known format", {_spec("data", "train"): {"files": {"paths": ["/data/train.csv"]}}},
-            "spec.data.train.files.paths[0]", "must end with .parquet, or with", shows="'/data/train.csv'"),
-    BadSpec("files of two formats",
-            {_spec("data", "validation"): {"files": {"paths": ["/data/a.json", "/data/b.jsonl", "/data/c.parquet"]}}},
-            "spec.data.validation.files.paths[2]", "the first file is JSON Lines", shows="'/data/c.parquet'"),
-    BadSpec("reward that is no Python", {_spec("reward", "function"): {"path": "/data/reward.txt"}},
-            "spec.reward.function.path", "must end with .py", shows="'/data/reward.txt'"),
-    BadSpec("relative path of a worker", _worker(path="shaper.py"),
-            "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),
+    *BAD_PATHS,
     # What pods get.
     BadSpec("image with spaces", {_spec("image"): "a b;c"}, "spec.image", "match pattern", shows="'a b;c'"),
     BadSpec("image of spaces", {_spec("image"): "  "}, "spec.image", "match pattern", shows="'  '"),
@@ -359,19 +345,7 @@ BAD_SPECS = (
             "spec.storage.mountPath", "pattern", shows="'data'"),
     BadSpec("keep no checkpoint", {_spec("checkpoint"): {"keep": 0}},
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
-    *(
-        BadSpec(f"checkpoints at {why}", {_spec("checkpoint"): {"path": path}},
-                "spec.checkpoint.path", "pattern", shows=f"'{path}'")
-        for why, path in {
-            "a folder": "/data/checkpoints",
-            "another kind of store": "hdfs://name/path",
-            "an address without a bucket": "s3://",
-            "no name of a bucket": "s3://-/prefix",
-            "a slash at the end": "s3://bucket/prefix/",
-            "an empty segment": "gs://bucket//prefix",
-            "a parent": "s3://bucket/../prefix",
-        }.items()
-    ),
+    *BAD_CHECKPOINTS,
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
     BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},

@@ -1,7 +1,7 @@
-"""The API server over one connection: requests with a limit, answers in its own words, a status written with a guard.
+"""The client of the API server: requests with a timeout, typed errors, and guarded writes.
 
-`cluster.py` asks through it for the loop and `cluster_progress.py` for the status server; `main.py` makes it. It knows
-no policy, keeps nothing and never logs.
+`cluster.py` uses it for the loop, `cluster_progress.py` for the status server and `cluster_admission.py` for the
+webhook; `main.py` creates it. It has no policy, no cache and no log.
 """
 
 import asyncio
@@ -26,64 +26,64 @@ _COME_AGAIN = (429, 503, 504)
 RawObject = Mapping[str, Any]
 """An object of the API server as decoded JSON."""
 StatusOf = Callable[[RawObject], RawObject | None]
-"""From an object as it stands to the part of its status that is written; None: nothing is to be written."""
+"""Maps the live object to the part of its status to write. None: write nothing."""
 
 
 class ApiError(Exception):
-    """The API server did not do what was asked; the message has its words."""
+    """The request failed; the message includes the API server's own."""
 
 
 class ApiUnavailable(ApiError):
-    """It did not answer or asked for patience: the same call may succeed later."""
+    """No answer, or a request to retry: the same call may succeed later."""
 
 
 class ApiFailed(ApiUnavailable):
-    """It answered with a failure of its own or of a webhook, which its words name. The same call may succeed later.
+    """The API server or a webhook failed (status 500 and above). The same call may succeed later.
 
-    Server-side apply also answers so to an object with fields of wrong types or with duplicate keys.
+    Server-side apply also returns this for fields of wrong types and for duplicate keys.
     """
 
 
 class ApiRefused(ApiError):
-    """It refused the call for good: something in the request, or in the operator's rights, has to change."""
+    """The request was rejected: it, or the operator's permissions, must change."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that is not a plea for patience."""
+    """A response, other than a request to retry."""
 
     status: int
     """The HTTP status."""
     body: Any
-    """Decoded JSON; text where it is none."""
+    """Decoded JSON, or text if it is not JSON."""
 
     @property
-    def words(self) -> str:
-        """The API server's own words."""
+    def message(self) -> str:
+        """Status code and message of the API server."""
         message = self.body.get("message") if isinstance(self.body, Mapping) else None
         return f"{self.status} {message or repr(self.body)}"[:_MAX_WORDS]
 
     def expect(self, *statuses: int) -> dict[str, Any]:
-        """Return the body of an answer with one of the statuses.
+        """Return the body of a response with one of the statuses.
 
         Raises:
-            ApiRefused: it has another one.
+            ApiRefused: it has another status.
         """
         if self.status not in statuses or not isinstance(self.body, dict):
-            raise ApiRefused(self.words)
+            raise ApiRefused(self.message)
         return self.body
 
 
 class ApiServer:
-    """The API server. Paths are templates, so that a name from outside cannot lead to another path."""
+    """The API server. Paths are templates, so that a name from outside cannot change the path."""
 
     def __init__(self, client: "ApiClient", *, timeout: float, guard: Callable[[], None] = lambda: None) -> None:
-        """Speak through a client.
+        """Use a client.
 
         Args:
             client: the connection.
             timeout: of one call, in seconds.
-            guard: called before each call that changes something; what it raises is raised, and nothing is sent.
+            guard: called before each write; if it raises, nothing is sent.
         """
         self._client = client
         self._timeout = timeout
@@ -96,14 +96,14 @@ class ApiServer:
     async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
         """Return an object, or None if there is none.
 
-        With `may_lag` it comes from the API server's own memory, which is behind the store by moments.
+        With `may_lag`, it comes from the API server's watch cache, which may lag behind etcd by moments.
         """
         query = {"resourceVersion": "0"} if may_lag else None
         answer = await self.call("GET", f"{collection}/{{name}}", namespace, name, query=query)
         return None if answer.status == 404 else answer.expect(200)
 
     async def create(self, collection: str, manifest: RawObject) -> bool:
-        """Create an object; False if there is one of its name already."""
+        """Create an object; False if the name exists."""
         answer = await self.call("POST", collection, manifest["metadata"]["namespace"], body=manifest)
         if answer.status == 409:
             return False
@@ -111,7 +111,7 @@ class ApiServer:
         return True
 
     async def replace(self, collection: str, manifest: RawObject) -> bool:
-        """Replace an object; False if it changed since it was read (by its resourceVersion), or is gone."""
+        """Replace an object; False if it changed since it was read (by its resourceVersion) or was deleted."""
         metadata = manifest["metadata"]
         path = f"{collection}/{{name}}"
         answer = await self.call("PUT", path, metadata["namespace"], metadata["name"], body=manifest)
@@ -121,20 +121,20 @@ class ApiServer:
         return True
 
     async def apply_status(self, namespace: str, name: str, uid: str, *, status_of: StatusOf, manager: str) -> bool:
-        """Apply a field manager's part of a PPOJob's status; False if that object is gone or another has its name.
+        """Apply a field manager's part of a PPOJob's status; False if the object was deleted or re-created.
 
-        A uid in the body guards nothing: on the status the API server takes any. So the object is looked at first, and
-        its resourceVersion makes the API server refuse (409) one that changed or was made anew in between.
+        The API server ignores a uid in the body of a status request. So the object is read first, and its
+        resourceVersion makes the API server refuse the write (409) if the object was changed or re-created since.
 
         Args:
             namespace: of the PPOJob.
             name: of the PPOJob.
             uid: of the PPOJob.
-            status_of: asked at each try with the object as it stands.
+            status_of: called with the live object at each try.
             manager: the field manager.
 
         Raises:
-            ApiUnavailable: the object changed each time in between.
+            ApiUnavailable: the object changed during each try.
         """
         for _ in range(_MAX_RACES):
             current = await self.read(JOBS, namespace, name)
@@ -172,19 +172,19 @@ class ApiServer:
         body: RawObject | None = None,
         query: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send one request and return its answer, whatever its status; a PATCH is a server-side apply.
+        """Send one request and return its response, whatever its status. A PATCH is a server-side apply.
 
         Args:
-            path: in it, {namespace} and {name} stand for those given.
+            path: {namespace} and {name} are filled in.
 
         Raises:
-            ApiUnavailable: there was no answer, or one that asks to come again.
-            ApiFailed: the answer is a failure with words of its own.
+            ApiUnavailable: there was no response, or a request to retry.
+            ApiFailed: the response is a server error.
         """
         if method != "GET":
             self._guard()
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
-        # Without the body: it is plain JSON already, and a look through each of its values takes most of a call's time.
+        # Without the body: it is plain JSON already, and the client's inspection of each value takes most of the time.
         _, url, headers, _, _ = await self._client.param_serialize(
             method,
             path,
@@ -204,9 +204,9 @@ class ApiServer:
             raise ApiUnavailable(f"{where}: {type(error).__name__} {error}") from error
         answer = Answer(response.status, _decode(data))
         if answer.status in _COME_AGAIN:
-            raise ApiUnavailable(f"{where}: {answer.words}")
+            raise ApiUnavailable(f"{where}: {answer.message}")
         if answer.status >= 500:
-            raise ApiFailed(f"{where}: {answer.words}")
+            raise ApiFailed(f"{where}: {answer.message}")
         return answer
 
 

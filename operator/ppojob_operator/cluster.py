@@ -1,7 +1,7 @@
-"""The API server as the loop needs it: reads, server-side apply, the status, deletions and Events.
+"""The loop's view of the API server: reads, server-side apply, status writes, deletions and Events.
 
-The operator's core talks to the API server through it alone. Every read is a fresh one, by name or by the job's label,
-so that a decision never rests on an index that lags. It decides nothing and never logs.
+The loop uses no other way to the API server. Every read is consistent, by name or by the job's label, so that no
+decision is based on an outdated index. This module has no policy and no log.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ _WORKLOADS = tuple(
 )
 _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+_FETCH_JOBS = "/apis/batch/v1/namespaces/{namespace}/jobs"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 _COLLECTIONS = {
@@ -29,16 +30,17 @@ _COLLECTIONS = {
     "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
     "RayCluster": _CLUSTERS,
+    "Job": _FETCH_JOBS,
 }
 
 _APPLY = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
-_MAX_NOTE = 1000
+_MAX_MESSAGE = 1000
 _MAX_RACES = 5
 _CONTROLLER = f"{constants.GROUP}/operator"
 
 
 class Cluster:
-    """The API server, for the operator's core."""
+    """The API server, for the loop."""
 
     def __init__(self, api: ApiServer, *, reporter: str) -> None:
         """`reporter` is the name of the operator's pod, for Events."""
@@ -55,20 +57,20 @@ class Cluster:
         return _items(answer.expect(200))
 
     async def serves_jobs(self, namespace: str) -> bool:
-        """Return whether the API server knows PPOJobs, asked in a namespace or, if it is empty, in all."""
+        """Return whether the API server serves PPOJobs in a namespace, or in all namespaces if it is empty."""
         return await self._is_served(JOBS if namespace else _ALL_JOBS, namespace)
 
     async def serves_clusters(self, namespace: str) -> bool:
-        """Return whether the API server knows RayClusters."""
+        """Return whether the API server serves RayClusters."""
         return await self._is_served(_CLUSTERS, namespace)
 
     async def list_clusters(self, key: JobKey) -> list[Manifest] | None:
-        """Return the job's RayClusters, or None if the API server does not know RayClusters at all."""
+        """Return the job's RayClusters, or None if the API server does not serve RayClusters."""
         answer = await self._list(_CLUSTERS, key)
         return None if answer.status == 404 else _items(answer.expect(200))
 
     async def list_workloads(self, key: JobKey, owners: Collection[str]) -> list[Manifest] | None:
-        """Return Kueue's Workloads of RayClusters, by their UIDs, or None if the API server does not know Workloads."""
+        """Return Kueue's Workloads of RayClusters (by UID), or None if the API server does not serve Workloads."""
         query = {"labelSelector": f"{constants.LABEL_QUEUED_UID} in ({','.join(sorted(owners)) or 'none'})"}
         for collection in _WORKLOADS:
             answer = await self._api.call("GET", collection, key.namespace, query=query)
@@ -77,8 +79,12 @@ class Cluster:
         return None
 
     async def list_pods(self, key: JobKey) -> list[Manifest]:
-        """Return the job's Ray pods."""
+        """Return the job's pods: Ray's, and those that fetch models and data."""
         return _items((await self._list(_PODS, key)).expect(200))
+
+    async def read_fetch_job(self, key: JobKey) -> Manifest | None:
+        """Return the Job that fetches the job's models and data, or None if there is none."""
+        return await self._api.read(_FETCH_JOBS, key.namespace, naming.fetch_job_name(key.name))
 
     async def read_claim(self, namespace: str, name: str) -> Manifest | None:
         """Return the PersistentVolumeClaim, or None if there is none."""
@@ -90,16 +96,16 @@ class Cluster:
         return None if raw is None else raw.get("data", {})
 
     async def apply(self, manifest: Manifest) -> None:
-        """Make the object as the manifest says. A Secret is only ever made, never changed or read.
+        """Create or update the object by server-side apply. A Secret is created only, never read or changed.
 
         Raises:
-            ApiRefused: the API server refuses it, or another's object has the name.
-            ApiUnavailable: the object of an earlier job of the name is not gone yet, or Kueue was writing it too.
+            ApiRefused: the API server rejects it, or an object of another owner has the name.
+            ApiUnavailable: the object of an earlier job with this name still exists, or Kueue changed the object.
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
         path, namespace = _COLLECTIONS[kind], metadata["namespace"]
         if kind == "Secret":
-            # One that is there is ours, from a look that was cut short: nobody else can tell its name beforehand.
+            # An existing one was created by an interrupted reconcile: nobody else can predict its name.
             await self._api.create(path, manifest)
             return
         found = await self._api.read(path, namespace, metadata["name"])
@@ -107,7 +113,7 @@ class Cluster:
         if found is not None and not naming.is_owned(found, owner["uid"]):
             raise _taken(kind, found, owner)
         if found is not None and kind == "RayCluster":
-            manifest = queues.with_kueues_part(manifest, found)
+            manifest = queues.with_kueue_fields(manifest, found)
         answer = await self._api.call(
             "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
         )
@@ -116,7 +122,7 @@ class Cluster:
         answer.expect(200, 201)
 
     async def dry_run(self, manifest: Manifest) -> str:
-        """Have the API server and its webhooks check an object that is not stored; return why it is refused, or "".
+        """Apply as a dry run; return why the API server or a webhook rejects the object, or "".
 
         Raises:
             ApiUnavailable: it did not answer.
@@ -138,10 +144,10 @@ class Cluster:
         return await self._api.read(_LEASES, namespace, name)
 
     async def write_status(self, job: Job, status: Mapping[str, Any]) -> bool:
-        """Write the operator's part of the status; False if that object is gone, or another has its name.
+        """Write the operator's part of the status; False if the object was deleted or re-created.
 
         Raises:
-            ApiUnavailable: the job is another operator's than it was when it was looked at.
+            ApiUnavailable: the job's owner changed since it was read.
         """
         key, before = job.key, _owner(job.status.to_wire())
 
@@ -154,17 +160,21 @@ class Cluster:
         return await self._api.apply_status(key.namespace, key.name, job.uid, status_of=status_of, manager=manager)
 
     async def delete_cluster(self, namespace: str, name: str) -> None:
-        """Delete a RayCluster with its pods; it is no error if it is gone."""
+        """Delete a RayCluster with its pods; no error if it does not exist."""
         await self._delete(_CLUSTERS, namespace, name, {})
 
+    async def delete_fetch_job(self, key: JobKey) -> None:
+        """Delete the Job that fetches models and data, with its pods; it is no error if it is gone."""
+        await self._delete(_FETCH_JOBS, key.namespace, naming.fetch_job_name(key.name), {})
+
     async def delete_job(self, job: Job) -> None:
-        """Delete the PPOJob, if it is still the same object, with everything that it owns."""
+        """Delete the PPOJob, if its uid is the same, with everything that it owns."""
         await self._delete(JOBS, job.key.namespace, job.key.name, {"preconditions": {"uid": job.uid}})
 
     async def emit(self, job: Job, event: EventRecord) -> None:
-        """Write an Event about the job. The same words about the same attempt are one Event that is counted."""
-        said = f"{job.uid}/{job.status.attempt}/{event.action}/{event.reason}/{event.message}"
-        name = f"{job.key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        """Emit an Event about the job. Repetitions within an attempt increase the count of one Event."""
+        content = f"{job.uid}/{job.status.attempt}/{event.action}/{event.reason}/{event.message}"
+        name = f"{job.key.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         regarding = {
             "apiVersion": constants.API_VERSION,
             "kind": constants.KIND,
@@ -172,7 +182,7 @@ class Cluster:
             "name": job.key.name,
             "uid": job.uid,
         }
-        # core/v1 and not events.k8s.io: `kubectl describe` sorts by lastTimestamp, which only core/v1 lets one set.
+        # core/v1 rather than events.k8s.io: `kubectl describe` sorts by lastTimestamp, which only core/v1 can set.
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         body = {
             "apiVersion": "v1",
@@ -184,7 +194,7 @@ class Cluster:
             "type": "Warning" if event.is_warning else "Normal",
             "reason": event.reason,
             "action": event.action,
-            "message": event.message[:_MAX_NOTE],
+            "message": event.message[:_MAX_MESSAGE],
             "source": {"component": _CONTROLLER},
             "reportingComponent": _CONTROLLER,
             "reportingInstance": self._reporter,
@@ -196,7 +206,7 @@ class Cluster:
     async def _count_again(self, namespace: str, name: str, now: str) -> None:
         for _ in range(_MAX_RACES):
             found = await self._api.read(_EVENTS, namespace, name)
-            if found is None:  # It expired meanwhile.
+            if found is None:  # It has expired.
                 return
             counted = {**found, "count": found.get("count", 1) + 1, "lastTimestamp": now}
             if await self._api.replace(_EVENTS, counted):
@@ -224,16 +234,16 @@ def _taken(kind: str, found: Manifest, ours: Mapping[str, Any]) -> ApiError:
     metadata = found["metadata"]
     others = metadata.get("ownerReferences", [])
     if any(other.get("controller") and _named(other) == _named(ours) for other in others):
-        return ApiUnavailable(f"{kind} {metadata['name']} of an earlier PPOJob of this name is still being removed")
+        return ApiUnavailable(f"{kind} {metadata['name']} of an earlier PPOJob of this name is still being deleted")
     whose = ", ".join(f"{_named(other)} (uid {other['uid']})" for other in others) or "nobody"
     return ApiRefused(
-        f"{kind} {metadata['name']} is there already and belongs to {whose}: the operator takes over no object that it "
-        "has not made; delete that one, or give the PPOJob another name"
+        f"{kind} {metadata['name']} exists and belongs to {whose}: the operator does not take over objects that "
+        "it has not created; delete it, or give the PPOJob another name"
     )
 
 
 def _owner(status: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return which operator a status names, of whatever version."""
+    """Return the operator in a status, without its version."""
     operator = status.get("operator")
     return None if operator is None else (operator["namespace"], operator["lease"])
 

@@ -1,6 +1,6 @@
-"""The API server as admission needs it: the objects that a spec names, and one ValidatingWebhookConfiguration.
+"""The webhook's view of the API server: the objects that a spec names, and one ValidatingWebhookConfiguration.
 
-It implements `admission.ports` over `api_server`; `main.py` hands it over. It decides nothing and never logs.
+It implements `admission.ports` with `api_server`; `main.py` connects them. It has no policy and no log.
 """
 
 import base64
@@ -27,15 +27,15 @@ _CONFIGURATIONS = f"/apis/{_API_VERSION}/validatingwebhookconfigurations"
 
 
 class AdmissionCluster:
-    """LookPort and TrustPort on a real API server."""
+    """ReferencePort and TrustPort on a real API server."""
 
     def __init__(self, api: ApiServer) -> None:
         self._api = api
 
-    async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
+    async def read_reference(self, reference: Reference, namespace: str) -> RawObject | None:
         """Return the object that a spec names, or None if there is none."""
         if not all(map(_NAME.fullmatch, (reference.name, namespace))):
-            # No object can have it, and in a path it might lead elsewhere, as ".." does.
+            # No object can have such a name, and in a path it might lead elsewhere, like "..".
             return None
         for collection in _collections(reference.kind):
             found = await self._api.read(collection, namespace, reference.name)
@@ -44,7 +44,7 @@ class AdmissionCluster:
         return None
 
     async def read_webhooks(self, configuration: str) -> dict[str, str] | None:
-        """Return the names of the webhooks of a configuration, and whom each trusts; None: there is none."""
+        """Return the CA bundle of each webhook in a configuration, by name; None if it does not exist."""
         raw = await self._api.read(_CONFIGURATIONS, "", configuration)
         if raw is None:
             return None
@@ -52,7 +52,7 @@ class AdmissionCluster:
         return {name: base64.b64decode(bundle).decode(errors="replace") for name, bundle in bundles.items()}
 
     async def trust(self, configuration: str, webhooks: list[str], ca_bundle: str) -> None:
-        """Let these webhooks trust the authorities. Who else writes the configuration keeps all of the rest."""
+        """Write the CA bundle of these webhooks. All other fields stay with their field managers."""
         bundle = base64.b64encode(ca_bundle.encode()).decode()
         body = {
             "apiVersion": _API_VERSION,

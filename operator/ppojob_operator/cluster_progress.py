@@ -1,8 +1,8 @@
-"""The API server as the status server needs it: token reviews, reads, the reports' part of the status, one Secret.
+"""The status server's view of the API server: token reviews, reads, the reports' part of the status, one Secret.
 
-It implements `status_server.ports` over `api_server`; `main.py` hands it over. It keeps nothing; what each report
-reads, its pod and its job, comes from the API server's memory, since a thousand jobs ask for two hundred objects a
-second. It decides nothing and never logs.
+It implements `status_server.ports` with `api_server`; `main.py` connects them. Each report reads its pod and its job
+from the API server's watch cache, because a thousand jobs read two hundred objects per second. It has no policy, no
+cache and no log.
 """
 
 from ppojob_api.v1alpha1 import constants
@@ -23,7 +23,7 @@ class ProgressCluster:
         self._api = api
 
     async def review_token(self, token: str, audience: str) -> TokenIdentity | None:
-        """Return whom the token stands for, or None if it is not valid for the audience."""
+        """Return the identity that the token proves, or None if it is not valid for the audience."""
         review = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -31,7 +31,7 @@ class ProgressCluster:
         }
         answer = await self._api.call("POST", _REVIEWS, body=review)
         status = answer.expect(200, 201).get("status", {})
-        # Where the audience is another, the API server leaves `authenticated` out.
+        # For a wrong audience, the API server omits `authenticated`.
         if not status.get("authenticated"):
             return None
         user = status.get("user", {})
@@ -52,7 +52,7 @@ class ProgressCluster:
         return await self._api.read(JOBS, namespace, name, may_lag=True)
 
     async def apply_progress(self, key: JobIdentity, status_of: StatusOf) -> bool:
-        """Apply the reports' part of the status; False if that object is gone, or another has its name."""
+        """Apply the reports' part of the status; False if the object was deleted or re-created."""
         return await self._api.apply_status(*key, status_of=status_of, manager=constants.FIELD_MANAGER_PROGRESS)
 
     async def read_secret(self, namespace: str, name: str) -> RawObject | None:
@@ -60,9 +60,9 @@ class ProgressCluster:
         return await self._api.read(_SECRETS, namespace, name)
 
     async def create_secret(self, secret: RawObject) -> bool:
-        """Create the Secret; False if there is one already."""
+        """Create the Secret; False if it exists."""
         return await self._api.create(_SECRETS, secret)
 
     async def replace_secret(self, secret: RawObject) -> bool:
-        """Replace the Secret; False if it changed since it was read, or is gone."""
+        """Replace the Secret; False if it changed since it was read or was deleted."""
         return await self._api.replace(_SECRETS, secret)

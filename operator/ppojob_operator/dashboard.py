@@ -1,7 +1,7 @@
-"""Ray's dashboard: submit the trainer, ask how it is, read the end of its log, end it.
+"""The client of Ray's dashboard: submit the trainer, list jobs, read the end of a log, stop a job.
 
-The only module that talks to Ray, over HTTP and with the token of that RayCluster. Every call has a limit. Source of
-the addresses: Ray's job submission REST API, and the log endpoint of its state API (which alone can read a log's end).
+No other module talks to Ray. It uses HTTP with the token of the RayCluster; every call has a timeout. The paths are
+those of Ray's job submission REST API, and of its state API for the end of a log, which the first cannot read.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
 _MAX_WORDS = 500
 _MAX_BYTES = 16 * 1024 * 1024
-"""More than Ray's list of jobs, or the end of a log, ever takes."""
+"""Longest response; Ray's list of jobs and the end of a log are smaller."""
 _LOG_LINES = 1000
-"""More than a status shows: the line that names the failure may be overtaken by what other processes still print."""
+"""More than a status shows, because other processes may print lines after the one that names the failure."""
 
 
 class DashboardError(Exception):
-    """The dashboard did not answer, or refused; the message has its words."""
+    """The request failed; the message includes the dashboard's own."""
 
 
 class _NotThereError(DashboardError):
-    """The dashboard does not know what it was asked about."""
+    """The dashboard does not know the job."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a dashboard is, and what opens it."""
+    """URL and token of a dashboard."""
 
     url: str
     token: str
@@ -44,24 +44,24 @@ class Address:
 
 
 class Dashboard:
-    """The dashboards of all jobs; they share one pool of connections."""
+    """The dashboards of all jobs, with one connection pool."""
 
     def __init__(
         self, session: aiohttp.ClientSession, *, timeout: float, guard: Callable[[], None] = lambda: None
     ) -> None:
-        """Speak through a session.
+        """Use a session.
 
         Args:
-            session: the connections.
+            session: the connection pool.
             timeout: of one call, in seconds.
-            guard: called before a job is submitted or ended; what it raises is raised, and nothing is sent.
+            guard: called before a job is submitted or stopped; if it raises, nothing is sent.
         """
         self._session = session
         self._timeout = timeout
         self._guard = guard
 
-    async def look(self, address: Address) -> Ray:
-        """Return what Ray knows of its jobs, or why it does not answer."""
+    async def list_jobs(self, address: Address) -> Ray:
+        """Return the jobs of a RayCluster, or why the request failed."""
         try:
             listed = await self._json("GET", address, "/api/jobs/")
             if not isinstance(listed, list):
@@ -71,17 +71,17 @@ class Dashboard:
             return Ray(problem=str(error))
 
     async def submit(self, address: Address, submission: Submission) -> None:
-        """Start the job. That Ray has it already is no error: the look that sent it was cut short.
+        """Submit the job. If Ray has it already, an interrupted reconcile submitted it, which is no error.
 
         Raises:
-            DashboardError: it could not be started.
-            Exception: whatever the guard raises.
+            DashboardError: the job could not be submitted.
+            Exception: what the guard raises.
         """
         self._guard()
         body = {
             "submission_id": submission.submission_id,
             "entrypoint": submission.entrypoint,
-            # Without resources of its own the driver runs on the head.
+            # A driver without resource requests runs on the head.
             "entrypoint_num_cpus": 0,
             "runtime_env": {"env_vars": dict(submission.environment)},
             "metadata": dict(submission.metadata),
@@ -89,24 +89,24 @@ class Dashboard:
         try:
             await self._json("POST", address, "/api/jobs/", body=body)
         except DashboardError:
-            ray = await self.look(address)
+            ray = await self.list_jobs(address)
             if not any(job.submission_id == submission.submission_id for job in ray.jobs):
                 raise
 
     async def stop(self, address: Address, submission_id: str) -> None:
-        """Have Ray end a job: it gets SIGTERM, and SIGKILL seconds later. One that has ended, or is gone, is no error.
+        """Stop a job: Ray sends SIGTERM, and SIGKILL three seconds later. No error if it has ended or does not exist.
 
         Raises:
-            DashboardError: Ray could not be asked.
-            Exception: whatever the guard raises.
+            DashboardError: the request failed.
+            Exception: what the guard raises.
         """
         self._guard()
         with contextlib.suppress(_NotThereError):
-            # The answer says whether it ran, and comes before it has ended.
+            # The response comes before the job has ended and says whether it was running.
             await self._json("POST", address, f"/api/jobs/{submission_id}/stop")
 
     async def log_tail(self, address: Address, job: RayJob) -> str:
-        """Return the last lines of the driver's log; where they cannot be read, what Ray has in the job's message."""
+        """Return the last lines of the driver's log, or the message of the job if the log cannot be read."""
         query = {
             "submission_id": job.submission_id,
             "node_id": job.node_id,
@@ -134,7 +134,7 @@ class Dashboard:
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                # The pod belongs to a tenant: its answer must lead nowhere else, and has an end.
+                # The pod belongs to a tenant: follow no redirect, and limit the size of the response.
                 self._session.request(
                     method, address.url + path, headers=headers, json=body, params=query, allow_redirects=False
                 ) as answer,

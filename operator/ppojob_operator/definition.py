@@ -1,8 +1,8 @@
-"""Is the definition of PPOJob in the cluster that of this operator? Said once, when the process starts.
+"""Compares the PPOJob CRD in the cluster with this operator's version. `main.py` calls it once, at the start.
 
-An API server with an older definition refuses fields that this operator writes; one with a newer definition stores
-fields that this operator does not know. Both are left to people: the operator may not write definitions. `main.py`
-calls `say_differences`; what everybody may read (the published OpenAPI) is compared, so it takes no right.
+With an older CRD, the API server rejects fields that this operator writes; with a newer one, it stores fields that this
+operator does not know. The operator only logs the difference, because it has no permission to write CRDs. It reads the
+published OpenAPI document, which needs no permission either.
 """
 
 import logging
@@ -19,38 +19,38 @@ _PATH = f"/openapi/v3/apis/{constants.GROUP}/{constants.VERSION}"
 _MAX_NAMED = 5
 
 
-async def say_differences(api: ApiServer, version: str) -> None:
-    """Log how the definition in the cluster differs from that of this operator; where it cannot be read, nothing."""
+async def log_differences(api: ApiServer, version: str) -> None:
+    """Log how the CRD in the cluster differs from this operator's; log no difference if it cannot be read."""
     try:
         answer = await api.call("GET", _PATH)
     except ApiError as error:
-        logger.info("the definition of PPOJob could not be compared with this operator's: %s", error)
+        logger.info("the PPOJob CRD could not be compared with this operator's: %s", error)
         return
     found = _published(answer.body) if answer.status == 200 else None
     if found is None:
-        # Without a definition the watches say so.
+        # The watches report a missing CRD.
         return
     [own] = custom_resource_definition()["spec"]["versions"]
     ours, theirs = set(_paths(own["schema"]["openAPIV3Schema"])), set(_paths(found))
     if lacking := sorted(ours - theirs):
         logger.error(
-            "the definition of PPOJob in the cluster is older than this operator (%s): it lacks %s, and no status that "
-            "has them can be written: apply crds/ppojobs.ppojob.dev.yaml of this version, or let the chart do it "
+            "the PPOJob CRD in the cluster is older than this operator (%s): it lacks %s, and no status with "
+            "these fields can be written: apply crds/ppojobs.ppojob.dev.yaml of this version, or let the chart do it "
             "(crds.install)",
             version,
             _named(lacking),
         )
     if unknown := sorted(theirs - ours):
         logger.warning(
-            "the definition of PPOJob in the cluster is newer than this operator (%s): it has %s; jobs whose spec has "
-            "them are not looked after until the operator is upgraded",
+            "the PPOJob CRD in the cluster is newer than this operator (%s): it has %s; jobs with these fields in "
+            "their spec are not reconciled until the operator is upgraded",
             version,
             _named(unknown),
         )
 
 
 def _published(body: Any) -> Mapping[str, Any] | None:
-    """Return the schema of PPOJob in a document of the API server."""
+    """Return the schema of PPOJob in an OpenAPI document."""
     schemas = body.get("components", {}).get("schemas", {}) if isinstance(body, Mapping) else {}
     kind = {"group": constants.GROUP, "version": constants.VERSION, "kind": constants.KIND}
     return next((each for each in schemas.values() if kind in each.get("x-kubernetes-group-version-kind", ())), None)
@@ -67,6 +67,6 @@ def _paths(schema: Mapping[str, Any], at: str = "") -> Iterator[str]:
 
 
 def _named(paths: list[str]) -> str:
-    """Return the first paths, without those below another one."""
+    """Return the first paths, without those below another path in the list."""
     tops = [path for path in paths if not any(path.startswith((f"{top}.", f"{top}[]")) for top in paths)]
     return ", ".join(tops[:_MAX_NAMED]) + (f" and {len(tops) - _MAX_NAMED} more" if len(tops) > _MAX_NAMED else "")

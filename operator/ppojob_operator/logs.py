@@ -1,7 +1,7 @@
-"""The operator's log: text for people, or one JSON object a line, each with the job that the line is about.
+"""The operator's log: text, or one JSON object per line with the job that the line is about.
 
-`main.py` sets it up; the loop and the status server say whom they are about with `about`, and every line that is
-written meanwhile has it, whoever writes it. It holds no secret: what may be logged is the writer's affair.
+`main.py` sets it up. The loop and the status server name the job with `about`; every line that is logged inside has it.
+This module removes no secrets; callers must not log any.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogFormat(StrEnum):
-    """How a line is written."""
+    """Format of a log line."""
 
     TEXT = "Text"
     JSON = "JSON"
@@ -26,7 +26,7 @@ class LogFormat(StrEnum):
 
 @contextlib.contextmanager
 def about(job: object) -> Iterator[None]:
-    """Let the lines that are written meanwhile be about a job; `str(job)` is `namespace/name`."""
+    """Add a job to the lines that are logged inside; `str(job)` is `namespace/name`."""
     before, attempt = _JOB.set(str(job)), _ATTEMPT.set(None)
     try:
         yield
@@ -36,19 +36,19 @@ def about(job: object) -> Iterator[None]:
 
 
 def set_attempt(attempt: int | None) -> None:
-    """Say which attempt of that job it is, as soon as it is known."""
+    """Add the attempt to these lines, once it is known."""
     _ATTEMPT.set(attempt)
 
 
 def set_up(level: str, form: LogFormat) -> None:
-    """Write every log from this level on to the standard error."""
+    """Log to the standard error from this level on."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else logging.Formatter(_TEXT))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and job, attempt and exception where there are some."""
+    """One JSON object per line: time, level, logger, message, and job, attempt and exception if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

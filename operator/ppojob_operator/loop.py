@@ -1,17 +1,17 @@
-"""The loop: which job needs a look, and the look itself: observe -> decide -> apply, one status write each.
+"""The reconcile loop: observe a job, decide, apply, and write its status once.
 
-        handlers (watches)        timers (look_again_after)        sweep (all jobs, every few minutes)
+        handlers (watches)        timers (requeue_after)        resync (all jobs, every few minutes)
                  |                          |                              |
-                 +----------> WorkQueue: one entry a job, never two looks at the same job
+                 +----------> WorkQueue: one entry per job; no two workers reconcile the same job
                                             |
-                              workers: ours? (claims) -> observe (cluster, dashboard) -> reconcile.decide -> carry out
+                              workers: adopt -> observe (cluster, dashboard) -> reconcile.decide -> execute the plan
 
-Between two looks at a job whose objects no watch told of, only the job itself and Ray's dashboard are asked again: a
-thousand running jobs would otherwise list their pods a hundred times a second. The sweep distrusts the watches and has
-everything read anew.
+Between reconciles, a job's RayCluster and pods are cached until a watch reports a change; only the job and Ray's
+dashboard are read each time. Otherwise a thousand running jobs would list their pods a hundred times per second. The
+resync does not rely on the watches and reads everything again.
 
-`main.py` runs it; `handlers` only note keys. An error of one job is written down, and the job is tried again after a
-growing pause; it never stops the others.
+`leader_tasks.py` runs the loop; `handlers` only enqueue keys. An error of one job is logged and the job is retried with
+exponential backoff; other jobs are not affected.
 """
 
 import asyncio
@@ -25,10 +25,11 @@ from typing import Any
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
+from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
-from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
+from ppojob_operator.job_events import JobEvents
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
@@ -36,10 +37,14 @@ from ppojob_operator.reconcile import (
     JobState,
     dashboard_target,
     decide,
+    is_fetch_pod,
     is_finished,
     job_state,
+    needs_fetch,
     read_claim,
     read_cluster,
+    read_fetch_job,
+    read_fetch_pod,
     read_job,
     read_pod,
     read_workload,
@@ -53,7 +58,7 @@ from ppojob_operator.work_queue import WorkQueue, wait
 logger = logging.getLogger(__name__)
 
 _BURST = 0.2
-"""Seconds that a note waits for others about the same job: an event rarely comes alone."""
+"""Seconds between an event and the reconcile, because several events about one job usually come together."""
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
@@ -61,20 +66,20 @@ _IDLE_TICK = 1.0
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop tells the probes and the metrics."""
+    """Callbacks for the probes and the metrics."""
 
     beat: Callable[[], None] = lambda: None
-    """Called at least every second while a worker has nothing to do, and after each look."""
-    observe_look: Callable[[float, str], None] = lambda seconds, outcome: None
-    """Called after each look with its seconds and `ok`, `left`, `gone` or `error`."""
+    """Called after each reconcile, and at least every second while a worker is idle."""
+    observe_reconcile: Callable[[float, str], None] = lambda seconds, outcome: None
+    """Called after each reconcile with its seconds and `ok`, `left`, `gone` or `error`."""
     count_submission: Callable[[], None] = lambda: None
-    """Called after Ray was given an attempt."""
+    """Called after an attempt was submitted to Ray."""
     count_retries: Callable[[str, int], None] = lambda cause, count: None
-    """Called with `user` or `infrastructure` and how many retries a written status has more than the one before."""
+    """Called with `user` or `infrastructure` and the number of retries that a status write added."""
 
 
 class Loop:
-    """The queue, its workers, and the look at one job."""
+    """The work queue, its workers, and the reconcile of one job."""
 
     def __init__(
         self,
@@ -87,132 +92,133 @@ class Loop:
     ) -> None:
         self._settings = settings
         self._cluster = cluster
+        self._events = JobEvents(cluster)
         self._dashboard = dashboard
         self._surroundings = surroundings
         self._hooks = hooks
         self._clock = clock
         self._leading_since = clock()
-        self._claims = Claims(cluster, own_identity(settings), settings.take_over_after)
+        self._adopter = Adopter(cluster, own_identity(settings), settings.take_over_after)
         self._report_times = ReportTimes()
         self._queue = WorkQueue()
         self._num_errors: dict[JobKey, int] = {}
         self._states: dict[JobKey, JobState] = {}
-        self._told: set[JobKey] = set()
-        self._untold: set[JobKey] = set()
-        self._kept: dict[JobKey, Observed | None] = {}
-        """What the last look found; None: it is to be read anew. No entry: a watch has told of a change since."""
+        self._watched: set[JobKey] = set()
+        self._not_watched: set[JobKey] = set()
+        self._cache: dict[JobKey, Observed | None] = {}
+        """What the last reconcile observed. None: read it again. No entry: a watch has reported a change since."""
 
-    def note(self, key: JobKey) -> None:
-        """Note that a job needs a look. The handlers of the watches call it."""
-        self._told.add(key)
-        self._kept.pop(key, None)
+    def enqueue(self, key: JobKey) -> None:
+        """Enqueue a job whose objects changed. The handlers of the watches call it."""
+        self._watched.add(key)
+        self._cache.pop(key, None)
         self._queue.add(key, _BURST)
 
     @property
     def queue_depth(self) -> int:
-        """How many jobs wait for a look that is due."""
+        """Number of jobs that are due to be reconciled."""
         return len(self._queue)
 
     @property
     def num_left_alone(self) -> int:
-        """How many jobs are another operator's."""
-        return self._claims.num_left_alone
+        """Number of jobs that belong to another operator."""
+        return self._adopter.num_left_alone
 
     def job_states(self) -> Mapping[JobKey, JobState]:
-        """Return our jobs as the last pass over each left them."""
+        """Return the state of each of our jobs after its last reconcile."""
         return dict(self._states)
 
     def watch_problem(self) -> str | None:
-        """Return what is wrong if the watches do not tell of jobs that are there."""
-        missed = self._untold - self._told
+        """Return the problem if the watches do not report jobs that exist, else None."""
+        missed = self._not_watched - self._watched
         if not missed:
             return None
-        return f"the watch never told of {len(missed)} jobs that exist, such as {min(missed)}"
+        return f"the watch never reported {len(missed)} jobs that exist, such as {min(missed)}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look at jobs until `stop` is set; looks in work are finished first."""
+        """Reconcile jobs until `stop` is set; reconciles in progress are finished first."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._settings.workers):
                 tasks.create_task(self._work(stop))
-            tasks.create_task(self._sweep(stop))
+            tasks.create_task(self._resync(stop))
 
     async def _work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             key = await self._queue.take(_IDLE_TICK)
             if key is not None and not stop.is_set():
                 with logs.about(key):
-                    await self._guarded_look(key)
+                    await self._reconcile_guarded(key)
             if key is not None:
                 self._queue.done(key)
             self._hooks.beat()
 
-    async def _sweep(self, stop: asyncio.Event) -> None:
-        """Ask for a look at every job from time to time: what no watch told of is found nevertheless."""
+    async def _resync(self, stop: asyncio.Event) -> None:
+        """Enqueue all jobs at every `idle_interval`, which also finds changes that no watch reported."""
         found: set[JobKey] = set()
         while not await wait(stop, self._settings.idle_interval):
             try:
                 listed = await self._cluster.list_jobs(self._settings.watch_namespace)
             except ApiError as error:
-                logger.warning("the sweep could not list the jobs: %s", error)
+                logger.warning("the resync could not list the jobs: %s", error)
                 continue
             keys = {JobKey(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in listed}
-            # The watch had the time between two sweeps to tell of them.
-            self._untold, found = found & keys, keys
+            # A watch has one resync interval to report a job.
+            self._not_watched, found = found & keys, keys
             for key in keys:
-                self._kept.pop(key, None)
+                self._cache.pop(key, None)
                 self._queue.add(key)
 
-    async def _guarded_look(self, key: JobKey) -> None:
-        """Look at a job; whatever goes wrong is this job's affair alone."""
+    async def _reconcile_guarded(self, key: JobKey) -> None:
+        """Reconcile a job; an error affects this job only."""
         began, outcome = monotonic(), "error"
         try:
             async with asyncio.timeout(self._settings.pass_timeout):
-                outcome = await self.look(key)
+                outcome = await self.reconcile(key)
             self._num_errors.pop(key, None)
         except (ApiError, DashboardError) as error:
-            self._try_again(key, str(error))
+            self._retry_later(key, str(error))
         except TimeoutError:
-            self._try_again(key, f"the look took more than {self._settings.pass_timeout:g} s")
-        except Exception as error:  # A fault of ours in one job's look must not end the looks at all others.
-            logger.exception("%s: fault in the operator", key)
+            self._retry_later(key, f"the reconcile took more than {self._settings.pass_timeout:g} s")
+        except Exception as error:  # A defect that one job triggers must not stop the other jobs.
+            logger.exception("%s: defect in the operator", key)
             await self._show_fault(key, error)
-            self._try_again(key, "see the fault above")
-        self._hooks.observe_look(monotonic() - began, outcome)
+            self._retry_later(key, "see the exception above")
+        self._hooks.observe_reconcile(monotonic() - began, outcome)
 
     async def _show_fault(self, key: JobKey, error: Exception) -> None:
-        """Write into the job's status that this operator has a defect which keeps it from looking after the job."""
+        """Write into the job's status that a defect of the operator prevents its reconcile."""
         try:
             raw = await self._cluster.read_job(key)
-            job = None if raw is None else await self._claims.claim(read_job(raw))
+            job = None if raw is None else await self._adopter.adopt(read_job(raw))
             if job is not None:
                 await self._write(job, show_fault(job, error, self._clock()))
-        except Exception:  # The same defect may be in the way here.
-            logger.exception("%s: the fault could not be shown in the status", key)
+        except Exception:  # The same defect may prevent this write.
+            logger.exception("%s: the defect could not be written into the status", key)
 
-    def _try_again(self, key: JobKey, words: str) -> None:
-        self._kept.pop(key, None)
+    def _retry_later(self, key: JobKey, message: str) -> None:
+        self._cache.pop(key, None)
         count = self._num_errors[key] = self._num_errors.get(key, 0) + 1
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(count - 1, 10))
-        logger.warning("%s: %s; tried again in %g s", key, words, pause)
+        logger.warning("%s: %s; retry in %g s", key, message, pause)
         self._queue.add(key, pause)
 
-    async def look(self, key: JobKey) -> str:
-        """Look at a job once and do what is to be done. Return `ok`; `gone`: there is none; `left`: it is another's.
+    async def reconcile(self, key: JobKey) -> str:
+        """Reconcile a job once. Return `ok`, `gone` (it does not exist) or `left` (another operator's).
 
         Raises:
-            ApiError, DashboardError: something could not be done; the look is to be repeated.
+            ApiError, DashboardError: the plan was not completed; reconcile again.
         """
         raw = await self._cluster.read_job(key)
         if raw is None:
             self._forget(key)
-            self._claims.forget(key)
-            self._told.discard(key)
-            # Deleted: that no watch reports it any more is no fault of the watch.
-            self._untold.discard(key)
+            self._adopter.forget(key)
+            self._watched.discard(key)
+            # The watch is right not to report a deleted job.
+            self._not_watched.discard(key)
             return "gone"
         found = read_job(raw)
         logs.set_attempt(found.status.attempt)
-        job = await self._claims.claim(found)
+        job = await self._adopter.adopt(found)
         if job is None:
             self._forget(key)
             return "left"
@@ -221,21 +227,22 @@ class Loop:
         if plan.dry_run is not None:
             observed = replace(observed, dry_run=await self._cluster.dry_run(plan.dry_run))
             plan = decide(job, observed, self._clock())
-        if plan.wanted_log:
-            observed = replace(observed, log_tail=await self._read_log(job, observed, plan.wanted_log))
+        if plan.read_log_of:
+            observed = replace(observed, log_tail=await self._read_log(job, observed, plan.read_log_of))
             plan = decide(job, observed, self._clock())
-        await self._carry_out(job, observed, plan)
-        self._keep(job, observed, plan)
+        await self._execute(job, observed, plan)
+        self._update_cache(job, observed, plan)
         self._states[key] = job_state(job, plan.status)
-        if plan.look_again_after is not None:
-            self._queue.add(key, plan.look_again_after)
+        if plan.requeue_after is not None:
+            self._queue.add(key, plan.requeue_after)
         return "ok"
 
     def _forget(self, key: JobKey) -> None:
         self._states.pop(key, None)
         self._report_times.forget(key)
         self._num_errors.pop(key, None)
-        self._kept.pop(key, None)
+        self._cache.pop(key, None)
+        self._events.forget(key)
 
     async def _observe(self, job: Job) -> Observed:
         reported_at = self._report_times.seen(job, self._clock())
@@ -247,58 +254,70 @@ class Loop:
             reported_at=reported_at,
         )
         address = self._address(job, observed)
-        return observed if address is None else replace(observed, ray=await self._dashboard.look(address))
+        return observed if address is None else replace(observed, ray=await self._dashboard.list_jobs(address))
 
     async def _objects(self, job: Job) -> Observed:
-        """Return the job's objects: read anew, but for those of an admitted job of which no watch told since."""
-        kept = self._kept.get(job.key)
-        if kept is not None and job.status.start_time is not None:
-            # No watch tells of ConfigMap and Workloads; once there is a trainer, they can wait for the sweep.
+        """Return the job's objects, from the cache if the job was admitted and no watch has reported a change."""
+        cached = self._cache.get(job.key)
+        if cached is not None and job.status.start_time is not None:
+            # ConfigMap and Workloads have no watch; once there is a trainer, they can wait for the resync.
             if job.status.submission_id is not None:
-                return kept
-            kept = replace(kept, config=await self._cluster.read_config(job.key))
-            return await self._with_workloads(job, kept)
-        # A watch that tells of a change from here on takes the entry away, and the result is not kept.
-        self._kept[job.key] = None
+                return cached
+            cached = replace(cached, config=await self._cluster.read_config(job.key))
+            return await self._with_workloads(job, cached)
+        # If a watch reports a change from here on, it removes this entry, and the result is not cached.
+        self._cache[job.key] = None
         clusters = await self._cluster.list_clusters(job.key)
         observed = Observed(
             surroundings=self._surroundings(job.key),
             is_kuberay_served=clusters is not None,
             clusters=tuple(read_cluster(raw) for raw in clusters or () if naming.is_owned(raw, job.uid)),
         )
-        if job.is_going or is_finished(job.status):
+        if job.is_deleting or is_finished(job.status):
             return observed
-        pods, config, claim = await asyncio.gather(
-            self._cluster.list_pods(job.key), self._cluster.read_config(job.key), self._read_claim(job)
+        pods, config, claim, fetch_job = await asyncio.gather(
+            self._cluster.list_pods(job.key),
+            self._cluster.read_config(job.key),
+            self._read_claim(job),
+            self._read_fetch_job(job),
         )
         observed = replace(
             observed,
             claim=None if claim is None else read_claim(claim),
-            pods=tuple(read_pod(raw) for raw in pods),
+            pods=tuple(read_pod(raw) for raw in pods if not is_fetch_pod(raw)),
+            fetch_job=None if fetch_job is None else read_fetch_job(fetch_job),
+            fetch_pods=tuple(read_fetch_pod(raw) for raw in pods if is_fetch_pod(raw)),
             config=config,
         )
         return await self._with_workloads(job, observed)
 
     async def _with_workloads(self, job: Job, observed: Observed) -> Observed:
-        """Add what Kueue says of a job with a queue."""
+        """Add Kueue's Workloads if the job has a queue."""
         if not isinstance(job.spec, PPOJobSpec) or job.spec.run_policy.queue_name is None:
             return observed
         owners = [cluster.uid for cluster in observed.clusters if cluster.uid]
         found = await self._cluster.list_workloads(job.key, owners)
         return replace(observed, workloads=None if found is None else tuple(read_workload(raw) for raw in found))
 
-    def _keep(self, job: Job, observed: Observed, plan: Plan) -> None:
-        """Keep what a look found for the next one, if the look itself changed nothing of it."""
-        is_as_found = not (plan.apply or plan.submission or plan.delete_clusters or plan.delete_job)
-        if job.key in self._kept:
+    def _update_cache(self, job: Job, observed: Observed, plan: Plan) -> None:
+        """Cache what was observed, unless this reconcile changed it."""
+        is_as_found = not (
+            plan.apply or plan.submission or plan.delete_clusters or plan.delete_fetch_job or plan.delete_job
+        )
+        if job.key in self._cache:
             keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
-            self._kept[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
+            self._cache[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
 
     async def _read_claim(self, job: Job) -> Manifest | None:
-        """Return the job's claim, which matters until the job is admitted."""
+        """Return the job's PersistentVolumeClaim, which is checked until the job is admitted."""
         if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
             return None
         return await self._cluster.read_claim(job.key.namespace, job.spec.storage.claim_name)
+
+    async def _read_fetch_job(self, job: Job) -> Manifest | None:
+        """Return the Job that fetches, as long as it matters. Another owner's is none of ours: `apply` names it."""
+        raw = await self._cluster.read_fetch_job(job.key) if needs_fetch(job) else None
+        return raw if raw is not None and naming.is_owned(raw, job.uid) else None
 
     def _address(self, job: Job, observed: Observed) -> Address | None:
         target = dashboard_target(job, observed)
@@ -315,21 +334,23 @@ class Loop:
         ray_job = next(ray_job for ray_job in observed.ray.jobs if ray_job.submission_id == submission_id)
         return await self._dashboard.log_tail(address, ray_job)
 
-    async def _carry_out(self, job: Job, observed: Observed, plan: Plan) -> None:
+    async def _execute(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
-            await self._bring_forward(job, observed, plan)
+            await self._apply(job, observed, plan)
         except (ApiRefused, ApiFailed, DashboardError) as error:
-            # Said in the status too: the user can do something about it, or at least see it.
-            told = decide(job, replace(observed, last_error=str(error)), self._clock())
-            await self._write(job, replace(told, apply=(), submission=None))
+            # The status shows the error too, because the user may be able to fix it.
+            failed = decide(job, replace(observed, last_error=str(error)), self._clock())
+            await self._write(job, replace(failed, apply=(), submission=None))
             raise
         if await self._write(job, plan):
             for name in plan.delete_clusters:
                 await self._cluster.delete_cluster(job.key.namespace, name)
+            if plan.delete_fetch_job:
+                await self._cluster.delete_fetch_job(job.key)
             if plan.delete_job:
                 await self._cluster.delete_job(job)
 
-    async def _bring_forward(self, job: Job, observed: Observed, plan: Plan) -> None:
+    async def _apply(self, job: Job, observed: Observed, plan: Plan) -> None:
         for manifest in plan.apply:
             await self._cluster.apply(manifest)
         for submission_id in plan.stop_submissions:
@@ -341,24 +362,23 @@ class Loop:
             self._hooks.count_submission()
 
     async def _stop(self, job: Job, observed: Observed, submission_id: str) -> None:
-        """Have Ray end an earlier attempt. If it cannot be asked, the next look asks again, and nothing waits."""
+        """Ask Ray to stop an earlier attempt. If the request fails, the next reconcile repeats it; nothing waits."""
         address = self._address(job, observed)
         assert address is not None
         try:
             await self._dashboard.stop(address, submission_id)
         except DashboardError as error:
-            logger.warning("%s: %s could not be ended in Ray: %s", job.key, submission_id, error)
+            logger.warning("%s: %s could not be stopped in Ray: %s", job.key, submission_id, error)
 
     async def _write(self, job: Job, plan: Plan) -> bool:
-        """Write status and Events; False if the object is gone, or another has its name."""
+        """Write status and Events; False if the object was deleted or re-created."""
         if plan.status is not None:
             if not await self._cluster.write_status(job, plan.status):
                 self._queue.add(job.key)
                 return False
             logger.info("%s: %s", job.key, _summary(plan))
             self._count_retries(job, plan.status)
-        for event in plan.events:
-            await self._cluster.emit(job, event)
+        await self._events.write(job, plan.events)
         return True
 
     def _count_retries(self, job: Job, written: Mapping[str, Any]) -> None:
@@ -373,7 +393,7 @@ class Loop:
 
 
 def _summary(plan: Plan) -> str:
-    """Return one line about a status: phase, and the condition that was said last."""
-    status = plan.status or {}
-    words = "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    return f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {words}".rstrip()
+    """Return one line for the log: phase, attempt, ready GPUs and the Events of the plan."""
+    status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
+    summary = f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
+    return summary.rstrip()

@@ -1,11 +1,11 @@
-"""The operator's process: builds the parts, plugs them together, runs them until a signal comes.
+"""The operator's process: creates the components, connects them, and runs them until SIGTERM or SIGINT.
 
-    every replica:        status server (reports, probes, admission)   +   Election (the Lease)
-    the leader, besides:  Loop (queue, workers)  <--- notes of jobs ---  Kopf (watches), in a thread of its own
+    every replica:     status server (reports, probes, admission)   +   Election (the Lease)
+    the leader, also:  Loop (queue, workers)  <--- enqueues jobs ---  Kopf (watches), in a separate thread
 
-Kopf has a thread of its own because it cancels, when it ends, every younger task of the event loop that it runs in,
-reports in work among them. If any part ends by itself, the process ends with status 1 and is started anew; a replica
-that loses the Lease stands by again and goes on taking reports.
+Kopf runs in a separate thread because, when it ends, it cancels every task that was created after it in its event loop,
+such as reports in progress. If a component ends early, the process exits with status 1 and is restarted. A replica that
+loses the Lease becomes a standby and keeps receiving reports.
 """
 
 import asyncio
@@ -28,11 +28,12 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator import logs
 from ppojob_operator.admission import AdmissionEndpoint, keep_trusted
+from ppojob_operator.adoption import own_identity
 from ppojob_operator.api_server import ApiRefused, ApiServer, ApiUnavailable
-from ppojob_operator.claims import own_identity
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.cluster_progress import ProgressCluster
-from ppojob_operator.definition import say_differences
+from ppojob_operator.definition import log_differences
+from ppojob_operator.leader_tasks import LeaderTasks, Part
 from ppojob_operator.leadership import Election, ElectionTimes
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import JobNetwork, Surroundings
@@ -45,8 +46,7 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from ppojob_operator.term import Part, Term
-from ppojob_operator.together import run_together
+from ppojob_operator.supervisor import supervise
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ def main() -> None:
     try:
         settings = Settings.from_environment(os.environ)
         logs.set_up(settings.log_level.value, settings.log_format)
-        # Kopf tells of every call of a handler, and each of ours only notes a name; that it leaves the process' signals
-        # alone is meant.
+        # Kopf logs each call of a handler, and ours only enqueue a key. It also warns that it does not handle signals,
+        # which is intended.
         logging.getLogger("kopf").setLevel(logging.WARNING)
         logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
         asyncio.run(run(settings))
@@ -80,7 +80,7 @@ async def run(settings: Settings) -> None:
 
     Raises:
         StartError: it cannot start.
-        RuntimeError: one of its parts ended by itself.
+        RuntimeError: a component ended early.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +88,7 @@ async def run(settings: Settings) -> None:
     async with _api_client() as client, aiohttp.ClientSession() as session:
         api = ApiServer(client, timeout=settings.request_timeout)
         own = own_identity(settings)
-        await say_differences(api, own.version)
+        await log_differences(api, own.version)
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
@@ -99,7 +99,7 @@ async def run(settings: Settings) -> None:
             server.serve_beside(settings.webhook_port, endpoint.application())
         await server.prepare()
         network = _job_network(settings)
-        term = Term(
+        leader_tasks = LeaderTasks(
             settings,
             api,
             session,
@@ -110,18 +110,18 @@ async def run(settings: Settings) -> None:
         )
         election = _election(settings, api, health)
         metrics.ask(
-            job_states=term.job_states,
-            queue_depth=lambda: term.queue_depth,
-            left_alone=lambda: term.num_left_alone,
+            job_states=leader_tasks.job_states,
+            queue_depth=lambda: leader_tasks.queue_depth,
+            left_alone=lambda: leader_tasks.num_left_alone,
             leads=lambda: election.leads,
         )
-        leading = election.run(stop, lambda over: term.run(over, election.check))
-        await run_together(stop, {"status server": server.run(stop), "election": leading})
-    logger.info("stopped in order")
+        leading = election.run(stop, lambda over: leader_tasks.run(over, election.check))
+        await supervise(stop, {"status server": server.run(stop), "election": leading})
+    logger.info("stopped gracefully")
 
 
 def _leaders_parts(settings: Settings, server: StatusServer) -> dict[str, Part]:
-    """Return what the leader does besides looking after jobs."""
+    """Return the leader's tasks besides the reconcile loop."""
     name = settings.webhook_configuration
     if not name or not settings.webhook_trust:
         return {}
@@ -138,7 +138,7 @@ def _election(settings: Settings, api: ApiServer, health: Health) -> Election:
     election = Election(
         api,
         (settings.namespace, settings.lease_name),
-        # A container that is started anew has the same pod: whether the old process is really gone is not known.
+        # A restarted container has the same pod name, and the old process may still be running.
         f"{settings.pod_name}_{secrets.token_hex(4)}",
         ElectionTimes(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period),
         beat=health.pulse("election", _ELECTION_PULSE_SECONDS).beat,
@@ -148,12 +148,12 @@ def _election(settings: Settings, api: ApiServer, health: Health) -> Election:
 
 
 async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
-    """Return the key from which the tokens of Ray's dashboards are made; the first operator makes it.
+    """Return the key from which the tokens of Ray's dashboards are derived; create it if it does not exist.
 
     Raises:
-        StartError: the Secret cannot be read, or has no key in it.
+        StartError: the Secret cannot be read, or has no valid key.
     """
-    made = {
+    secret = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": name, "namespace": namespace},
@@ -166,19 +166,19 @@ async def dashboard_key(port: SecretPort, namespace: str, name: str) -> bytes:
             found = await port.read_secret(namespace, name)
             if found is not None:
                 return _decode_key(found, f"{namespace}/{name}")
-            await port.create_secret(made)
+            await port.create_secret(secret)
         except ApiUnavailable as error:
             problem = str(error)
             await asyncio.sleep(_KEY_PAUSE)
         except ApiRefused as error:
-            raise StartError(f"Secret {namespace}/{name}: {error}: give the operator get and create") from error
+            raise StartError(f"Secret {namespace}/{name}: {error}: allow the operator to get and create it") from error
     raise StartError(f"Secret {namespace}/{name} could not be read in {_KEY_TRIES} tries: {problem}")
 
 
 def _decode_key(secret: Any, name: str) -> bytes:
     key = base64.b64decode(secret.get("data", {}).get("key", ""))
     if len(key) < _KEY_BYTES:
-        raise StartError(f"Secret {name} has no `key` of at least {_KEY_BYTES} bytes: delete it, and it is made anew")
+        raise StartError(f"Secret {name} has no `key` of at least {_KEY_BYTES} bytes: delete it, then it is re-created")
     return key
 
 
@@ -192,13 +192,13 @@ async def _api_client() -> AsyncIterator[ApiClient]:
             await kubernetes_config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except kubernetes_config.ConfigException as error:
         raise StartError(f"no cluster: run in a pod with a service account, or set KUBECONFIG ({error})") from error
-    ask_environment_once(configuration)
+    read_proxy_once(configuration)
     async with ApiClient(configuration) as client:
         yield client
 
 
-def ask_environment_once(configuration: Configuration) -> None:
-    """Look now whether a proxy leads to the API server, and not in a thread at each call, which takes half its time."""
+def read_proxy_once(configuration: Configuration) -> None:
+    """Read the proxy settings once. The client would read them in a thread at each call, half of the call's time."""
     address = urlsplit(configuration.host)
     if not urllib.request.proxy_bypass(address.netloc):
         configuration.proxy = configuration.proxy or urllib.request.getproxies().get(address.scheme)
@@ -225,6 +225,7 @@ def _status_server(
         port=ports,
         secrets=ports,
         service_account_name=naming.service_account_name,
+        fetch_job_name=naming.fetch_job_name,
         health=health,
         metrics=metrics,
     )

@@ -1,6 +1,6 @@
-"""What a look at a job sees (`Observed`) and what comes of it (`Plan`): the two ends of `reconcile.decide`.
+"""Input (`Observed`) and output (`Plan`) of `reconcile.decide`. Frozen data only.
 
-`loop.py` fills in the one and carries out the other. Nothing here does anything: frozen data only.
+`loop.py` observes and executes the plan; the policies in `reconcile` read the one and build the other.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A PPOJob as the API server has it."""
+    """A PPOJob in the API server."""
 
     key: JobKey
     uid: str
@@ -39,39 +39,39 @@ class Job:
     """The resolved spec, or what is wrong with it."""
     status: PPOJobStatus
     effective: PPOJobSpec | None = None
-    """The resolved spec with the layout that is in force; None: none is, or it cannot be run (any more)."""
+    """The resolved spec with the layout in force. None: no layout is in force, or it is no longer valid."""
     moved: tuple[EffectivePool, ...] = ()
-    """What autoBalance has moved; `spec` has it already."""
-    is_going: bool = False
+    """Pools that autoBalance has resized; `spec` includes the new sizes."""
+    is_deleting: bool = False
     """It is being deleted."""
-    operator_wish: str | None = None
-    """Value of the annotation that names the operator which is to run it. None: there is none."""
+    requested_owner: str | None = None
+    """Value of the annotation that requests an operator. None: no annotation."""
     queue_label: str | None = None
-    """Value of the label that names a queue of Kueue, as it is now. None: there is none."""
+    """Value of the label that names a queue of Kueue, as it is now. None: no label."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
-    """What a newer operator wrote into the status that this one does not know; it stays there."""
+    """Status fields of a newer operator that this version does not know; they are kept."""
 
 
 @dataclass(frozen=True)
 class OtherLease:
-    """What was seen of the Lease of another operator."""
+    """The observed Lease of another operator."""
 
     unchanged_for: float
-    """Seconds from when it was seen to change, or seen at all, to the last look at it, by our own clock."""
+    """Seconds from its last observed change, or the first read, to the last read, by our clock."""
     duration: float
     """Seconds for which its holder leads after a renewal."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why something is not as it should be."""
+    """Why a pod or container is not ready, or was lost."""
 
     reason: str
     """One of `constants.Reason`."""
-    words: str
-    """In the words of whoever found it: the scheduler, the kubelet, KubeRay."""
+    message: str
+    """The message of the scheduler, the kubelet or KubeRay."""
     container: str = ""
-    """The container that it is about; empty: the pod as a whole."""
+    """The affected container. Empty: the pod as a whole."""
     exit_code: int | None = None
     """Exit code of that container, if it has ended."""
 
@@ -82,21 +82,21 @@ class Pod:
 
     name: str
     cluster: str
-    """RayCluster that it belongs to."""
+    """RayCluster of the pod."""
     pool: str | None
-    """Its pool; None is the head."""
+    """Its pool. None: it is the head."""
     is_ready: bool = False
-    is_going: bool = False
+    is_deleting: bool = False
     """It is being deleted."""
     address: str = ""
-    """Its IP address, once it has one."""
+    """Its IP address. Empty: not assigned yet."""
     created: datetime | None = None
-    """When it was made, by the API server's clock."""
+    """creationTimestamp, by the API server's clock."""
     trouble: Trouble | None = None
     out_of_memory: Trouble | None = None
-    """Its container that was killed for want of memory, even if that runs again."""
+    """Its container that exceeded its memory limit, even if that was restarted."""
     disruption: Trouble | None = None
-    """Who takes it away, or that its node does not answer: its containers may run meanwhile."""
+    """Why it is being evicted, or that its node does not respond. Its containers may still run."""
 
 
 @dataclass(frozen=True)
@@ -104,35 +104,69 @@ class Cluster:
     """A RayCluster of the job."""
 
     name: str
-    is_going: bool = False
+    is_deleting: bool = False
     """It is being deleted."""
     is_suspended: bool = False
-    """Somebody suspended it: KubeRay deletes its pods."""
+    """`spec.suspend` is true: KubeRay deletes its pods."""
     created: datetime | None = None
-    """When it was made, by the API server's clock."""
+    """creationTimestamp, by the API server's clock."""
     problem: str = ""
-    """KubeRay's words where it cannot make the pods; empty: none."""
+    """KubeRay's message if it cannot create the pods. Empty: no problem."""
     head_service: str = ""
-    """Service of the head, once KubeRay made it."""
+    """Service of the head. Empty: KubeRay has not created it yet."""
     uid: str = ""
     generation: int = 1
-    """How often its spec was written."""
+    """`metadata.generation`; above 1, the spec was edited."""
     spec: Manifest = field(default_factory=dict)
-    """Its spec as it stands."""
-    made_of: str | None = None
-    """Digest of the spec that it was made with. None: it does not say so."""
+    """Its live spec."""
+    created_from: str | None = None
+    """Digest of the spec that it was created from. None: it has no such annotation."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What Kueue keeps of a RayCluster in a queue."""
+    """Kueue's Workload of a RayCluster."""
 
     owner: str
     """UID of the RayCluster."""
     waits_for: str = ""
-    """Kueue's words on why it has no quota; empty: it has, or Kueue has not looked yet."""
+    """Kueue's message why it has no quota. Empty: it has quota, or Kueue has not processed it yet."""
     eviction: str = ""
-    """Kueue's words on why the quota was taken away; empty: it was not, or the RayCluster was let in again since."""
+    """Kueue's message why it was evicted. Empty: it was not, or it was admitted again since."""
+
+
+@dataclass(frozen=True)
+class FetchJob:
+    """The batch/v1 Job that fetches the job's models and data."""
+
+    created_from: str | None = None
+    """Digest of the spec that it was created from. None: it has no such annotation."""
+    created: datetime | None = None
+    """creationTimestamp, by the API server's clock."""
+    is_deleting: bool = False
+    """It is being deleted."""
+    is_complete: bool = False
+    failure: str | None = None
+    """Kubernetes' message why it has failed for good. None: it has not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.is_complete or self.failure is not None
+
+
+@dataclass(frozen=True)
+class FetchPod:
+    """A pod of that Job."""
+
+    name: str
+    created: datetime | None = None
+    has_started: bool = False
+    """Its container runs, or has run."""
+    failure: str = ""
+    """The message with which its container has failed. Empty: it has not failed."""
+    trouble: str = ""
+    """Message of the scheduler or the kubelet why its container does not start. Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +177,11 @@ class Claim:
     phase: str
     """Pending, Bound or Lost."""
     access_modes: tuple[str, ...] = ()
-    """Those of its volume, or while it has none, those that it asks for."""
+    """Those of its volume; until it is bound, those that it requests."""
 
 
 class RayState(StrEnum):
-    """States of a job in Ray's own words."""
+    """Ray's states of a job."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -157,7 +191,7 @@ class RayState(StrEnum):
 
 
 ALIVE = (RayState.PENDING, RayState.RUNNING)
-"""States of a job that has not ended."""
+"""States of a job that is pending or running."""
 
 
 @dataclass(frozen=True)
@@ -171,23 +205,23 @@ class RayJob:
     """Ray's JobErrorType; empty: none."""
     exit_code: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What was sent along with it."""
+    """Metadata of the submission."""
     node_id: str = ""
-    """Ray's node that the driver runs on; empty: not yet known."""
+    """Ray node of the driver. Empty: not known yet."""
 
 
 @dataclass(frozen=True)
 class Ray:
-    """What Ray's dashboard said."""
+    """The response of Ray's dashboard."""
 
     jobs: tuple[RayJob, ...] = ()
     problem: str = ""
-    """Why it did not answer; empty: it did."""
+    """Why the request failed. Empty: it succeeded."""
 
 
 @dataclass(frozen=True)
 class JobNetwork:
-    """Who besides a job's own pods may reach them."""
+    """Who may reach a job's pods, besides the pods themselves."""
 
     namespace: str
     """The operator's namespace."""
@@ -199,58 +233,61 @@ class JobNetwork:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The operator's own part in a job."""
+    """What the operator adds to a job: addresses, certificates and keys."""
 
     report_url: str
     """Where the job's trainer reports its progress."""
     ca_bundle: str
     """Certificate authority of that address, as PEM."""
     dashboard_key: bytes = field(repr=False)
-    """Key from which the tokens of Ray's dashboards are made."""
+    """Key from which the tokens of Ray's dashboards are derived."""
     network: JobNetwork | None = None
-    """Who may reach the job's pods. None: whoever the cluster lets."""
+    """Who may reach the job's pods. None: the operator creates no NetworkPolicy."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that one look at a job saw."""
+    """Everything that a reconcile has observed."""
 
     surroundings: Surroundings
     leading_since: datetime | None = None
-    """When this operator took the lead: before it, there may have been nobody to take reports or to look. None: it has
-    always led."""
+    """When this replica became the leader. Before, reports may be lost and no job reconciled. None: it has always
+    led."""
     is_kuberay_served: bool = True
-    """Whether the API server knows KubeRay's RayCluster."""
+    """Whether the API server serves KubeRay's RayCluster."""
     claim: Claim | None = None
-    """The claim that `spec.storage` names."""
+    """The PersistentVolumeClaim that `spec.storage` names. None: it does not exist, or was not read."""
     clusters: tuple[Cluster, ...] = ()
     pods: tuple[Pod, ...] = ()
+    fetch_job: FetchJob | None = None
+    """The Job that fetches models and data. None: there is none, or nothing is to be fetched."""
+    fetch_pods: tuple[FetchPod, ...] = ()
     workloads: tuple[Workload, ...] | None = ()
-    """Of the RayClusters, where the job has a queue. None: the API server does not know Kueue's Workload."""
+    """Those of the RayClusters if the job has a queue. None: the API server does not serve Kueue's Workload."""
     config: Mapping[str, str] | None = None
     """Data of the job's ConfigMap."""
     ray: Ray | None = None
-    """None: not asked, because there is no head that could answer."""
+    """None: not requested, because no head is ready."""
     log_tail: str | None = None
-    """Last lines of the driver's log. None: not asked for."""
+    """Last lines of the driver's log. None: not read."""
     reported_at: datetime | None = None
-    """When the report in the status was seen to change last, by the clock of the looks. None: there is none."""
+    """When the report in the status last changed, by the clock of the loop. None: there is no report."""
     last_error: str = ""
-    """What went wrong in the last reconcile of this job; empty: nothing."""
+    """Error of the last reconcile of this job. Empty: none."""
     dry_run: str | None = None
-    """Why the API server refuses the RayCluster of the new layout; empty: it accepts it. None: not asked."""
+    """Why the API server rejects the RayCluster of the new layout. Empty: it accepts it. None: not tried."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job for Ray."""
+    """A job to submit to Ray."""
 
     submission_id: str
     entrypoint: str
     environment: Mapping[str, str]
     metadata: Mapping[str, str]
     cluster: str
-    """RayCluster that it is for."""
+    """RayCluster to submit it to."""
 
 
 @dataclass(frozen=True)
@@ -262,27 +299,29 @@ class EventRecord:
     message: str
     is_warning: bool
     action: str
-    """What the operator was about: the type of the condition that changed."""
+    """Action of the Event: the type of the condition that changed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done, in this order: apply, stop, submit, write the status, delete, emit."""
+    """What to do, in this order: apply, stop, submit, write the status, delete, emit."""
 
     apply: tuple[Manifest, ...] = ()
     stop_submissions: tuple[str, ...] = ()
     """Submissions of earlier attempts that Ray still runs."""
     submission: Submission | None = None
     status: Mapping[str, Any] | None = None
-    """The operator's own part of the status, whole. None: it stays as it is."""
+    """The complete operator's part of the status. None: unchanged."""
     delete_clusters: tuple[str, ...] = ()
-    """RayClusters to release."""
+    """RayClusters to delete."""
+    delete_fetch_job: bool = False
+    """The Job that fetches models and data must not run any longer."""
     delete_job: bool = False
-    """The PPOJob itself has outlived its time."""
+    """Delete the PPOJob: its ttlSecondsAfterFinished has passed."""
     events: tuple[EventRecord, ...] = ()
     dry_run: Manifest | None = None
-    """RayCluster that the API server is asked about before anything else is done. None: none."""
-    wanted_log: str = ""
-    """Submission whose log is needed to decide; nothing else is done before. Empty: none."""
-    look_again_after: float | None = None
-    """Seconds until the next look, if no watch asks for it earlier. None: no need."""
+    """RayCluster to apply as a dry run, before anything else. None: none."""
+    read_log_of: str = ""
+    """Submission whose log `decide` needs, before anything else. Empty: none."""
+    requeue_after: float | None = None
+    """Seconds until the next reconcile, if no watch triggers it earlier. None: none is scheduled."""

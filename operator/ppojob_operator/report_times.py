@@ -1,8 +1,8 @@
-"""When the trainer's report in each job's status was seen to change last, by the clock of the leader alone.
+"""When the trainer's report in each job's status last changed, by the leader's clock.
 
-The time that a report carries is of the clock of the replica that took it, and two nodes' clocks may be minutes apart:
-compared with the leader's, a trainer that reports would look silent. `loop.py` asks at each look. What is seen for the
-first time is as old as the look, so a new leader waits anew.
+A report has the time of the replica that received it. Clocks of two nodes may differ by minutes, so a comparison with
+the leader's clock could make a reporting trainer look silent. `loop.py` calls it at each reconcile. A report that is
+seen for the first time counts as new, so a new leader waits for the whole timeout.
 """
 
 from datetime import datetime
@@ -13,13 +13,13 @@ _Report = tuple[str, int | None, int | None, str | None]
 
 
 class ReportTimes:
-    """What was seen last of each job's reports."""
+    """The last observed report of each job."""
 
     def __init__(self) -> None:
         self._seen: dict[JobKey, tuple[_Report, datetime]] = {}
 
     def seen(self, job: Job, now: datetime) -> datetime | None:
-        """Return when the report in the status was seen to change; None: there is none."""
+        """Return when the report in the status last changed; None if there is no report."""
         progress = job.status.progress
         if progress is None:
             return None
@@ -30,5 +30,5 @@ class ReportTimes:
         return known[1]
 
     def forget(self, key: JobKey) -> None:
-        """Forget a job that is gone, or another operator's."""
+        """Forget a job that was deleted or belongs to another operator."""
         self._seen.pop(key, None)

@@ -1,7 +1,7 @@
 """Settings of the operator, read once from the environment by `main.py`.
 
-The chart sets the variables; their names are `PPOJOB_` and the field's name in capitals, but for the two that the
-downward API fills in (POD_NAMESPACE, POD_NAME). It reads no file and knows nothing of Kubernetes.
+The chart sets the variables. Each has the prefix `PPOJOB_` and the field's name in capitals; POD_NAMESPACE and POD_NAME
+come from the downward API. This module reads no file and knows nothing about Kubernetes.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ _OWN_NAMES = {"namespace": "POD_NAMESPACE", "pod_name": "POD_NAME"}
 
 
 class SettingsError(ValueError):
-    """A variable of the environment has a value that cannot be used; the message names it and says what would be."""
+    """An environment variable has an invalid value; the message names the variable and what is valid."""
 
 
 class DashboardAccess(StrEnum):
     """How the operator reaches a Ray head."""
 
     SERVICE = "Service"
-    """By the DNS name of the head's Service: the operator runs in the cluster."""
+    """By the DNS name of the head's Service, for an operator in the cluster."""
     POD_IP = "PodIP"
-    """By the head pod's address: the operator runs outside the cluster, on a host with a route to the pods."""
+    """By the head pod's IP address, for an operator outside the cluster on a host with a route to the pods."""
 
 
 class LogLevel(StrEnum):
@@ -41,29 +41,29 @@ class LogLevel(StrEnum):
 
 
 class Settings(BaseModel):
-    """What the operator is told from outside. Times are in seconds."""
+    """The operator's settings. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     namespace: str = "ppojob-system"
-    """The operator's own namespace."""
+    """The operator's namespace."""
     pod_name: str = "ppojob-operator"
-    """The operator's own pod; reporter of the Events."""
+    """The operator's pod, which Events name as their reporter."""
     watch_namespace: str = ""
     """Namespace of the PPOJobs. Empty: all namespaces."""
     log_level: LogLevel = LogLevel.INFO
     """Level of the log."""
     log_format: LogFormat = LogFormat.TEXT
-    """How a line of the log is written."""
+    """Format of a log line."""
 
     service_name: str = "ppojob-operator"
     """Service of the status endpoint."""
     service_port: Port = 443
     """Port of that Service."""
     certificate_secret: str = "ppojob-operator-certificates"
-    """Secret for the certificates that the operator makes."""
+    """Secret for the certificates that the operator issues."""
     certificate_folder: str = ""
-    """Folder with certificates that somebody else makes. Empty: the operator makes them."""
+    """Folder with certificates that are issued elsewhere. Empty: the operator issues them."""
     host: str = "0.0.0.0"
     """Address that the status endpoint and the probes listen on."""
     port: Port = 8443
@@ -80,41 +80,41 @@ class Settings(BaseModel):
     webhook_port: Port = 9443
     """HTTPS port of the admission webhook."""
     webhook_trust: bool = True
-    """Write who signs its certificate into that configuration. False: cert-manager does."""
+    """Write the CA bundle into that configuration. False: cert-manager does."""
 
     lease_name: str = "ppojob-operator-leader"
-    """Lease by which the replicas agree on one leader."""
+    """Lease of the leader election."""
     lease_duration: Annotated[int, Field(ge=1, le=3600)] = 15
-    """How long the others wait after the leader's last renewal before one of them leads."""
+    """Time after the leader's last renewal before a standby may take the Lease."""
     lease_renew_deadline: Seconds = 10.0
-    """How long the leader leads after its last renewal; shorter than lease_duration."""
+    """Time after its last renewal at which the leader stops leading; shorter than lease_duration."""
     lease_retry_period: Seconds = 2.0
     """Time between two tries to take or renew the Lease; shorter than lease_renew_deadline."""
 
     take_over_after: Seconds = 120.0
-    """How long the Lease of another operator must show no sign of life before its jobs are taken over."""
+    """Time without a renewal of another operator's Lease before its jobs are taken over."""
 
     job_network_policy: bool = False
-    """Make a NetworkPolicy for each job: only its own pods and the operator reach it."""
+    """Create a NetworkPolicy for each job, which admits its own pods and the operator only."""
     operator_labels: Annotated[str, Field(pattern=r"^[^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*$")] = (
         "app.kubernetes.io/name=ppojob-operator"
     )
     """Labels of the operator's pods for these policies, as name=value separated by commas."""
     metrics_namespace: str = ""
-    """Namespace whose pods may scrape the jobs' metrics, where the jobs have policies. Empty: none."""
+    """Namespace whose pods these policies allow to scrape the jobs' metrics. Empty: none."""
 
     dashboard_access: DashboardAccess = DashboardAccess.SERVICE
-    """How Ray's dashboards are reached."""
+    """How the operator reaches Ray's dashboards."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
-    """Secret with the key from which the tokens of Ray's dashboards are made."""
+    """Secret with the key from which the tokens of Ray's dashboards are derived."""
     workers: Annotated[int, Field(ge=1, le=64)] = 16
-    """How many jobs are looked at at the same time. A look mostly waits for the API server."""
+    """Number of jobs reconciled at the same time. A reconcile mostly waits for the API server."""
     request_timeout: Seconds = 20.0
-    """Longest time for one call to the API server or to a dashboard."""
+    """Timeout of one call to the API server or to a dashboard."""
     pass_timeout: Seconds = 120.0
-    """Longest time for one look at one job; it is then tried again."""
+    """Timeout of one reconcile; it is then retried."""
     idle_interval: Seconds = 300.0
-    """Longest time between two looks at a job that is not finished, whatever the watches say."""
+    """Time between two resyncs, which reconcile every job without relying on the watches."""
 
     @model_validator(mode="after")
     def _two_never_lead(self) -> Self:

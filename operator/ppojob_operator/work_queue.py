@@ -1,6 +1,6 @@
-"""The queue of jobs that need a look: each at most once, the earliest wish counts. The loop and its workers use it.
+"""The work queue of the loop: a job is in it at most once, at the earliest requested time.
 
-A heap of wishes, of which some are out of date: a later wish is kept out, an earlier one leaves the old one behind.
+It is a heap with stale entries: a request for a later time is ignored, one for an earlier time leaves a stale entry.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from ppojob_operator.plan import JobKey
 
 
 class WorkQueue:
-    """Jobs that need a look, each at most once, with the time from which on; a job in work is not given out again."""
+    """Jobs with the time at which each is due. A job that a worker has taken is not given to a second one."""
 
     def __init__(self) -> None:
         self._due: dict[JobKey, float] = {}
@@ -20,22 +20,22 @@ class WorkQueue:
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many jobs wait for a look that is due."""
+        """Return the number of jobs that are due."""
         now = monotonic()
         return sum(due <= now for due in self._due.values())
 
     def add(self, key: JobKey, delay: float = 0.0) -> None:
-        """Ask for a look after `delay` seconds; an earlier one that was asked for stays."""
+        """Add a job that is due after `delay` seconds; an earlier time for the same job stays."""
         due = monotonic() + delay
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
             self._push(key)
 
     async def take(self, limit: float) -> JobKey | None:
-        """Return the next job that is due, or None after `limit` seconds. It is in work until `done`."""
+        """Return the next job that is due, or None after `limit` seconds. The worker has it until `done`."""
         end = monotonic() + limit
         while True:
-            self._drop_old_wishes()
+            self._drop_stale_entries()
             now = monotonic()
             due, key = self._heap[0] if self._heap else (float("inf"), None)
             if key is not None and due <= now:
@@ -49,7 +49,7 @@ class WorkQueue:
             await wait(self._changed, min(due, end) - now)
 
     def done(self, key: JobKey) -> None:
-        """Say that the look is over."""
+        """End the work on a job, so that it may be taken again."""
         self._in_work.discard(key)
         if key in self._due:
             self._push(key)
@@ -59,14 +59,14 @@ class WorkQueue:
             heapq.heappush(self._heap, (self._due[key], key))
             self._changed.set()
 
-    def _drop_old_wishes(self) -> None:
-        """Let the heap begin with a wish that stands, of a job that is not in work; `done` brings those back."""
+    def _drop_stale_entries(self) -> None:
+        """Drop stale entries, and those of jobs in work, from the top of the heap; `done` adds the latter again."""
         while self._heap and (self._heap[0][1] in self._in_work or self._due.get(self._heap[0][1]) != self._heap[0][0]):
             heapq.heappop(self._heap)
 
 
 async def wait(event: asyncio.Event, limit: float) -> bool:
-    """Wait for an event for at most `limit` seconds; return whether it came."""
+    """Wait for an event for at most `limit` seconds; return whether it is set."""
     try:
         async with asyncio.timeout(limit):
             await event.wait()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.trainer.fetch.hub_server import Hub, Repository, serving
 from tools.cluster import operators, storage
 from tools.cluster.command import run
 from tools.cluster.demo import manifests
@@ -26,12 +27,14 @@ from tools.cluster.fixtures import RunningCluster, cluster, operator_image, trai
 from tools.cluster.layout import PROJECT
 from tools.cluster.waiting import wait_until
 
-__all__ = ["Site", "cluster", "operator_image", "site", "trainer_image"]
+__all__ = ["HUB_MODEL", "Site", "cluster", "hub", "operator_image", "site", "trainer_image"]
 
 EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
 CHART = PROJECT / "charts" / "ppojob"
 MODEL_LIMIT_SECONDS = 600
 TERMINAL = ("Complete", "Failed")
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Name of the prepared model on the hub."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,18 @@ class Site:
             return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
 
         wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
+
+
+@pytest.fixture(scope="session")
+def hub(site: Site) -> Iterator[Hub]:
+    """A hub with the prepared model, which the pods reach at the node's address."""
+    [node] = site.get("nodes")["items"]
+    address = next(each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP")
+    folder = site.folder / "models" / "smollm2-135m-instruct"
+    with serving(address) as found:
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        found.repositories["models", HUB_MODEL] = Repository(files)
+        yield found
 
 
 def merged(base: Any, changes: Any) -> Any:

@@ -189,6 +189,7 @@ def test_the_exported_model_is_the_trained_one(site: Site, done: Any) -> None:
     exported = site.root(NAME) / "model"
     assert (exported / "config.json").exists()
     assert (exported / "tokenizer_config.json").exists()
+    assert "| last, step " in (exported / "README.md").read_text()
     start = site.folder / "models" / "smollm2-135m-instruct"
 
     name = "model.layers.0.mlp.down_proj.weight"
@@ -226,11 +227,18 @@ def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
     assert [row[0] for row in rows] == ["step", str(story.last_step - 1), str(story.last_step)]
     site.ppo("plot", NAME, f"--output={tmp_path}/plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    said = site.ppo("model", NAME, f"--output={tmp_path}/model")
+    assert said.splitlines()[-1] == f"vllm serve {tmp_path}/model"
+    assert _contents(tmp_path / "model") == _contents(site.root(NAME) / "model")
     port = free_port("127.0.0.1")
     with site.ppo_until_left("dashboard", NAME, "--tensorboard", f"--port={port}"):
         assert _answer(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", limit=120)
     selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"
     site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=50s")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _answer(url: str, limit: float) -> Any:

@@ -50,7 +50,7 @@ def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(applied: Si
         "too-many-gpus", "PoolsReady", "False", limit=PATIENCE_SECONDS, reason="InsufficientGPUs"
     )
 
-    assert "pool all wants 64 nvidia.com/gpu per node" in condition["message"]
+    assert "pool all requests 64 nvidia.com/gpu per node" in condition["message"]
     assert "Insufficient nvidia.com/gpu" in condition["message"]
     applied.delete("too-many-gpus")
 

@@ -20,7 +20,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import Site
+from tests.e2e.conftest import HUB_MODEL, Site
+from tests.unit.trainer.fetch.hub_server import Hub
 from tools.cluster.layout import PROJECT
 
 pytestmark = pytest.mark.timeout(2400)
@@ -49,12 +50,13 @@ def sections() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def followed(site: Site, hub: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
+def followed(site: Site, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(PROJECT / FOLDER, folder / FOLDER)
-    _use_mirror(folder / FOLDER / "ppojob.yaml", hub)
+    _use_mirror(folder / FOLDER / "ppojob.yaml", hub.url)
     try:
-        yield Followed(_run(sections(), folder, _environment(site, folder)), folder)
+        printed = _run(sections(), folder, _environment(site, folder))
+        yield Followed(printed, folder)
     finally:
         left = ("ppojob/own-model", "pod/workspace", "service/own-model", "deployment/own-model")
         site.kubectl("delete", *left, "--ignore-not-found", "--timeout=120s", limit=150)
@@ -107,6 +109,15 @@ def test_the_job_is_valid_runs_to_its_end_and_reports_the_rewards_own_metrics(fo
     assert [int(row[0]) for row in rows] == list(range(1, 9))
     assert all(0 <= float(row[1]) <= 1.2 and 0 <= float(row[2]) <= 1 for row in rows)
     assert (followed.folder / "own-model.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_was_fetched_before_there_were_pools(site: Site, hub: Hub, followed: Followed) -> None:
+    fetched = site.folder / "sources" / "hf" / "models" / HUB_MODEL / "main"
+    marker = json.loads((fetched / ".ppojob-source.json").read_text())
+    assert marker["address"] == f"hf://{HUB_MODEL}"
+    assert hub.downloads("model.safetensors") == 1
+    names = {path.name for path in fetched.iterdir() if path.is_file() and not path.name.startswith(".")}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
 
 def test_the_model_that_was_copied_is_complete_and_was_trained(site: Site, followed: Followed) -> None:

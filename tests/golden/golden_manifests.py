@@ -5,13 +5,14 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ppojob_operator.plan import Claim, JobKey, Observed, Plan, Pod, Ray, Surroundings
+from ppojob_operator.plan import Claim, FetchJob, JobKey, Observed, Plan, Pod, Ray, Surroundings
 from ppojob_operator.reconcile import decide, read_cluster, read_job
 from tests.examples import EXAMPLES, name_of
 
@@ -34,7 +35,14 @@ def render(example: Path) -> dict[str, str]:
         claim=Claim("any", "Bound"),
     )
     first = decide(read_job(raw), observed, NOW)
-    files = {f"{_file_name(manifest['kind'])}.yaml": _dump(manifest) for manifest in first.apply}
+    fetched = {manifest["kind"]: manifest for manifest in first.apply}
+    if "Job" in fetched:
+        # Before the RayCluster come the models and data.
+        observed = replace(observed, config=fetched["ConfigMap"]["data"], fetch_job=FetchJob(is_complete=True))
+        raw = {**raw, "status": first.status}
+        first = decide(read_job(raw), observed, NOW)
+    made = {**fetched, **{manifest["kind"]: manifest for manifest in first.apply}}
+    files = {f"{_file_name(kind)}.yaml": _dump(manifest) for kind, manifest in made.items()}
     return {**files, "submission.yaml": _dump(_submission(raw, observed, first))}
 
 

@@ -230,6 +230,9 @@ class _Operator:
             self._metrics.status_writes.labels(outcome="written").inc()
         self._metrics.reports.labels(outcome="StaleAttempt").inc()
         self._metrics.count_review("Allowed" if int(minute) % 7 else "Refused")
+        if int(minute) % 11 == 0:
+            self._metrics.count_watch_failure()
+            self._metrics.count_closed_connection("TooSlow")
 
 
 def _of_ray(job: Job, labels: Mapping[str, str], step: int, now: float) -> Iterator[Sample]:

@@ -88,7 +88,7 @@ def test_reports_that_do_not_arrive() -> None:
 
 
 def test_a_pod_that_wanted_more_memory_than_it_may_have() -> None:
-    words = "container ray-worker went beyond its memory limit of 64Gi and was killed"
+    words = "container ray-worker exceeded its memory limit of 64Gi and was terminated"
     world, killed = World().run(), Trouble(Reason.OUT_OF_MEMORY, words, "ray-worker", 137)
     pod = f"{world.cluster_name}-critic"
     world.pods_become(ready=False, pool="critic", trouble=killed).settle()
@@ -102,7 +102,9 @@ def test_a_pod_on_a_node_that_was_lost() -> None:
     world = World().run()
     pod = f"{world.cluster_name}-critic"
     lost = Trouble(Reason.NODE_LOST, "DeletionByTaintManager: deleting due to NoExecute taint")
-    pods = (replace(each, disruption=lost, is_going=True) if each.name == pod else each for each in world.observed.pods)
+    pods = (
+        replace(each, disruption=lost, is_deleting=True) if each.name == pod else each for each in world.observed.pods
+    )
     world.see(pods=tuple(pods)).settle().pod_is_gone("critic").wait(31).trainer_reports().settle()
 
     failure = world.status["lastFailure"]
@@ -116,10 +118,10 @@ def test_a_job_of_another_operator() -> None:
     )
     world = World()
     world.status = {"operator": theirs.to_wire()}
-    told = ownership.judge(read_job(world.raw), ours, OtherLease(0.0, 15.0), 120.0).told
+    event = ownership.judge(read_job(world.raw), ours, OtherLease(0.0, 15.0), 120.0).event
 
-    assert told is not None
-    assert f"{told.reason}: {told.message}" in PAGE
+    assert event is not None
+    assert f"{event.reason}: {event.message}" in PAGE
 
 
 def test_gpus_that_ray_has_not() -> None:

@@ -136,6 +136,7 @@ def phases() -> Drawing:
     d = Drawing(960, 360, "The phases of a PPOJob and what moves a job from one phase to the next")
     places = {
         "Pending": (20, 180, 120, PALE),
+        "Fetching": (60, 290, 120, PALE),
         "Queued": (200, 70, 120, PALE),
         "Suspended": (400, 70, 120, VIOLET),
         "Suspending": (600, 70, 120, VIOLET),
@@ -148,6 +149,8 @@ def phases() -> Drawing:
     d.box((270, 180), (190, 58), "Starting, Restarting", ["first attempt, later ones"], AMBER)
     labels: list[tuple[str, tuple[float, float], str]] = [
         ("accepted", (205, 217), "middle"),
+        ("accepted, names addresses", (88, 258), "start"),
+        ("fetched", (240, 304), "middle"),
         ("accepted,", (88, 128), "start"),
         ("has a queue", (88, 144), "start"),
         ("admitted", (292, 150), "start"),
@@ -164,6 +167,8 @@ def phases() -> Drawing:
         d.text(at, words, size=12, ink=GREY, anchor=anchor)
     d.arrow((140, 202), (268, 202))
     d.arrow((80, 178), (80, 90), (198, 90))
+    d.arrow((80, 222), (80, 288))
+    d.arrow((180, 310), (300, 310), (300, 240))
     d.arrow((285, 112), (285, 178))
     d.arrow((430, 112), (430, 178))
     d.arrow((460, 198), (598, 198))

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE, Reason
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
 from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
@@ -47,8 +47,8 @@ def validate(file: File, sets: Sets = None) -> None:
     console = Console(highlight=False)
     console.print(f"{manifest.name}: valid\n")
     console.print(describe(manifest.spec))
-    for doubt in doubts(manifest.spec):
-        console.print(f"doubtful: {doubt}", markup=False, soft_wrap=True)
+    for warning in spec_warnings(manifest.spec):
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -68,7 +68,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and exit.")] = False,
 ) -> None:
     """Train on this machine's own Ray, without Kubernetes. The same command again resumes from the last checkpoint."""
-    from ppojob_trainer.commands.local_run import job_file, next_attempt
+    from ppojob_trainer.commands.local_run import fetch, job_file, next_attempt
 
     manifest = _load(file, sets, folder=Path())
     folder = output or Path("output") / manifest.name
@@ -80,6 +80,9 @@ def run(
     console.print(describe(job.spec))
     if dry_run:
         return
+    if job.sources:
+        with _refusals():
+            fetch(job, typer.echo)
     is_finished = _train(job, number)
     # Not printed with rich, which would cut a long path to the terminal's width.
     typer.echo("\n".join(_results(job)))

@@ -22,12 +22,16 @@ FIELD_MANAGER_PROGRESS = "ppojob-progress"
 
 LABEL_JOB = f"{GROUP}/job"
 LABEL_POOL = f"{GROUP}/pool"
+LABEL_TASK = f"{GROUP}/task"
+"""On pods outside the RayCluster: what they do."""
+TASK_FETCH = "fetch"
+"""The pods that fetch models and data."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_RAY_CLUSTER = "ray.io/cluster"
 """KubeRay's own: the RayCluster of a pod."""
 
 ANNOTATION_MADE_OF = f"{GROUP}/made-of"
-"""On a RayCluster with a queue: digest of the spec that it was made with."""
+"""On a RayCluster with a queue, and on the Job that fetches: digest of the spec that it was created from."""
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 """Asks a running job for a checkpoint. Any new value is a request of its own, and is answered once."""
 MAX_REQUEST_LENGTH = 64
@@ -59,12 +63,14 @@ class Condition:
     """Types of `status.conditions`."""
 
     ACCEPTED = "Accepted"
+    SOURCES_FETCHED = "SourcesFetched"
     ADMITTED = "Admitted"
     POOLS_READY = "PoolsReady"
     SUBMITTED = "Submitted"
     PROGRESSING = "Progressing"
     STALLED = "Stalled"
     LAYOUT_APPLIED = "LayoutApplied"
+    MODEL_UPLOADED = "ModelUploaded"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -79,6 +85,9 @@ class Reason:
     STORAGE_MISSING = "StorageMissing"
     STORAGE_UNFIT = "StorageUnfit"
     KUEUE_MISSING = "KueueMissing"
+    FETCHING = "Fetching"
+    FETCHED = "Fetched"
+    FETCH_FAILED = "FetchFailed"
     QUEUED = "Queued"
     ADMITTED = "Admitted"
     NOT_QUEUED = "NotQueued"
@@ -122,6 +131,8 @@ class Reason:
     TRAINER_STOPPED = "TrainerStopped"
     GRACE_PERIOD_EXCEEDED = "GracePeriodExceeded"
     TRAINER_SUCCEEDED = "TrainerSucceeded"
+    NOT_UPLOADED = "NotUploaded"
+    UPLOADED = "Uploaded"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     RELEASED = "ClusterReleased"
     # Named failures of the trainer.
@@ -146,6 +157,8 @@ class Reason:
     BUCKET_REFUSED = "BucketRefused"
     BUCKET_UNREACHABLE = "BucketUnreachable"
     FENCED_OUT = "FencedOut"
+    UPLOAD_REFUSED = "UploadRefused"
+    UPLOAD_FAILED = "UploadFailed"
     INTERRUPTED = "Interrupted"
 
 
@@ -153,6 +166,7 @@ class Phase:
     """Values of `status.phase`, derived from the conditions for the column only."""
 
     PENDING = "Pending"
+    FETCHING = "Fetching"
     QUEUED = "Queued"
     STARTING = "Starting"
     RUNNING = "Running"
@@ -184,6 +198,8 @@ JOBS_FOLDER = "ppojob"
 MAX_LOG_LINES = 100
 MAX_LOG_LINE_LENGTH = 1000
 MAX_METRICS = 64
+MAX_SOURCES = 32
+"""Fetched addresses that the status lists: a job may have hundreds of data files."""
 
 STATUS_METRICS = (
     "critic/score/mean", "critic/score/max", "critic/score/min", "critic/rewards/mean",

@@ -69,8 +69,9 @@ class FilesSource(Columns):
     )
 
     paths: list[Path] = Field(min_length=1, max_length=256)
-    """The files, as the container sees them. The ending is the format, the same for all: .parquet, or .jsonl and .json
-    for JSON Lines."""
+    """The files: absolute paths in the container, or addresses that are fetched into the storage:
+    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key. The ending is the format,
+    the same for all: .parquet, or .jsonl and .json for JSON Lines."""
 
     @property
     def are_parquet(self) -> bool:
@@ -82,7 +83,8 @@ class HuggingFaceSource(Columns):
     """A data set that `datasets.load_dataset` can read."""
 
     path: Path
-    """Name on the hub or a folder."""
+    """Folder in the container, or an address that is fetched into the storage: hf://organisation/name[@revision],
+    s3://bucket/prefix or gs://bucket/prefix."""
     name: ShortText = ""
     """Configuration of the data set; empty: its default."""
     split: ShortText = "train"

@@ -42,7 +42,8 @@ class TrainedModel(ApiModel):
     """A model that is trained with FSDP2."""
 
     path: Path | None = None
-    """Folder of a HuggingFace checkpoint, as the container sees it.
+    """Folder of a HuggingFace checkpoint in the container, or an address that is fetched into the storage:
+    hf://organisation/name[@revision], s3://bucket/prefix or gs://bucket/prefix.
     Absent for the critic: the actor's weights with a new value head."""
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -71,15 +72,16 @@ class ActorModel(TrainedModel):
     """The policy."""
 
     path: Path
-    """Folder of a HuggingFace causal language model with its tokenizer, as the container sees it."""
+    """HuggingFace causal language model with its tokenizer: a folder in the container, or an address that is fetched
+    into the storage: hf://organisation/name[@revision], s3://bucket/prefix or gs://bucket/prefix."""
 
 
 class FrozenModel(ApiModel):
     """A model that only computes."""
 
     path: Path | None = None
-    """Folder of a HuggingFace checkpoint, as the container sees it. Absent: the actor's initial weights; with
-    model.actor.lora, the actor itself without its adapters, in the actor's pool."""
+    """Folder of a HuggingFace checkpoint in the container, or an address, as for the actor. Absent: the actor's initial
+    weights; with model.actor.lora, the actor itself without its adapters, in the actor's pool."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     compile: bool | None = None
@@ -106,8 +108,8 @@ class RewardModel(ApiModel):
     """
 
     path: Path
-    """Folder of a HuggingFace checkpoint for AutoModelForSequenceClassification with its tokenizer, as the container
-    sees it."""
+    """HuggingFace checkpoint for AutoModelForSequenceClassification with its tokenizer: a folder in the container, or
+    an address, as for the actor."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     label: int = Field(default=0, ge=0, le=65_535)

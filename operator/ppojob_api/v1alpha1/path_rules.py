@@ -1,19 +1,23 @@
-"""Rules of the spec's paths: what cannot be a file of the container is refused before any pod starts.
+"""Rules of the spec's paths: what is neither a file of the container nor an address is refused before any pod starts.
 
-`rules.py` puts them beside the others, each in CEL and in Python. Only the trainer knows whether a file is there.
-`ppojob run` makes relative paths of this machine absolute before it checks a spec.
+`rules.py` puts them beside the others, each in CEL and in Python; `sources.py` has the forms of addresses. Whether a
+file is there, only the trainer knows. `ppojob run` makes relative paths of this machine absolute before it checks a
+spec.
 """
 
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
+from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _MODELS = ("actor", "critic", "ref", "reward")
 _SETS = ("train", "validation")
 _ABSOLUTE = "must begin with /: the path of a folder or file in the container, such as {mount}/{example}"
-_MODEL_ABSOLUTE = f"{_ABSOLUTE}; a model of the hub has to be copied there"
+_EXAMPLES = {SourceKind.MODEL: "models/name", SourceKind.DATA_SET: "data/name", SourceKind.DATA_FILE: "train.parquet"}
+_FILE = "^(/.*|hf://datasets/[^/]+/([^/]+/)+[^/]+|(s3|gs)://([^/]+/)+[^/]+)$"
+"""Shorter than that of `sources.PATTERNS`: the API server multiplies its length by that of 256 long paths."""
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
@@ -34,14 +38,23 @@ def _words(message: str, example: str, mount: str = "/data") -> str:
 
 PATH_RULES = [
     *(
-        _path_rule(f"model.{role}", "path", "startsWith('/')", _words(_MODEL_ABSOLUTE, "models/name"))
+        _path_rule(f"model.{role}", "path", f"matches('{PATTERNS[SourceKind.MODEL]}')", RULE_WORDS[SourceKind.MODEL])
         for role in _MODELS
     ),
     *(
         Rule(
+            rule=f"!has(self.data.{name}) || !has(self.data.{name}.huggingFace) || "
+            f"self.data.{name}.huggingFace.path.matches('{PATTERNS[SourceKind.DATA_SET]}')",
+            message=f"data.{name}.huggingFace.path {RULE_WORDS[SourceKind.DATA_SET]}",
+            field_path=f".data.{name}.huggingFace.path",
+        )
+        for name in _SETS
+    ),
+    *(
+        Rule(
             rule=f"!has(self.data.{name}) || !has(self.data.{name}.files) || "
-            f"self.data.{name}.files.paths.all(p, p.startsWith('/'))",
-            message=f"each of data.{name}.files.paths {_words(_ABSOLUTE, 'train.parquet')}",
+            f"self.data.{name}.files.paths.all(p, p.matches('{_FILE}'))",
+            message=f"each of data.{name}.files.paths {RULE_WORDS[SourceKind.DATA_FILE]}",
             field_path=f".data.{name}.files.paths",
         )
         for name in _SETS
@@ -57,15 +70,15 @@ PATH_RULES = [
 ]
 
 
-def _paths_are_absolute(spec: PPOJobSpec) -> Iterator[Problem]:
+def _models_and_data_can_be_found(spec: PPOJobSpec) -> Iterator[Problem]:
+    mount = spec.storage.mount_path.rstrip("/")
+    for field, path, kind in addresses(spec):
+        if found := problem(path, kind, f"{mount}/{_EXAMPLES[kind]}"):
+            yield field, path, found
+
+
+def _code_is_in_the_container(spec: PPOJobSpec) -> Iterator[Problem]:
     mount = spec.storage.mount_path
-    for role in _MODELS:
-        model = getattr(spec.model, role)
-        if model is not None and model.path is not None and not model.path.startswith("/"):
-            yield f"model.{role}.path", model.path, _words(_MODEL_ABSOLUTE, "models/name", mount)
-    for name, index, path in _files(spec):
-        if not path.startswith("/"):
-            yield f"data.{name}.files.paths[{index}]", path, _words(_ABSOLUTE, "train.parquet", mount)
     for where, path in _code(spec):
         if not path.startswith("/"):
             yield where, path, _words(_ABSOLUTE, "code.py", mount)
@@ -107,4 +120,9 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
             yield f"workers[{index}].path", worker.path
 
 
-PATH_CHECKS = (_paths_are_absolute, _files_have_one_format, _code_is_python)
+PATH_CHECKS = (
+    _models_and_data_can_be_found,
+    _code_is_in_the_container,
+    _files_have_one_format,
+    _code_is_python,
+)

@@ -1,4 +1,4 @@
-"""What the trainer reports, what it is told in the reply, and how it names its failure.
+"""What trainer and fetch report, what the reply says, and how a failure is named.
 
 The trainer POSTs a `ProgressReport` to the operator's status endpoint at least every `interval_seconds` and gets a
 `ProgressReply`. A failure is one marked line at the end of the driver's log, because the log outlives the connection.
@@ -12,11 +12,20 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus, UploadFailure
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
-REPORT_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}/progress"
+_JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"
+_PROGRESS, _FETCH = "/progress", "/fetch"
+REPORT_PATH = f"{_JOB_PATH}{_PROGRESS}"
+FETCH_PATH = f"{_JOB_PATH}{_FETCH}"
 MAX_REPORT_BYTES = 64 * 1024
+FETCH_REFUSED_EXIT_CODE = 3
+"""Exit code of the fetch if another try cannot help; its Job ends at once."""
+MAX_COUNT = 2**53 - 1
+"""Largest count: larger integers are not exact in every reader of JSON."""
+MAX_STEPS = 2**31 - 1
+"""Largest number of a step or an attempt, as in spec.trainer.totalSteps."""
 
 
 def progress_audience(namespace: str, name: str, uid: str) -> str:
@@ -24,8 +33,13 @@ def progress_audience(namespace: str, name: str, uid: str) -> str:
     return f"{constants.GROUP}/{namespace}/{name}/{uid}"
 
 
+def fetch_url(report_url: str) -> str:
+    """Return where the fetch of a job's models and data is reported, given the trainer's address."""
+    return report_url.removesuffix(_PROGRESS) + _FETCH
+
+
 class Activity(StrEnum):
-    """What the trainer does at the moment."""
+    """Current activity of the trainer."""
 
     LOADING = "Loading"
     VALIDATING = "Validating"
@@ -49,20 +63,20 @@ class ProgressReport(ApiModel):
 
     uid: Annotated[str, Field(max_length=64)]
     """UID of the PPOJob."""
-    attempt: int = Field(ge=0)
+    attempt: int = Field(ge=0, le=MAX_STEPS)
     """Number of the attempt; a report of any but the current one is refused."""
-    number: int = Field(default=0, ge=0)
-    """Number of the report within the attempt, from 1: an older one never replaces a newer one, whichever replica of
-    the operator takes it. 0: not numbered."""
+    number: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Number of the report within the attempt, from 1: a lower one than the last is refused, by every replica of the
+    operator. 0: not numbered."""
     activity: Activity
-    """What the trainer does at the moment."""
-    step: int = Field(default=0, ge=0)
-    """Steps done."""
-    total_steps: int = Field(ge=0)
+    """Current activity of the trainer."""
+    step: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps done. May exceed totalSteps, which may be lowered while the job runs."""
+    total_steps: int = Field(ge=0, le=MAX_STEPS)
     """Steps of the run. 0: not known yet, because the data is not loaded."""
-    phases: int = Field(default=0, ge=0)
-    """Phases of steps, of loading and of saving that this attempt has done: a long step gets on too."""
-    eta_seconds: float | None = Field(default=None, ge=0)
+    phases: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Phases of steps, of loading and of saving that this attempt has done: they show progress within a long step."""
+    eta_seconds: float | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Estimated time to the end, in seconds."""
     reward: float | None = None
     """Mean score of the last step's responses."""
@@ -81,21 +95,44 @@ class ProgressReport(ApiModel):
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model_path: Annotated[str, Field(max_length=4096)] | None = None
-    """The exported policy."""
+    """The newest export of the policy."""
+    model_address: Annotated[str, Field(max_length=4096)] | None = None
+    """Where its newest complete upload is. Absent: this attempt has uploaded none."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
     recommendation: Annotated[str, Field(max_length=4096)] | None = None
     """What the measured phases say about the layout. Absent: not known yet; empty: nothing."""
     layout_advice: Annotated[list[LayoutAdvice], Field(max_length=3)] | None = None
-    """The layouts of which the recommendation speaks."""
+    """The layouts of the recommendation."""
     trainer_version: Annotated[str, Field(max_length=64)] | None = None
     """Version of the trainer."""
 
 
+class FetchReport(ApiModel):
+    """One report of the pod that fetches models and data; it carries everything that is known."""
+
+    uid: Annotated[str, Field(max_length=64)]
+    """UID of the PPOJob."""
+    number: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Number of the report of this pod, from 1."""
+    address: Annotated[str, Field(max_length=4096)] | None = None
+    """What is fetched at the moment."""
+    bytes: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Bytes that are in the storage, of all addresses."""
+    total_bytes: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    """Bytes of all addresses. Absent: not all sizes are known yet."""
+    message: Annotated[str, Field(max_length=4096)] | None = None
+    """What it waits for, or why it failed."""
+    sources: Annotated[list[SourceStatus], Field(max_length=constants.MAX_SOURCES)] = Field(default_factory=list)
+    """What is complete."""
+
+
 class Command(StrEnum):
-    """What the trainer is asked to do."""
+    """What the operator requests of the trainer."""
 
     NONE = "None"
     STOP = "Stop"
-    """In order: finish what cannot be dropped, put a checkpoint down, end."""
+    """Graceful stop: finish what cannot be dropped, save a checkpoint, exit."""
 
 
 class LiveSettings(ApiModel):
@@ -135,7 +172,7 @@ class ProgressReply(ApiModel):
     model_config = ConfigDict(extra="ignore")
 
     command: Command = Command.NONE
-    """What the trainer is asked to do."""
+    """What the operator requests of the trainer."""
     checkpoint_request: Annotated[str, Field(max_length=constants.MAX_REQUEST_LENGTH)] | None = None
     """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None

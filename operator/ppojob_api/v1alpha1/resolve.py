@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
@@ -60,7 +61,9 @@ class JobFile(ApiModel):
     root: str
     """The job's folder: logs, metrics, checkpoints, exported model."""
     spec: PPOJobSpec
-    """The resolved spec."""
+    """The resolved spec, with folders of the storage in place of addresses."""
+    sources: list[Source] = Field(default_factory=list)
+    """What is fetched into these folders before the trainer starts."""
     reporting: Reporting | None = None
     """Where progress is reported. Absent: nowhere (`ppojob run`)."""
     version: str | None = None
@@ -91,6 +94,8 @@ class JobFile(ApiModel):
         does not know, and so it meets only those that somebody set.
         """
         wire = self.to_wire()
+        if not self.sources:
+            del wire["sources"]
         wire["spec"] = self.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
         for name in _OF_THE_OPERATOR:
             wire["spec"].pop(name, None)

@@ -12,6 +12,7 @@ from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
+from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
 from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
@@ -30,7 +31,7 @@ from ppojob_api.v1alpha1.pools import Placement, Pool
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_api.v1alpha1.training import CheckpointSpec, ScheduleMode
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
@@ -52,6 +53,7 @@ IMMUTABLE = (
     "serviceAccountName", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
     "workers", "device", "storage", "telemetry",
     "checkpoint.path", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
+    "checkpoint.exportTo",
     "trainer.seed", "trainer.validateBeforeTraining",
     "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
 )  # fmt: skip
@@ -109,6 +111,7 @@ RULES_OF: dict[type[ApiModel], list[Rule]] = {
     Placement: [DISTINCT_POOLS_RULE],
     Pool: DEVICE_RULES,
     PoolNetwork: NETWORK_RULES,
+    CheckpointSpec: EXPORT_RULES,
 }
 """The CEL of this package's rules, by the model in whose schema it stands."""
 
@@ -291,6 +294,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,
     *ENGINE_CHECKS,
+    *EXPORT_CHECKS,
     *PATH_CHECKS,
     *POD_CHECKS,
 )

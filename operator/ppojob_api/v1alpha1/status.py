@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH
+from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
@@ -45,7 +45,9 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, Suspended, Complete or Failed."""
+    """Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded,
+    Suspended,
+    Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -135,7 +137,7 @@ class Metric(ApiModel):
 class CheckpointStatus(ApiModel):
     """The newest checkpoint."""
 
-    step: int
+    step: int = Field(ge=0, le=2**31 - 1)
     """Step after which it was saved."""
     path: Message
     """Folder, as the container sees it, or address in a bucket."""
@@ -145,11 +147,56 @@ class CheckpointStatus(ApiModel):
     """Last value of the annotation ppojob.dev/checkpoint-request that a checkpoint has answered."""
 
 
+class UploadFailure(ApiModel):
+    """Why an export is not where `checkpoint.exportTo` says."""
+
+    reason: Name
+    """One word for programs."""
+    message: Message
+    """A sentence with what is wrong and what to do."""
+
+
 class ModelStatus(ApiModel):
     """The exported policy."""
 
     path: Message
-    """HuggingFace folder, as the container sees it."""
+    """HuggingFace folder of the newest export, as the container sees it."""
+    address: Message | None = None
+    """Where the newest complete upload is (`checkpoint.exportTo`), with `/step-N` or `@step-N` for export Each."""
+    upload_failure: UploadFailure | None = None
+    """Why the last upload failed. Absent: it did not."""
+
+
+class SourceStatus(ApiModel):
+    """A model or data that was fetched into the storage."""
+
+    address: Message
+    """Address in the spec."""
+    path: Message
+    """Folder or file that the trainer reads."""
+    revision: Name | None = None
+    """Commit of the repository on the hub. Absent: it comes from a bucket."""
+    bytes: int = Field(ge=0)
+    """Size of its files."""
+
+
+class FetchStatus(ApiModel):
+    """The fetch of models and data, as its pod reported last."""
+
+    address: Message | None = None
+    """What is fetched at the moment. Absent: nothing."""
+    bytes: int = Field(default=0, ge=0)
+    """Bytes that are in the storage, of all addresses."""
+    total_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of all addresses. Absent: not all sizes are known yet."""
+    message: Message | None = None
+    """What it waits for, or why it failed."""
+    pod: Name
+    """Pod that reported."""
+    report: int = Field(default=0, ge=0)
+    """Number of the report; older reports of the pod are ignored."""
+    last_update_time: Time
+    """When it reported."""
 
 
 class RayClusterStatus(ApiModel):
@@ -202,9 +249,9 @@ class PoolSize(ApiModel):
 
     name: Name
     """Name of the pool."""
-    nodes: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=4096)
     """Ray worker pods, as in spec.pools."""
-    gpus_per_node: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1, le=64)
     """GPUs of each pod, as in spec.pools."""
 
 
@@ -213,9 +260,9 @@ class LayoutAdvice(ApiModel):
 
     pools: Annotated[list[PoolSize], _map_by("name", 7)]
     """All pools of the job, including those that keep their size."""
-    gpus: int = Field(ge=1)
+    gpus: int = Field(ge=1, le=7 * 4096 * 64)
     """GPUs of all pools."""
-    step_time_percent: int
+    step_time_percent: int = Field(ge=-100, le=2**31 - 1)
     """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
 
 
@@ -257,6 +304,10 @@ class PPOJobStatus(ApiModel):
     """GPUs ready / wanted."""
     pools: Annotated[list[PoolStatus], _map_by("name", 7)]
     """State of each pool."""
+    fetch: FetchStatus | None = None
+    """The fetch of models and data. Absent: nothing is fetched, or the trainer has reported since."""
+    sources: Annotated[list[SourceStatus], _replaced_whole(MAX_SOURCES)]
+    """What was fetched: the first 32, if there are more."""
     progress: Progress | None = None
     """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]

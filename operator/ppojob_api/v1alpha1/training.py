@@ -204,8 +204,19 @@ BucketAddress = Annotated[str, Field(pattern=rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[
 """A bucket of an object store, with or without a prefix: no slash at the end, no empty segment, none of dots alone."""
 
 
+_HUB_NAME = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
+ExportAddress = Annotated[
+    str,
+    Field(
+        pattern=rf"^((s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*|hf://{_HUB_NAME}/{_HUB_NAME})$",
+        max_length=512,
+    ),
+]
+"""A bucket as `BucketAddress` has it, or a repository of the HuggingFace hub."""
+
+
 class CheckpointSpec(ApiModel):
-    """Checkpoints in the job's storage, or in a bucket."""
+    """Checkpoints in the job's storage or in a bucket, and the export of the policy."""
 
     path: BucketAddress | None = None
     """Bucket for checkpoints: `s3://bucket/prefix` or `gs://bucket/prefix`, for this job only, without a slash at the
@@ -227,7 +238,13 @@ class CheckpointSpec(ApiModel):
     """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto, it may be one that
     an earlier object of the same name left: its folder then belongs to this run."""
     export: ExportPolicy = ExportPolicy.FINAL
-    """When the policy is exported as a HuggingFace folder."""
+    """When the policy is exported as a HuggingFace folder. Final: after the last step, to `model/` in the run's folder.
+    Each: with every checkpoint, to `models/step-N`; the newest `keep` of them are kept. Never: not at all."""
+    export_to: ExportAddress | None = None
+    """Where each export is uploaded to as well: `s3://bucket/prefix`, `gs://bucket/prefix`, or a model repository of
+    the HuggingFace hub, `hf://organisation/name`, which is created as a private one if it does not exist. With export
+    Each: `prefix/step-N`, or tag `step-N` of the repository. Credentials come from env, envFrom or the ServiceAccount.
+    Absent: exports are in the storage only."""
 
 
 DEFAULT_STEPS = 100

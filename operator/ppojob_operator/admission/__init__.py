@@ -1,11 +1,11 @@
-"""Answers the API server before it stores a PPOJob: the checks of `reconcile`, and what else is in the cluster.
+"""The validating admission webhook: the checks of `reconcile` before a PPOJob is stored.
 
-`main.py` hands its application to the TLS server of the reports, so that every replica answers, and runs `keep_trusted`
-on the leader. It decides nothing of its own, and writes nothing: a dry run is like any other question.
+`main.py` adds its application to the TLS server of the reports, so every replica answers, and runs `keep_trusted` on
+the leader. It has no rules of its own and no side effects, so a dry run needs no special case.
 """
 
 from ppojob_operator.admission.endpoint import PATH, AdmissionEndpoint
-from ppojob_operator.admission.ports import LookPort, TrustPort
+from ppojob_operator.admission.ports import ReferencePort, TrustPort
 from ppojob_operator.admission.trust import keep_trusted
 
-__all__ = ["PATH", "AdmissionEndpoint", "LookPort", "TrustPort", "keep_trusted"]
+__all__ = ["PATH", "AdmissionEndpoint", "ReferencePort", "TrustPort", "keep_trusted"]

@@ -1,8 +1,8 @@
-"""The HTTPS application that answers the API server's AdmissionReviews: limits, a look at the cluster, the answer.
+"""The HTTP handler of AdmissionReviews: limits the request, reads the objects that the spec names, and answers.
 
-It asks for no token: the API server shows none by default, and the answer says no more than whether an object of some
-name is there. What it cannot read it answers with an error, and `failurePolicy` decides; what it cannot look at in the
-cluster it leaves to the operator, because an API server that is slow must not stop people from working.
+It requires no token: the API server sends none by default, and an answer reveals only whether an object exists. An
+unreadable request gets an HTTP error, and `failurePolicy` decides. If an object in the cluster cannot be read, the job
+is admitted with a warning, because a slow API server must not block users.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_operator import logs
 from ppojob_operator.admission import review, verdict
-from ppojob_operator.admission.ports import LookPort
+from ppojob_operator.admission.ports import ReferencePort
 from ppojob_operator.admission.review import Request, ReviewError
 from ppojob_operator.admission.verdict import Seen, Verdict
 from ppojob_operator.api_server import ApiError
@@ -26,14 +26,14 @@ from ppojob_operator.reconcile.references import Reference
 _LOG = logging.getLogger(__name__)
 PATH = "/validate"
 _MAX_BYTES = 8 * 2**20
-"""The API server takes objects of 3 MiB, and a review has two of them."""
+"""The API server accepts objects of 3 MiB, and a review has two."""
 _BODY_SECONDS = 5.0
-_LOOK_SECONDS = 2.0
+_READ_TIMEOUT_SECONDS = 2.0
 _MAX_REVIEWS = 16
-"""Reviews in work at the same time; others wait, for as long as the API server does."""
-_MAX_LOOKS = 32
-"""Objects that are looked for in one review: nobody may make a thousand questions of one."""
-_FOREIGN = "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
+"""Reviews in progress at the same time; others wait until the API server's timeout."""
+_MAX_REFERENCES = 32
+"""Objects read for one review, so that one request cannot cause a thousand."""
+_FOREIGN = "this webhook validates new and changed PPOJobs only: check the rules of its configuration"
 
 
 class AdmissionEndpoint:
@@ -41,94 +41,94 @@ class AdmissionEndpoint:
 
     def __init__(
         self,
-        port: LookPort,
+        port: ReferencePort,
         own: OperatorStatus,
         count: Callable[[str], None],
         *,
-        look_seconds: float = _LOOK_SECONDS,
+        read_timeout_seconds: float = _READ_TIMEOUT_SECONDS,
     ) -> None:
-        """Answer for an operator.
+        """Validate for one operator.
 
         Args:
             port: the API server.
-            own: which operator this is; the jobs of another one are that one's to judge.
+            own: the identity of this operator; jobs of other operators are admitted unchecked.
             count: called with each review's outcome: Allowed, Warned, Refused or Malformed.
-            look_seconds: longest time for one look at an object.
+            read_timeout_seconds: timeout for reading one object.
         """
         self._port = port
         self._own = own
         self._count = count
-        self._look_seconds = look_seconds
+        self._read_timeout_seconds = read_timeout_seconds
         self._turns = asyncio.Semaphore(_MAX_REVIEWS)
 
     def application(self) -> web.Application:
-        """Return the application; it knows this one path."""
+        """Return the application, with this one path."""
         application = web.Application(client_max_size=_MAX_BYTES)
         application.router.add_post(PATH, self._handle)
         return application
 
     async def _handle(self, request: web.Request) -> web.Response:
-        # Read before a turn is taken: who sends slowly keeps nobody else from theirs.
+        # Read the body first: a slow sender must not occupy a slot.
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                asked = review.read(await request.read())
+                parsed = review.read(await request.read())
         except TimeoutError:
-            return self._malformed(408, f"the body did not come within {_BODY_SECONDS:g} s")
+            return self._malformed(408, f"the body did not arrive within {_BODY_SECONDS:g} s")
         except web.HTTPRequestEntityTooLarge:
             return self._malformed(413, f"the body has more than {_MAX_BYTES} bytes")
         except ReviewError as error:
             return self._malformed(400, str(error))
         async with self._turns:
-            return web.json_response(await self._answer(asked))
+            return web.json_response(await self._answer(parsed))
 
     def _malformed(self, status: int, message: str) -> web.Response:
         self._count("Malformed")
-        _LOG.debug("an admission review that cannot be read: %s", message)
+        _LOG.debug("an unreadable admission review: %s", message)
         return web.json_response({"message": message}, status=status)
 
-    async def _answer(self, asked: Request) -> object:
-        if problem := ownership.wish_problem(asked.new_wish):
-            return self._said(asked, Verdict(problem))
-        raw = asked.job
+    async def _answer(self, request: Request) -> object:
+        if problem := ownership.annotation_problem(request.new_requested_owner):
+            return self._respond(request, Verdict(problem))
+        raw = request.job
         if raw is None:
-            return self._said(asked, Verdict("", () if asked.is_ours else (_FOREIGN,)))
-        job, before = _read(raw), asked.job_before
+            return self._respond(request, Verdict("", () if request.is_ours else (_FOREIGN,)))
+        job, before = _read(raw), request.job_before
         if ownership.is_another_operators(job, self._own):
-            return self._said(asked, Verdict(""))
+            return self._respond(request, Verdict(""))
         with logs.about(str(job.key)):
-            seen = await self._look(job)
-            return self._said(asked, verdict.judge(job, seen, None if before is None else _read(before)))
+            seen = await self._read_references(job)
+            return self._respond(request, verdict.judge(job, seen, None if before is None else _read(before)))
 
-    def _said(self, asked: Request, said: Verdict) -> object:
-        self._count("Refused" if said.refusal else "Warned" if said.warnings else "Allowed")
-        if said.refusal:
-            # Who asked has the words; values of the spec, and whatever a stranger sends, do not belong into a log.
-            _LOG.info("refused %s of %r", asked.operation, f"{asked.namespace}/{asked.name}")
-        return review.answer(asked.uid, said.refusal, said.warnings)
+    def _respond(self, request: Request, result: Verdict) -> object:
+        self._count("Refused" if result.refusal else "Warned" if result.warnings else "Allowed")
+        if result.refusal:
+            # The requester gets the message. It may contain values of the spec, which must not be logged.
+            _LOG.info("refused %s of %r", request.operation, f"{request.namespace}/{request.name}")
+        return review.answer(request.uid, result.refusal, result.warnings)
 
-    async def _look(self, job: Job) -> Seen:
-        wanted = verdict.wanted(job)[:_MAX_LOOKS]
-        answers = await asyncio.gather(*(self._look_for(reference, job.key.namespace) for reference in wanted))
-        looked = dict(zip(wanted, answers, strict=True))
+    async def _read_references(self, job: Job) -> Seen:
+        named = verdict.references_to_read(job)[:_MAX_REFERENCES]
+        answers = await asyncio.gather(*(self._read_reference(reference, job.key.namespace) for reference in named))
+        read = dict(zip(named, answers, strict=True))
         return Seen(
-            found={reference: raw for reference, raw in looked.items() if not isinstance(raw, str)},
-            unseen={reference: problem for reference, problem in looked.items() if isinstance(problem, str)},
+            found={reference: raw for reference, raw in read.items() if not isinstance(raw, str)},
+            unreadable={reference: problem for reference, problem in read.items() if isinstance(problem, str)},
         )
 
-    async def _look_for(self, reference: Reference, namespace: str) -> Manifest | str | None:
-        """Return the object, None if there is none, or in words why that cannot be known."""
+    async def _read_reference(self, reference: Reference, namespace: str) -> Manifest | str | None:
+        """Return the object, None if it does not exist, or a message why it cannot be read."""
         try:
-            async with asyncio.timeout(self._look_seconds):
-                return await self._port.look_for(reference, namespace)
+            async with asyncio.timeout(self._read_timeout_seconds):
+                return await self._port.read_reference(reference, namespace)
         except TimeoutError:
-            return f"no answer within {self._look_seconds:g} s"
+            return f"no answer within {self._read_timeout_seconds:g} s"
         except ApiError as error:
-            _LOG.warning("%s %s could not be looked for: %s", reference.kind.value, reference.name, error)
-            return "the API server did not answer, or the operator may not ask"
+            _LOG.warning("%s %s could not be read: %s", reference.kind.value, reference.name, error)
+            return "the API server did not answer, or the operator may not read it"
 
 
 def _read(raw: Manifest) -> Job:
-    """Return the view of a PPOJob. Of a status that only a newer operator understands, nothing is seen."""
+    """Return the view of a PPOJob, without the status if only a newer operator can read it."""
     try:
         return read_job(raw)
     except ValidationError:

@@ -1,6 +1,6 @@
-"""What admission needs of the API server, as Protocols.
+"""The Protocols by which admission uses the API server.
 
-`cluster_admission.py` implements them; unit tests plug in their own.
+`cluster_admission.py` implements them; unit tests have their own implementation.
 """
 
 from typing import Protocol
@@ -9,21 +9,21 @@ from ppojob_operator.api_server import RawObject
 from ppojob_operator.reconcile.references import Reference
 
 
-class LookPort(Protocol):
-    """The API server as the verdict needs it. Every method may raise ApiUnavailable or ApiRefused."""
+class ReferencePort(Protocol):
+    """Reads the objects that a spec names. Every method may raise ApiUnavailable or ApiRefused."""
 
-    async def look_for(self, reference: Reference, namespace: str) -> RawObject | None:
+    async def read_reference(self, reference: Reference, namespace: str) -> RawObject | None:
         """Return the object that a spec names, or None if there is none."""
 
 
 class TrustPort(Protocol):
-    """The API server as the certificates need it. Every method may raise ApiUnavailable or ApiRefused."""
+    """Reads and writes the CA bundle of webhooks. Every method may raise ApiUnavailable or ApiRefused."""
 
     async def read_webhooks(self, configuration: str) -> dict[str, str] | None:
-        """Return the names of the webhooks of a ValidatingWebhookConfiguration, and whom each trusts (PEM, or nothing).
+        """Return the CA bundle (PEM, or empty) of each webhook in a ValidatingWebhookConfiguration, by name.
 
-        None: there is no such configuration.
+        None: the configuration does not exist.
         """
 
     async def trust(self, configuration: str, webhooks: list[str], ca_bundle: str) -> None:
-        """Let these webhooks trust the authorities, in PEM."""
+        """Write the CA bundle (PEM) of these webhooks."""

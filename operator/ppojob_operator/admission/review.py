@@ -1,7 +1,7 @@
-"""AdmissionReview (admission.k8s.io/v1) as far as it concerns PPOJobs: what is asked, and the answer. Pure.
+"""Requests and responses of AdmissionReview (admission.k8s.io/v1) for PPOJobs. Pure.
 
-`endpoint.py` reads with it and answers with it. Whoever asks about something else than a PPOJob is answered too:
-a rule of the cluster that is too wide must not stop others' work.
+`endpoint.py` uses it. A request about another kind of object is allowed with a warning, because a webhook rule that is
+too wide must not block other users.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
-from ppojob_operator.reconcile.reading import operator_wish, queue_label
+from ppojob_operator.reconcile.reading import queue_label, requested_owner
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"
@@ -20,7 +20,7 @@ _INVALID = {"code": 422, "reason": "Invalid"}
 
 
 class ReviewError(ValueError):
-    """A body that is no review; the message says what is wrong with it."""
+    """The body is not a valid AdmissionReview; the message says why."""
 
 
 class _Model(BaseModel):
@@ -34,7 +34,7 @@ class _GroupVersionKind(_Model):
 
 
 class Request(_Model):
-    """What the API server asks."""
+    """The request of the API server."""
 
     uid: str = Field(min_length=1)
     kind: _GroupVersionKind
@@ -44,41 +44,41 @@ class Request(_Model):
     name: str = ""
     sub_resource: str = ""
     new: dict[str, Any] | None = Field(default=None, alias="object")
-    """The object as it would be stored."""
+    """The object to store."""
     old: dict[str, Any] | None = Field(default=None, alias="oldObject")
-    """The object as it is stored, at an update."""
+    """The stored object, for an update."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is about a new or a changed PPOJob."""
+        """Whether it creates or updates a PPOJob."""
         ours = (constants.GROUP, constants.VERSION, constants.KIND)
         is_job = (self.kind.group, self.kind.version, self.kind.kind) == ours
         return is_job and not self.sub_resource and self.operation in ("CREATE", "UPDATE") and self.new is not None
 
     @property
     def job(self) -> Manifest | None:
-        """The PPOJob that would be stored, if there is anything to be judged in it.
+        """The PPOJob to validate. None: nothing to validate.
 
-        An update that leaves the spec and the queue's label alone passes: a job that an older operator took, or
-        nobody judged, must lose its finalizers and get its labels. So does that of an object which is being deleted.
+        Updates that change neither the spec nor the queue's label, and updates of an object that is being deleted, are
+        allowed: even a job that an older operator or nobody validated must accept new labels and lose its finalizers.
         """
         if self.new is None or not self.is_ours:
             return None
         job = self._complete(self.new)
-        is_as_before = self.old is not None and _judged(self.old) == _judged(self.new)
+        is_as_before = self.old is not None and _validated_fields(self.old) == _validated_fields(self.new)
         return None if is_as_before or "deletionTimestamp" in job["metadata"] else job
 
     @property
-    def new_wish(self) -> str | None:
-        """The operator that a new or changed annotation names; None: there is none, or it stands there already."""
+    def new_requested_owner(self) -> str | None:
+        """The operator in a new or changed annotation. None: there is no annotation, or it is unchanged."""
         if self.new is None or not self.is_ours:
             return None
-        wish = operator_wish(self._complete(self.new))
-        return None if self.old is not None and wish == operator_wish(self._complete(self.old)) else wish
+        requested = requested_owner(self._complete(self.new))
+        return None if self.old is not None and requested == requested_owner(self._complete(self.old)) else requested
 
     @property
     def job_before(self) -> Manifest | None:
-        """The PPOJob as it is stored; None: there is none yet."""
+        """The stored PPOJob. None: it is new."""
         return None if self.old is None or not self.is_ours else self._complete(self.old)
 
     def _complete(self, raw: Mapping[str, Any]) -> Manifest:
@@ -87,7 +87,7 @@ class Request(_Model):
         return {**raw, "metadata": {**metadata, "namespace": self.namespace}}
 
 
-def _judged(raw: Mapping[str, Any]) -> tuple[Any, str | None]:
+def _validated_fields(raw: Mapping[str, Any]) -> tuple[Any, str | None]:
     return raw.get("spec"), queue_label(raw.get("metadata") or {})
 
 
@@ -98,10 +98,10 @@ class _Review(_Model):
 
 
 def read(body: bytes) -> Request:
-    """Return what is asked.
+    """Return the request in a body.
 
     Raises:
-        ReviewError: the body is no AdmissionReview of a version that we speak.
+        ReviewError: the body is not an AdmissionReview of a supported version.
     """
     try:
         review = _Review.model_validate_json(body)
@@ -110,12 +110,12 @@ def read(body: bytes) -> Request:
         where = ".".join(map(str, first["loc"])) or "body"
         raise ReviewError(f"{where}: {first['msg']}") from error
     if (review.api_version, review.kind) != (_API_VERSION, _KIND):
-        raise ReviewError(f"{review.api_version[:50]!r} {review.kind[:50]!r}: only {_API_VERSION} {_KIND} is answered")
+        raise ReviewError(f"{review.api_version[:50]!r} {review.kind[:50]!r}: only {_API_VERSION} {_KIND} is supported")
     return review.request
 
 
 def answer(uid: str, refusal: str = "", warnings: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the answer to a request; an empty refusal allows it."""
+    """Return the response to a request; an empty refusal allows it."""
     response: dict[str, Any] = {"uid": uid, "allowed": not refusal}
     if refusal:
         response["status"] = {**_INVALID, "message": refusal}

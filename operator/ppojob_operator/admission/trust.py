@@ -1,8 +1,7 @@
-"""Keeps the API server's trust in the webhook: who signs our certificate is in the configuration. The leader runs it.
+"""Keeps the webhook configuration's `caBundle` equal to that of the certificate store. The leader runs it.
 
-The authorities of the configuration follow those of the certificate store. A new authority is announced there weeks
-before it signs anything, so a renewal refuses no request; and who takes the entry out, such as an installation of the
-chart from scratch, gets it back within seconds.
+A new certificate authority is in the bundle weeks before it signs anything, so a renewal fails no request. If somebody
+removes the bundle, for example by an installation of the chart, it is restored within seconds.
 """
 
 import asyncio
@@ -24,26 +23,26 @@ async def keep_trusted(
     stop: asyncio.Event,
     interval_seconds: float = _INTERVAL_SECONDS,
 ) -> None:
-    """Keep the configuration's webhooks trusting `ca_bundle()` until `stop` is set."""
-    said = ""
+    """Keep `caBundle` of the configuration's webhooks at `ca_bundle()` until `stop` is set."""
+    logged = ""
     while True:
-        problem = await _look_once(port, configuration, ca_bundle())
-        if problem and problem != said:
-            _LOG.warning("the webhook's certificate could not be made trusted: %s", problem)
-        said = problem
+        problem = await _update_once(port, configuration, ca_bundle())
+        if problem and problem != logged:
+            _LOG.warning("the webhook's caBundle could not be written: %s", problem)
+        logged = problem
         if await wait(stop, interval_seconds):
             return
 
 
-async def _look_once(port: TrustPort, configuration: str, ca_bundle: str) -> str:
-    """Return what is wrong; nothing: all webhooks trust the bundle."""
+async def _update_once(port: TrustPort, configuration: str, ca_bundle: str) -> str:
+    """Write the bundle where it differs. Return the problem; empty: all webhooks have the bundle."""
     try:
         webhooks = await port.read_webhooks(configuration)
         if webhooks is None:
-            return f"there is no ValidatingWebhookConfiguration {configuration}: the chart makes it"
+            return f"there is no ValidatingWebhookConfiguration {configuration}: install it with the chart"
         if any(trusted != ca_bundle for trusted in webhooks.values()):
             await port.trust(configuration, list(webhooks), ca_bundle)
-            _LOG.info("ValidatingWebhookConfiguration %s trusts the operator's certificates", configuration)
+            _LOG.info("wrote the caBundle of ValidatingWebhookConfiguration %s", configuration)
     except ApiError as error:
         return str(error)
     return ""

@@ -1,49 +1,49 @@
-"""What is said of a PPOJob before it is stored: the same words that `reconcile` would put into its status. Pure.
+"""Decides whether a PPOJob may be stored, with the messages that `reconcile` would write into its status. Pure.
 
-`endpoint.py` calls `wanted`, looks for what comes, and calls `judge`.
+`endpoint.py` calls `references_to_read`, reads these objects, and calls `judge`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import QUEUE_LABEL_PATH, FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile import is_accepted, is_finished, references, spec_problem, was_accepted
 from ppojob_operator.reconcile.references import Reference
 
-_TOO_LATE = "the job has ended, and nothing comes of another spec: create another PPOJob"
+_TOO_LATE = "the job has finished, and a change of its spec has no effect: create another PPOJob"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was found of the objects that a spec names."""
+    """The objects that a spec names, as far as they could be read."""
 
     found: Mapping[Reference, Manifest | None]
-    """None: there is no such object."""
-    unseen: Mapping[Reference, str]
-    """Why an object could not be looked for."""
+    """None: the object does not exist."""
+    unreadable: Mapping[Reference, str]
+    """Why an object could not be read."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer."""
+    """Whether the job may be stored, and warnings for the user."""
 
     refusal: str
     """Empty: the job may be stored."""
     warnings: tuple[str, ...] = ()
 
 
-def wanted(job: Job) -> list[Reference]:
-    """Return what is to be looked for; of a spec that can never be run, nothing."""
+def references_to_read(job: Job) -> list[Reference]:
+    """Return the objects to read; none for an invalid spec."""
     return references.named(job.spec) if isinstance(job.spec, PPOJobSpec) and spec_problem(job) is None else []
 
 
 def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
-    """Return whether a job may be stored, and what kubectl is to print; `before` is the one that is stored.
+    """Return whether a job may be stored, with warnings; `before` is the stored one, for an update.
 
-    An edit is refused for what it brings: a job that was taken by an older operator can still be suspended.
+    An update is rejected only for new problems, so a job that an older operator accepted can still be suspended.
     """
     if before is not None and is_accepted(before.status) and job.queue_label != before.queue_label:
         remedy = "the queue cannot change once the job is accepted: create another PPOJob"
@@ -55,12 +55,12 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
     if not isinstance(job.spec, PPOJobSpec):
         return Verdict("", (*map(str, problems), *_remarks(job, seen)))
     named = references.judge(job.spec, job.key.namespace, seen.found)
-    # The claim of a job that has begun is what it is, and cannot be changed.
+    # The claim of a job that was accepted cannot be changed.
     refusals = () if was_accepted(job) else named.refusals
     if refusals:
         return Verdict(str(SpecError(refusals)))
-    said = (*problems, *doubts(job.spec), *named.refusals, *named.doubts)
-    return Verdict("", (*map(str, said), *_remarks(job, seen)))
+    problems_and_warnings = (*problems, *spec_warnings(job.spec), *named.refusals, *named.warnings)
+    return Verdict("", (*map(str, problems_and_warnings), *_remarks(job, seen)))
 
 
 def _problems(job: Job) -> Sequence[FieldError]:
@@ -71,5 +71,5 @@ def _problems(job: Job) -> Sequence[FieldError]:
 def _remarks(job: Job, seen: Seen) -> Iterator[str]:
     if is_finished(job.status):
         yield _TOO_LATE
-    for reference, problem in seen.unseen.items():
-        yield f"{reference.path}: {reference.name!r}: whether it is there could not be looked at ({problem})"
+    for reference, problem in seen.unreadable.items():
+        yield f"{reference.path}: {reference.name!r}: could not check whether it exists ({problem})"

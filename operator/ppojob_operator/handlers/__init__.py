@@ -1,6 +1,6 @@
-"""What tells the loop that a job needs a look: Kopf's watches of PPOJobs, RayClusters and pods.
+"""Kopf's watches of PPOJobs, RayClusters and pods, which enqueue the affected job.
 
-`main.py` runs `Watches`. Nothing is decided and nothing is written here.
+`leader_tasks.py` runs `Watches`. This package decides nothing and writes nothing.
 """
 
 from ppojob_operator.handlers.watches import Watches

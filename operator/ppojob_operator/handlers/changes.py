@@ -1,44 +1,44 @@
-"""Which events of the watches are worth a look: those that change what a policy would see.
+"""Filters the events of the watches: only a change that a policy can see triggers a reconcile.
 
-`registry.py` asks. Most events are not: kubelet and KubeRay write many fields that nobody here reads, every report
-changes its PPOJob's status, and so does each status that the operator writes itself. Of each object a hash is kept.
+`registry.py` calls it. Most events are filtered out: kubelet and KubeRay write many fields that no policy reads, and
+reports and the operator itself write the PPOJob's status. It keeps a hash of each object.
 """
 
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ppojob_operator.reconcile import read_cluster, read_pod
+from ppojob_operator.reconcile import read_cluster, read_fetch_job, read_pod
 from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")
-# What the trainer reports and no policy needs at once: silence is found by the clock, advice taken in minutes.
-_REPORTED = ("metrics", "pools", "recommendation", "layoutAdvice")
+# Reported fields that need no immediate reconcile: a timer detects missing reports, and autoBalance takes minutes.
+_REPORTED = ("metrics", "pools", "fetch", "recommendation", "layoutAdvice")
 
 
 class Changes:
-    """What was told last of each object."""
+    """The last seen state of each object."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def is_new(self, event: str | None, uid: str, view: Hashable) -> bool:
-        """Return whether an event tells something new.
+        """Return whether an event brings a change.
 
         Args:
-            event: ADDED, MODIFIED or DELETED; None where the watch begins anew and lists what is there.
+            event: ADDED, MODIFIED or DELETED; None if the watch restarts and lists all objects.
             uid: of the object.
-            view: what matters of it.
+            view: the fields that policies read.
         """
         if event == "DELETED":
             self._seen.pop(uid, None)
             return True
         known, self._seen[uid] = self._seen.get(uid), hash(view)
-        # Whatever was missed while there was no watch is found by a look at everything.
+        # A restarted watch reconciles everything, which finds the changes that it missed.
         return event is None or known != self._seen[uid]
 
 
 def job_view(raw: Mapping[str, Any]) -> Hashable:
-    """Return what matters of a PPOJob: all but what the operator and the trainer's reports write all the time."""
+    """Return a PPOJob without what the operator and the reports write all the time."""
     metadata, status = raw["metadata"], raw.get("status", {})
     progress = status.get("progress", {})
     reported = {name: value for name, value in status.items() if name not in (*OWNED, *_REPORTED, "progress")}
@@ -46,10 +46,15 @@ def job_view(raw: Mapping[str, Any]) -> Hashable:
 
 
 def cluster_view(raw: Mapping[str, Any]) -> Hashable:
-    """Return what the policies see of a RayCluster, its spec too."""
+    """Return the fields of a RayCluster that policies read, including its spec."""
     return repr(read_cluster(raw))
 
 
+def fetch_job_view(raw: Mapping[str, Any]) -> Hashable:
+    """Return what the policies see of the Job that fetches models and data."""
+    return read_fetch_job(raw)
+
+
 def pod_view(raw: Mapping[str, Any]) -> Hashable:
-    """Return what the policies see of a pod."""
+    """Return the fields of a pod that policies read."""
     return read_pod(raw)

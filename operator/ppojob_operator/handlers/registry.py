@@ -1,7 +1,7 @@
-"""Kopf's functions: each notes which job needs a look, if `changes.py` finds something new, and does nothing else.
+"""Kopf's event handlers. Each enqueues the affected job if `changes.py` finds a change, and does nothing else.
 
-`watches.py` runs them. Only watches are used, so that Kopf needs get, list and watch and writes nothing: no
-annotations, no finalizers, no Events of its own.
+`watches.py` runs them. They are plain watches, so Kopf needs get, list and watch only, and writes no annotations,
+finalizers or Events.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +10,11 @@ from typing import Any
 import kopf
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.handlers.changes import Changes, cluster_view, job_view, pod_view
+from ppojob_operator.handlers.changes import Changes, cluster_view, fetch_job_view, job_view, pod_view
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
-Note = Callable[[JobKey], object]
+Enqueue = Callable[[JobKey], object]
 
 _OBJECTS_AT_ONCE = 200
 _IDLE_SECONDS = 0.2
@@ -22,8 +22,8 @@ _IDLE_SECONDS = 0.2
 _OF_A_JOB = {constants.LABEL_JOB: kopf.PRESENT}
 
 
-def registry(note: Note) -> kopf.OperatorRegistry:
-    """Return the handlers, which call `note` with the job that an event is about."""
+def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
+    """Return the handlers, which call `enqueue` with the job of an event."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -32,58 +32,66 @@ def registry(note: Note) -> kopf.OperatorRegistry:
 
     changes = Changes()
 
-    # Coroutines, though they wait for nothing: Kopf runs plain functions in threads, one hand-over for each event.
+    # Coroutines, although they never wait: Kopf would run plain functions in threads, with a switch for each event.
 
     @kopf.on.event(constants.GROUP, constants.VERSION, constants.PLURAL, registry=handlers)
     async def job_changed(
         event: kopf.RawEvent, namespace: str | None, name: str | None, uid: str | None, **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", job_view(event["object"])):
-            note(JobKey(namespace or "", name or ""))
+            enqueue(JobKey(namespace or "", name or ""))
 
     @kopf.on.event("ray.io", "v1", "rayclusters", labels=_OF_A_JOB, registry=handlers)
     async def cluster_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
-            note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
+    @kopf.on.event("batch", "v1", "jobs", labels=_OF_A_JOB, registry=handlers)
+    async def fetch_job_changed(
+        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
+    ) -> None:
+        if changes.is_new(event["type"], uid or "", fetch_job_view(event["object"])):
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
     @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
     async def pod_changed(
         event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
     ) -> None:
         if changes.is_new(event["type"], uid or "", pod_view(event["object"])):
-            note(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
     return handlers
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """No memory of what objects were: nobody asks for it, and its copies take most of an event's time."""
+    """Turns off Kopf's copies of previous objects: nothing reads them, and they take most of an event's time."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """Return nothing to compare."""
         return kopf.BodyEssence()
 
     def fetch(self, **_: Any) -> None:
-        """Return that nothing is known."""
+        """Return no previous object."""
 
     def store(self, **_: Any) -> None:
         """Store nothing: the annotation would be a write."""
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """Return how Kopf is to behave: it watches what belongs to jobs, and posts nothing."""
+    """Return Kopf's settings: it watches the objects of jobs and posts no Events."""
     configured = kopf.OperatorSettings()
     configured.posting.enabled = False
     configured.persistence.diffbase_storage = _NoDifferences()
     configured.networking.request_timeout = settings.request_timeout
-    # Tens of thousands of pods: neither all of them at once in memory, nor each for long after its event.
+    # With tens of thousands of pods, list them in chunks, and end each one's task soon after its event.
     configured.watching.chunk_size = _OBJECTS_AT_ONCE
     configured.queueing.idle_timeout = _IDLE_SECONDS
-    # Filtered by the API server: pods and RayClusters of others never come here.
+    # The API server filters, so pods, Jobs and RayClusters of others are not sent.
     configured.watching.label_selectors["", "v1", "pods"] = constants.LABEL_JOB
+    configured.watching.label_selectors["batch", "v1", "jobs"] = constants.LABEL_JOB
     configured.watching.label_selectors["ray.io", "v1", "rayclusters"] = constants.LABEL_JOB
-    # In one namespace the operator has no right to see CustomResourceDefinitions and namespaces.
+    # Limited to one namespace, the operator may not read CustomResourceDefinitions and namespaces.
     configured.scanning.disabled = bool(settings.watch_namespace)
     return configured

@@ -1,57 +1,82 @@
-"""Kopf, running in a thread and an event loop of its own.
+"""Runs Kopf in a separate thread with its own event loop. `leader_tasks.py` starts and stops it.
 
-It has them because it cancels, when it ends, every younger task of the event loop that it runs in, reports in work
-among them; in a thread it also leaves the process' signals alone.
+When Kopf ends, it cancels every task that was created after it in its event loop, which must not include reports in
+progress. In a thread, it also installs no signal handlers. If a watch fails beyond Kopf's own retries, Kopf ends and is
+restarted: it then lists all objects, so no change is missed.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any
 
 import kopf
 
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.cluster import Cluster
-from ppojob_operator.handlers.registry import Note, kopf_settings, registry
+from ppojob_operator.handlers.registry import Enqueue, kopf_settings, registry
 from ppojob_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _RESOURCE_SECONDS = 15.0
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+"""Pauses before Kopf is started again; one that has run for longer than this begins with the first one again."""
 
 
 class Watches:
-    """Kopf, in a thread and an event loop of its own."""
+    """Kopf in a separate thread with its own event loop."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, note: Note) -> None:
-        """`note` is called in the event loop in which this object is made."""
+    def __init__(
+        self, settings: Settings, cluster: Cluster, enqueue: Enqueue, count_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """`enqueue` and `count_failure` are called in the event loop that creates this object.
+
+        Args:
+            settings: of the operator.
+            cluster: says which resources are served.
+            enqueue: called with a job that has changed.
+            count_failure: called each time that the watches fail.
+        """
         self._settings = settings
         self._cluster = cluster
+        self._count_failure = count_failure
         self._ready = threading.Event()
         ours = asyncio.get_running_loop()
-        self._note: Note = lambda key: ours.call_soon_threadsafe(note, key)
+        self._enqueue: Enqueue = lambda key: ours.call_soon_threadsafe(enqueue, key)
 
     @property
     def is_ready(self) -> bool:
-        """Whether Kopf has begun to watch."""
+        """Whether Kopf is watching."""
         return self._ready.is_set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch until `stop` is set; ends earlier only if Kopf does.
+        """Watch until `stop` is set. If the watches fail, restart them.
 
-        In one namespace Kopf may not see that a resource begins to be served: it is started anew when KubeRay comes.
+        Limited to one namespace, Kopf does not see new CRDs, so it is restarted when KubeRay is installed.
         """
+        pause = 0.0
         while not stop.is_set():
             is_whole = await self._await_resources(stop)
             if stop.is_set():
                 return
-            if not await self._watch_until(stop, is_whole=is_whole):
-                return
+            began = monotonic()
+            problem = await self._watch_until(stop, is_whole=is_whole)
+            if problem is None:
+                continue
+            ran_long = monotonic() - began > _LONGEST_PAUSE
+            pause = _FIRST_PAUSE if ran_long or not pause else min(2 * pause, _LONGEST_PAUSE)
+            self._count_failure()
+            logger.error("the watches failed and are restarted in %g s: %s", pause, problem)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause)
 
-    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> bool:
-        """Let Kopf watch until `stop` is set or KubeRay has come; False if it ended by itself."""
+    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> str | None:
+        """Run Kopf until `stop` is set or KubeRay is installed; return the problem if Kopf ended early."""
         stopped = threading.Event()
         watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
@@ -61,22 +86,24 @@ class Watches:
             await asyncio.wait([watching, *ends], return_when=asyncio.FIRST_COMPLETED)
             was_asked = not watching.done()
         finally:
-            # Its thread ends in order even where this is cancelled: no thread can be ended from outside.
+            # Wait for the thread even if this is cancelled: a thread cannot be cancelled.
             stopped.set()
             for end in ends:
                 end.cancel()
             await asyncio.wait([watching])
-        await watching
-        return was_asked
+        error = watching.exception()
+        if was_asked and error is None:
+            return None
+        return "Kopf ended without an error" if error is None else f"{type(error).__name__}: {error}"
 
     async def _await_resources(self, stop: asyncio.Event) -> bool:
-        """Wait until the API server serves PPOJobs; return whether it serves RayClusters too."""
+        """Wait until the API server serves PPOJobs; return whether Kopf can stay as it is when KubeRay is installed."""
         namespace = self._settings.watch_namespace
         while not stop.is_set():
             try:
                 if await self._cluster.serves_jobs(namespace):
                     return not namespace or await self._cluster.serves_clusters(namespace)
-                logger.warning("the API server does not know PPOJobs: install the CustomResourceDefinition")
+                logger.warning("the API server does not serve PPOJobs: install the CustomResourceDefinition")
             except ApiError as error:
                 logger.warning("the API server does not answer: %s", error)
             with contextlib.suppress(TimeoutError):
@@ -92,16 +119,24 @@ class Watches:
 
     def _watch(self, stopped: threading.Event) -> None:
         namespace = self._settings.watch_namespace
-        logger.info("watching PPOJobs, RayClusters and pods in %s", namespace or "all namespaces")
+        logger.info("watching PPOJobs, RayClusters, Jobs and pods in %s", namespace or "all namespaces")
         where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
         operator = kopf.operator(
-            registry=registry(self._note),
+            registry=registry(self._enqueue),
             settings=kopf_settings(self._settings),
             standalone=True,
-            # Kopf's own would need a user's name; its type, a str, is not among its public names.
+            # Kopf's default needs a user name. The type of this argument, a str, is not public.
             identity=self._settings.pod_name,  # type: ignore[arg-type]
             stop_flag=stopped,
             ready_flag=self._ready,
             **where,
         )
-        asyncio.run(operator)
+        asyncio.run(_ended(operator, stopped))
+
+
+async def _ended(operator: Coroutine[Any, Any, None], stopped: threading.Event) -> None:
+    """Run Kopf. Without the event, the thread in which Kopf waits for it would keep this one from ending."""
+    try:
+        await operator
+    finally:
+        stopped.set()

@@ -1,6 +1,6 @@
-"""One replica leads, the others stand by: a Lease of coordination.k8s.io, with the rules of client-go.
+"""Leader election with a Lease of coordination.k8s.io and the rules of client-go.
 
-`main.py` makes an `Election` and runs in it what only the leader may do. Nothing here knows what that is.
+`main.py` creates an `Election` and passes it the leader's tasks, about which this package knows nothing.
 """
 
 from ppojob_operator.leadership.election import Election, ElectionTimes

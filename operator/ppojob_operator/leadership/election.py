@@ -1,13 +1,13 @@
-"""Who leads: takes the Lease, renews it, and ends the leader's work at once when it is lost.
+"""The leader election: acquires and renews the Lease, and cancels the leader's work when the Lease is lost.
 
-      stand by ──Lease free, or not renewed for its duration──▶ lead: the term's work runs, renewed every retry period
-         ▲                                                        │
-         └── not renewed for the renew deadline, or another's ────┘   the work is cancelled, `check` raises from then on
+      standby ──Lease free, or not renewed for its duration──▶ leader: the work runs, the Lease is renewed every retry
+         ▲                                                       │     period
+         └── not renewed until the renew deadline, or taken ─────┘     then the work is cancelled and `check` raises
 
-The rules are client-go's `leaderelection`: a watcher waits for the duration by its own clock, from when it saw the last
-change, so that clocks may differ; the leader gives up at the renew deadline, which is shorter, so that two never lead
-at the same time. `check` compares the time itself: a process that was frozen finds that it leads no longer before it
-has done anything. `main.py` runs it; it knows nothing of what the leader does.
+The rules are those of client-go's `leaderelection`. A standby measures the duration by its own clock from the last
+change that it saw, so clocks may differ. The leader stops at the renew deadline, which is shorter, so two replicas
+never lead at the same time. `check` compares the time itself, so a process that was frozen notices that it no longer
+leads before it writes anything. `main.py` runs it; it knows nothing about the leader's work.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from ppojob_operator.leadership.lease import LEASES, Lease, LeasePort
 logger = logging.getLogger(__name__)
 
 Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""What the leader does until the event is set; that it ends earlier is an error of its own."""
+"""The leader's work. It runs until the event is set; an earlier end is an error."""
 
 _JITTER = 1.2
 _END_SECONDS = 30.0
@@ -37,15 +37,15 @@ class ElectionTimes:
     """client-go's three times, in seconds."""
 
     duration: float = 15.0
-    """How long others wait after the last renewal that they saw."""
+    """Time after the last renewal that a standby saw before it may take the Lease."""
     renew_deadline: float = 10.0
-    """How long the leader leads after its last renewal; shorter than `duration`."""
+    """Time after its last renewal at which the leader stops leading; shorter than `duration`."""
     retry_period: float = 2.0
-    """Time between two tries."""
+    """Time between two attempts to acquire or renew the Lease."""
 
 
 class Election:
-    """One replica's part in the election."""
+    """One replica's participation in the election."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Election:
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Take part in the election.
+        """Participate in the election.
 
         Args:
             port: the API server.
             place: namespace and name of the Lease.
-            identity: name of this replica; no two processes may ever have the same.
+            identity: name of this replica, unique to this process.
             times: the three times.
-            beat: called after each try.
+            beat: called after each attempt.
             clock: seconds that only grow.
         """
         self._port = port
@@ -84,44 +84,44 @@ class Election:
 
     @property
     def leader(self) -> str | None:
-        """Who holds the Lease, as far as is known; None: not asked yet, empty: nobody."""
+        """The last known holder of the Lease. None: not read yet. Empty: nobody."""
         return None if self._seen is None else self._seen.holder
 
     def check(self) -> None:
         """Return if this replica leads.
 
         Raises:
-            ApiUnavailable: it does not; nothing may be written.
+            ApiUnavailable: it does not lead and must not write.
         """
         if not self.leads:
-            raise ApiUnavailable(f"replica {self._identity} does not lead (any more): it writes nothing")
+            raise ApiUnavailable(f"replica {self._identity} is not the leader: it writes nothing")
 
     async def run(self, stop: asyncio.Event, work: Work) -> None:
-        """Stand by and lead in turn until `stop` is set, and give the Lease back at the end.
+        """Be standby or leader until `stop` is set, then release the Lease.
 
         Raises:
             RuntimeError: the work did not end in time after the Lease was lost.
-            Exception: whatever the work raises.
+            Exception: what the work raises.
         """
         while await self._acquire(stop):
             await self._lead(stop, work)
 
     async def _acquire(self, stop: asyncio.Event) -> bool:
         """Wait until this replica leads; False if `stop` came first."""
-        told = None
+        logged = None
         while not stop.is_set():
             if await self._try():
                 return True
-            # Where the Lease cannot be read, this one may be the last holder that it knows of.
+            # If the Lease cannot be read, the last known holder may be this replica.
             others = self.leader if self.leader != self._identity else ""
-            if others != told:
-                told = others
-                logger.info("standing by: %s leads", told or "nobody that is known")
+            if others != logged:
+                logged = others
+                logger.info("standing by: %s leads", logged or "no known replica")
             await _wait(stop, self._times.retry_period * random.uniform(1.0, _JITTER))
         return False
 
     async def _lead(self, stop: asyncio.Event, work: Work) -> None:
-        """Do the leader's work until `stop` is set or the Lease is lost."""
+        """Run the leader's work until `stop` is set or the Lease is lost."""
         logger.info("leading as %s", self._identity)
         over = asyncio.Event()
         working = asyncio.create_task(work(over), name="the leader's work")
@@ -130,14 +130,14 @@ class Election:
         try:
             await asyncio.wait({working, renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             over.set()
-            # Asked to stop: it leads until the looks in work are done.
+            # On a stop, keep the Lease until the reconciles in progress are finished.
             await asyncio.wait({working, renewing}, return_when=asyncio.FIRST_COMPLETED)
             await _ended(working)
         finally:
             for task in (working, renewing, stopping):
                 task.cancel()
             await asyncio.wait({working, renewing, stopping}, timeout=_END_SECONDS)
-            await self._give_back()
+            await self._release()
 
     async def _renew(self) -> None:
         """Renew the Lease until it is lost."""
@@ -145,25 +145,25 @@ class Election:
             await asyncio.sleep(min(self._times.retry_period, self._until - self._clock()))
             if self.leads:
                 await self._try()
-        logger.warning("the Lease %s/%s is lost: this replica stops deciding", self._namespace, self._name)
+        logger.warning("the Lease %s/%s is lost: this replica is a standby now", self._namespace, self._name)
 
     async def _try(self) -> bool:
-        """Take or renew the Lease; return whether that succeeded."""
+        """Acquire or renew the Lease; return whether that succeeded."""
         began = self._clock()
-        # One call that hangs must leave time for another one.
+        # A call that hangs must leave time for a second one.
         limit = self._times.renew_deadline / 2
         try:
             async with asyncio.timeout(min(limit, self._until - began) if self.leads else limit):
                 is_ours = await self._take()
         except TimeoutError:
-            logger.warning("the Lease %s/%s: no answer in time", self._namespace, self._name)
+            logger.warning("the Lease %s/%s: the request timed out", self._namespace, self._name)
             is_ours = False
         except ApiError as error:
             logger.warning("the Lease %s/%s: %s", self._namespace, self._name, error)
             is_ours = False
         self._beat()
         if is_ours:
-            # From before the call: others saw the renewal no earlier.
+            # Measured from before the call: others cannot have seen the renewal earlier.
             self._until = began + self._times.renew_deadline
         return is_ours
 
@@ -173,7 +173,7 @@ class Election:
         if lease != self._seen:
             self._seen, self._seen_at = lease, self._clock()
         if lease.holder not in ("", self._identity):
-            # Another one took it, however late this one learns of it.
+            # Another replica has taken it.
             self._until = float("-inf")
             if self._clock() < self._seen_at + lease.duration:
                 return False
@@ -186,25 +186,25 @@ class Election:
     async def _write(self, found: Any, lease: Lease) -> bool:
         if found is None:
             metadata = {"namespace": self._namespace, "name": self._name}
-            made = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
-            return await self._port.create(LEASES, {**made, "spec": lease.to_spec()})
+            manifest = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+            return await self._port.create(LEASES, {**manifest, "spec": lease.to_spec()})
         return await self._port.replace(LEASES, {**found, "spec": {**found.get("spec", {}), **lease.to_spec()}})
 
-    async def _give_back(self) -> None:
-        """Let the next one lead at once, where this one still does."""
+    async def _release(self) -> None:
+        """Release the Lease if this replica still leads, so that a standby can lead at once."""
         if not self.leads:
             return
         with contextlib.suppress(ApiError, TimeoutError):
             async with asyncio.timeout(self._until - self._clock()):
                 found = await self._port.read(LEASES, self._namespace, self._name)
                 if found is not None and Lease.read(found).holder == self._identity:
-                    await self._write(found, Lease.read(found).given_back(datetime.now(UTC)))
-                    logger.info("gave the Lease back")
+                    await self._write(found, Lease.read(found).released(datetime.now(UTC)))
+                    logger.info("released the Lease")
         self._until = float("-inf")
 
 
 async def _ended(working: asyncio.Task[None]) -> None:
-    """Return when the work ended; it is cancelled where it goes on although the Lease is lost."""
+    """Wait for the end of the work; cancel it if it still runs after the Lease was lost."""
     if working.done():
         working.result()
         return

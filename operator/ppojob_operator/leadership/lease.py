@@ -1,7 +1,7 @@
-"""The Lease as it stands in the API server, and what the election needs to read and write it.
+"""The Lease object, and the Protocol by which the election reads and writes it.
 
-`election.py` uses it. The object is read and written whole, with its resourceVersion: of two replicas that write at the
-same time the API server takes one. Pure but for the Protocol.
+`election.py` uses it. The whole object is written with its resourceVersion, so if two replicas write at the same time,
+the API server accepts one. Pure, except for the Protocol.
 """
 
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ class LeasePort(Protocol):
         """Return the object, or None if there is none."""
 
     async def create(self, collection: str, manifest: RawObject) -> bool:
-        """Create it; False if there is one already."""
+        """Create it; False if it exists."""
 
     async def replace(self, collection: str, manifest: RawObject) -> bool:
-        """Replace it; False if it changed since it was read (by its resourceVersion), or is gone."""
+        """Replace it; False if it changed since it was read (by its resourceVersion) or was deleted."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What a Lease says. `renewed` and `acquired` are by the holder's clock and are compared with nobody else's."""
+    """The spec of a Lease. `renewed` and `acquired` are by the holder's clock and never compared with others."""
 
     holder: str = ""
-    """Who leads; empty: nobody, it was given back."""
+    """Identity of the leader. Empty: the Lease was released."""
     duration: float = 0.0
-    """Seconds for which the holder leads after each renewal, by the watchers' own clocks."""
+    """Seconds after a renewal before a standby may take the Lease, by the standby's clock."""
     acquired: str = ""
     renewed: str = ""
     transitions: int = 0
-    """How often another one took it over."""
+    """Number of changes of the holder."""
 
     @classmethod
     def read(cls, raw: RawObject) -> "Lease":
-        """Return what an object of the API server says; what is missing counts as empty."""
+        """Return the Lease in an object of the API server; missing fields are empty."""
         spec: Mapping[str, Any] = raw.get("spec") or {}
         return cls(
             holder=spec.get("holderIdentity") or "",
@@ -53,7 +53,7 @@ class Lease:
         )
 
     def taken_by(self, identity: str, duration: float, now: datetime) -> "Lease":
-        """Return the Lease as `identity` writes it: renewed if it is the holder, else taken over."""
+        """Return the Lease as `identity` writes it: renewed if it is the holder, else acquired."""
         moment = _micro_time(now)
         is_same = self.holder == identity
         return Lease(
@@ -64,8 +64,8 @@ class Lease:
             transitions=self.transitions if is_same else self.transitions + 1,
         )
 
-    def given_back(self, now: datetime) -> "Lease":
-        """Return the Lease without a holder: the next one takes it at once."""
+    def released(self, now: datetime) -> "Lease":
+        """Return the Lease without a holder, which a standby may take at once."""
         moment = _micro_time(now)
         return Lease("", 1.0, moment, moment, self.transitions)
 

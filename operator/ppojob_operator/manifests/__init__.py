@@ -1,4 +1,4 @@
-"""How the objects of a job look: pure functions from the resolved spec to manifests.
+"""The Kubernetes objects of a job: pure functions from the resolved spec to manifests.
 
-`reconcile` calls them. They refuse to read anything: no cluster, no clock, no environment.
+`reconcile` calls them. They read no cluster, no clock and no environment.
 """

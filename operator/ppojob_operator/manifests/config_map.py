@@ -4,6 +4,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, job_root
+from ppojob_api.v1alpha1.sources import localized
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Job, JobKey, Surroundings
@@ -11,13 +12,15 @@ from ppojob_operator.plan import Job, JobKey, Surroundings
 
 def job_file(job: Job, spec: PPOJobSpec, surroundings: Surroundings) -> str:
     """Return the text of job.json. `spec` is resolved."""
+    local, sources = localized(spec, spec.storage.mount_path)
     return JobFile(
         namespace=job.key.namespace,
         name=job.key.name,
         uid=job.uid,
         generation=job.generation,
         root=job_root(spec.storage.mount_path, job.key.namespace, job.key.name, job.uid, spec.checkpoint.resume),
-        spec=spec,
+        spec=local,
+        sources=sources,
         reporting=Reporting(url=surroundings.report_url),
         version=None if job.status.operator is None else job.status.operator.version,
     ).encode()

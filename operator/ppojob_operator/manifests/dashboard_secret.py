@@ -1,7 +1,7 @@
 """The token of a RayCluster's dashboard, and the Secret from which Ray's pods read it.
 
-The token is derived from a key of the operator's own, so that the operator never has to read a Secret in a user's
-namespace: it needs the right to create Secrets there, and no other.
+The token is derived from a key of the operator, which therefore never reads a Secret in a user's namespace. It needs
+permission to create Secrets there, and no other.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from ppojob_operator.manifests import naming
 from ppojob_operator.plan import JobKey
 
 TOKEN_KEY = "auth_token"
-"""Key in the Secret, as KubeRay expects it."""
+"""Key in the Secret that KubeRay reads."""
 
 
 def dashboard_token(key: bytes, uid: str, cluster: str) -> str:

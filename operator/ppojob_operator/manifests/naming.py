@@ -1,7 +1,7 @@
 """Names, labels and owners of a job's objects.
 
-The status server asks here whom a token must belong to. Names are a function of the job and of the operator's key, so
-that a look that was cut short finds again what it made.
+The status server uses it to check the ServiceAccount of a token. Names are a function of the job and the operator's
+key, so a reconcile finds the objects that an interrupted one has created.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from ppojob_operator.plan import JobKey, Manifest
 
 HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
+FETCH_CONTAINER = "fetch"
 DASHBOARD_PORT = 8265
 
 _HASH_LENGTH = 10
@@ -33,11 +34,16 @@ def network_policy_name(job: str) -> str:
     return f"{job}-ray"
 
 
-def cluster_name(job: str, uid: str, attempt: int, secret: bytes) -> str:
-    """Return the RayCluster that is made for an attempt: a DNS-1035 label of at most 51 characters.
+def fetch_job_name(job: str) -> str:
+    """Return the batch/v1 Job that fetches the job's models and data."""
+    return f"{job}-fetch"
 
-    KubeRay allows 53. Another object of the same name, or a later attempt on a new cluster, gives another name.
-    `secret` is the operator's key: nobody else can tell the name, and so that of its Secret, before it is there.
+
+def cluster_name(job: str, uid: str, attempt: int, secret: bytes) -> str:
+    """Return the name of an attempt's RayCluster: a DNS-1035 label of at most 51 characters; KubeRay allows 53.
+
+    The name depends on the job's uid and on the attempt, so a re-created job or a later attempt gets another one.
+    `secret` is the operator's key, so nobody else can predict the name, and with it the name of the Secret.
     """
     digest = hmac.new(secret, f"RayCluster/{uid}/{attempt}".encode(), hashlib.sha256).hexdigest()
     return f"{job}-{digest[:_HASH_LENGTH]}"
@@ -49,7 +55,7 @@ def dashboard_secret_name(cluster: str) -> str:
 
 
 def submission_id(uid: str, attempt: int) -> str:
-    """Return Ray's id for an attempt; Ray never takes one twice."""
+    """Return Ray's id for an attempt. Ray accepts an id once."""
     return f"ppojob-{uid}-{attempt}"
 
 
@@ -59,12 +65,12 @@ def dashboard_url(head_service: str, namespace: str) -> str:
 
 
 def labels(job: str) -> dict[str, str]:
-    """Return the labels of everything that belongs to a job."""
+    """Return the labels of all objects of a job."""
     return {constants.LABEL_JOB: job, constants.LABEL_MANAGED_BY: constants.FIELD_MANAGER_OPERATOR}
 
 
 def metadata(name: str, key: JobKey, uid: str, more_labels: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the metadata of an object that goes when its job goes."""
+    """Return the metadata of an object that is deleted with its job."""
     owner = {
         "apiVersion": constants.API_VERSION,
         "kind": constants.KIND,
@@ -77,6 +83,6 @@ def metadata(name: str, key: JobKey, uid: str, more_labels: Mapping[str, str] | 
 
 
 def is_owned(raw: Manifest, uid: str) -> bool:
-    """Return whether the object belongs to the one with that uid; others may carry its label."""
+    """Return whether the owner with that uid controls the object. The label alone proves nothing."""
     owners = raw["metadata"].get("ownerReferences", [])
     return any(owner.get("controller") and owner["uid"] == uid for owner in owners)

@@ -1,7 +1,7 @@
-"""The NetworkPolicy of a job: only its own pods reach each other, and the operator reaches Ray's dashboard.
+"""The NetworkPolicy of a job: its pods reach each other, and the operator reaches Ray's dashboard.
 
-Ray runs whatever whoever reaches its ports sends; its token guards the dashboard alone. What the pods reach is left
-open, because models and data may come from anywhere. It takes a network that enforces policies.
+Anybody who reaches Ray's ports can run code, because its token protects the dashboard only. Egress is not limited,
+because models and data may come from anywhere. The cluster's network must enforce policies.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from ppojob_operator.plan import JobKey, JobNetwork
 
 
 def network_policy(spec: PPOJobSpec, key: JobKey, uid: str, network: JobNetwork) -> dict[str, Any] | None:
-    """Return the NetworkPolicy, or None where there can be none. `spec` is resolved.
+    """Return the NetworkPolicy, or None if a pool uses the host's network. `spec` is resolved.
 
-    Pods with the host's network come with the node's address: a policy would shut them out of their own job.
+    Such pods have the node's address, so the policy would block the job's own traffic.
     """
     if any(pool.network.host_network for pool in spec.pools):
         return None

@@ -1,8 +1,7 @@
 """The pods of Ray's head and of a pool, before KubeRay adds Ray's own command, probes and environment.
 
-Restricted pod security throughout: no root, no privileges, no token of the API server; only `network.hostNetwork` and
-`network.rdma` of a pool, where they are asked for, leave it. The head alone has the token
-with which the trainer reports, because the driver runs there.
+Pods meet the restricted Pod Security Standard and have no token of the API server. A pool's `network.hostNetwork` and
+`network.rdma` are the only exceptions. Only the head has the token for progress reports, as the driver runs there.
 """
 
 from pathlib import PurePosixPath
@@ -19,7 +18,7 @@ from ppojob_operator.manifests.quantity import times
 from ppojob_operator.plan import JobKey
 
 STORAGE_GROUP = 1000
-"""Group to which the storage is made writable, for volumes that know of groups."""
+"""fsGroup: the group that may write to the storage, for volumes that support it."""
 
 _STORAGE = "storage"
 _CONFIG = "ppojob-config"
@@ -31,7 +30,7 @@ _CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TR
 
 _LOST_NODE_SECONDS = 60
 _RAYS_OWN_END_SECONDS = 30
-"""For Ray to end after the hook has: Kubernetes' own grace period."""
+"""Time for Ray to end after the preStop hook: Kubernetes' default grace period."""
 _HOSTNAME = "kubernetes.io/hostname"
 
 
@@ -48,7 +47,7 @@ def head_template(spec: PPOJobSpec, key: JobKey, uid: str) -> dict[str, Any]:
 
 
 def _head_ports(prometheus_port: int) -> list[dict[str, Any]]:
-    """Return the ports of the head. KubeRay makes its Service of these, and of Ray's own only where none is named."""
+    """Return the ports of the head. KubeRay creates the Service from them, or from Ray's defaults if there are none."""
     ports = dict(constants.RAY_HEAD_PORTS)
     if prometheus_port:
         ports[constants.METRICS_PORT_NAME] = prometheus_port
@@ -128,10 +127,10 @@ def _container(name: str, spec: PPOJobSpec) -> dict[str, Any]:
 
 
 def _add_caches(container: dict[str, Any], spec: PPOJobSpec) -> None:
-    """Keep what vLLM, Inductor and Triton compile in the storage, for the job's next attempt and for other jobs.
+    """Put the compile caches of vLLM, Inductor and Triton into the storage, for later attempts and other jobs.
 
-    Their entries carry versions and GPU type in their names and are put in place at once, so pods can share them. A
-    variable of the user's own wins: a folder on the node's disk is faster, and some file systems have no locks.
+    The names of entries contain versions and GPU type, and entries are written atomically, so pods can share them. The
+    user's variables win: a folder on the node's disk is faster, and some file systems have no locks.
     """
     if spec.device is not Device.CUDA:
         return
@@ -143,25 +142,25 @@ def _add_caches(container: dict[str, Any], spec: PPOJobSpec) -> None:
 
 
 def _hold(spec: PPOJobSpec) -> list[str]:
-    """Return the hook that holds a pod which is being deleted until its trainer has put a checkpoint down.
+    """Return the preStop hook, which delays the pod's termination until the trainer has saved a checkpoint.
 
-    KubeRay deletes all pods at once where a queue suspends the RayCluster, and Ray itself gives a driver three seconds.
+    When a queue suspends the RayCluster, KubeRay deletes all pods at once, and Ray gives a driver three seconds only.
     """
     return ["ppojob", "hold", "--limit", str(spec.run_policy.stop_grace_period_seconds)]
 
 
 def _add_network(container: dict[str, Any], network: PoolNetwork) -> None:
-    """Give a pool's container the variables of its network, which win over the job's, and what RDMA needs."""
+    """Add the pool's network variables, which override the job's, and the capability that RDMA needs."""
     own = network.environment()
     others = [variable for variable in container["env"] if variable["name"] not in own]
     container["env"] = [*others, *({"name": name, "value": value} for name, value in own.items())]
     if network.rdma is not None:
-        # The device reads and writes memory past the kernel, which must not move it meanwhile.
+        # The device accesses memory without the kernel, so the memory must be locked.
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
 
 
 def _resources(cpu: str, memory: str, extended: dict[str, str]) -> dict[str, Any]:
-    """Return requests and limits. CPU has no limit: idle cores are free to use, and throttling stalls NCCL."""
+    """Return requests and limits. CPU has no limit: pods may use idle cores, and throttling stalls NCCL."""
     return {"requests": {"cpu": cpu, "memory": memory, **extended}, "limits": {"memory": memory, **extended}}
 
 
@@ -174,7 +173,7 @@ def _token(key: JobKey, uid: str) -> dict[str, Any]:
 
 
 def _lost_node_tolerations(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give a lost node up after a minute instead of Kubernetes' five: the whole job waits for its pods."""
+    """Return tolerations that evict pods from a lost node after one minute instead of Kubernetes' five."""
     keys = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
     taken = {toleration.get("key") for toleration in given}
     return [

@@ -1,7 +1,7 @@
-"""A user's pod template, merged into a pod of ours.
+"""Merges a user's `podTemplate` into the operator's pod template.
 
-Lists of named things are merged by name, as `kubectl` does; what would break Ray, or what has a field of its own in
-the spec, is an error that names the path.
+Lists of named items are merged by name, as in `kubectl apply`. Settings that would break Ray, or that have a separate
+field in the spec, are errors with their path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "resourceClaims": "name",
 }
-"""Lists whose items are told apart by a key (core/v1 patchMergeKey)."""
+"""Lists that are merged by a key (core/v1 patchMergeKey)."""
 
 _APPENDED = {
     "tolerations",
@@ -32,25 +32,25 @@ _APPENDED = {
     "requiredDuringSchedulingIgnoredDuringExecution",
     "preferredDuringSchedulingIgnoredDuringExecution",
 }
-"""Lists to which the user's items are added: `add` is that of a container's capabilities, the long ones are terms of
-affinity, of which `spread` has one of its own. All others are replaced."""
+"""Lists to which the user's items are appended: `add` are a container's capabilities, the long ones affinity terms,
+which `spread` may set too. Other lists are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
     "hostPID": "Ray's processes share no process ids with the node: leave it out",
     "restartPolicy": "Ray's pods are replaced, not restarted: leave it out",
-    "serviceAccountName": "use spec.serviceAccountName, which is that of all pods",
-    "serviceAccount": "use spec.serviceAccountName, which is that of all pods",
+    "serviceAccountName": "use spec.serviceAccountName, which applies to all pods",
+    "serviceAccount": "use spec.serviceAccountName, which applies to all pods",
     "automountServiceAccountToken": "the trainer gets no credentials for the API server: leave it out",
 }
 _RAY_COMMAND = {
-    "command": "KubeRay starts Ray in this container: put your program into a container of its own",
-    "args": "KubeRay starts Ray in this container: put your program into a container of its own",
+    "command": "KubeRay starts Ray in this container: put your program into a separate container",
+    "args": "KubeRay starts Ray in this container: put your program into a separate container",
     "resources": "use resourcesPerGPU, gpuResourceName and resourceClaims of the pool, or resources of the head",
 }
 _HOOK_REMEDY = (
-    "the operator holds the pod with it until the trainer has put a checkpoint down: "
-    "put yours into a container of its own"
+    "the operator uses it to delay the deletion of the pod until the trainer has saved a checkpoint: "
+    "put yours into a separate container"
 )
 RESERVED_ENV = frozenset({
     "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", constants.EnvName.RAY_CLUSTER,
@@ -60,18 +60,18 @@ RESERVED_ENV = frozenset({
 """Variables that KubeRay or the operator sets."""
 
 _KUBERAY_INIT = "wait-gcs-ready"
-"""The init container with which KubeRay makes workers wait for the head."""
+"""KubeRay's init container, which waits for the head."""
 _RESERVED_PREFIXES = ("ray.io/", f"{constants.GROUP}/", constants.LABEL_MANAGED_BY)
 _REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose another"
 
 
 def merged(base: Template, user: Mapping[str, Any]) -> Template:
-    """Return the template with the user's laid over it. `problems` must have found nothing."""
+    """Return the template with the user's merged into it. `problems` must have found nothing."""
     return _merge(base, user)
 
 
 def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
-    """Yield what in the user's template would break Ray; `path` is the template's own."""
+    """Yield the settings in the user's template that would break Ray; `path` is the path of the template."""
     unknown = set(user) - {"metadata", "spec"}
     for name in sorted(unknown):
         yield FieldError(f"{path}.{name}", user[name], "a pod template has metadata and spec only")
@@ -98,7 +98,7 @@ def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[Field
 
 def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
     for name, remedy in _OWN_FIELD.items():
-        # false asks for what the pods are anyway.
+        # false is the default of all of them.
         if name in user and user[name] is not False:
             yield FieldError(f"{path}.{name}", user[name], remedy)
     yield from _grace_problems(base["terminationGracePeriodSeconds"], user, path)
@@ -124,7 +124,7 @@ def _container_problems(ray: Template, user: Mapping[str, Any], path: str) -> It
 
 
 def _grace_problems(needed: int, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
-    """Yield a grace period in which the hook would be killed before the trainer has put its checkpoint down."""
+    """Yield a grace period that ends the preStop hook before the trainer has saved its checkpoint."""
     name = "terminationGracePeriodSeconds"
     given = user.get(name, needed)
     if not isinstance(given, int) or given < needed:
@@ -179,7 +179,7 @@ def _merge(base: Mapping[str, Any], user: Mapping[str, Any]) -> Template:
 
 
 def _merge_lists(base: list[Template], user: list[Template], key: str) -> list[Template]:
-    """Merge items with the same key, in the place of ours; others are added behind."""
+    """Merge items with the same key in place; append the others."""
     given = {item[key]: item for item in user}
     merged_items = [_merge(item, given[item[key]]) if item.get(key) in given else item for item in base]
     known = {item.get(key) for item in base}

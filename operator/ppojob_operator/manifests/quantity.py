@@ -1,4 +1,4 @@
-"""Arithmetic on Kubernetes quantities: what a pod asks for is so many times what a GPU needs."""
+"""Arithmetic on Kubernetes quantities: a pod requests a multiple of what each of its GPUs needs."""
 
 from decimal import Decimal
 

@@ -1,7 +1,7 @@
-"""The labels of a RayCluster by which queues and gang schedulers know it.
+"""Labels and annotations of a RayCluster for Kueue and gang schedulers.
 
-Kueue reads its own; what KubeRay 1.6's batch scheduler plugins read, they put on the pods, with the scheduler's name.
-The operator sets no scheduler itself: which one there is, KubeRay was told when it was started.
+Kueue reads its labels from the RayCluster. KubeRay 1.6's batch scheduler plugins copy theirs to the pods and set
+`schedulerName`; the scheduler is a setting of KubeRay, not of this operator.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ Labels = dict[str, str | None]
 def queue_labels(policy: RunPolicy, cluster: str) -> dict[str, str]:
     """Return the labels of a RayCluster.
 
-    With a queue, Kueue owns its `spec.suspend` and parts of its pod templates. So the first is never written, and what
-    Kueue has added to the others stays (`with_kueues_part`).
+    In a queue, Kueue owns `spec.suspend` and parts of the pod templates. The operator never writes the first, and keeps
+    Kueue's additions to the second (`with_kueue_fields`).
     """
     labels: Labels = {
         constants.LABEL_QUEUE: policy.queue_name,
@@ -31,10 +31,10 @@ def queue_labels(policy: RunPolicy, cluster: str) -> dict[str, str]:
 
 
 def queue_annotations(policy: RunPolicy, spec: Manifest) -> dict[str, dict[str, str]]:
-    """Return the annotations of a RayCluster with a queue: of which spec it was made, as a digest.
+    """Return the annotation of a RayCluster in a queue: the digest of the spec that it was created from.
 
-    Kueue writes into the spec and evicts what is edited. So only by this can an operator of another version, which
-    would make another spec, tell that nobody has edited it.
+    Kueue changes the spec, and evicts RayClusters that others change. An operator of another version may render another
+    spec; the digest shows that the difference is not an edit to revert.
     """
     if policy.queue_name is None:
         return {}
@@ -42,21 +42,21 @@ def queue_annotations(policy: RunPolicy, spec: Manifest) -> dict[str, dict[str, 
     return {"annotations": {constants.ANNOTATION_MADE_OF: digest}}
 
 
-def with_kueues_part(wanted: Manifest, found: Manifest) -> Manifest:
-    """Return a RayCluster to be applied over the one that is there: in a queue, with what Kueue put into its pods.
+def with_kueue_fields(desired: Manifest, found: Manifest) -> Manifest:
+    """Return the RayCluster to apply to an existing one: in a queue, with Kueue's additions to the pod templates.
 
-    It is labels, annotations, node selectors, tolerations and scheduling gates. The list of groups is one field to
-    server-side apply, which would take them away. The resourceVersion keeps the API server from taking what is older
-    than Kueue's last word.
+    These are labels, annotations, node selectors, tolerations and scheduling gates. For server-side apply, the list of
+    worker groups is one field, so it would remove them. With the resourceVersion, the API server rejects the write if
+    Kueue has changed the object since.
     """
-    if constants.LABEL_QUEUE not in wanted["metadata"]["labels"]:
-        return wanted
-    spec, live = wanted["spec"], found["spec"]
+    if constants.LABEL_QUEUE not in desired["metadata"]["labels"]:
+        return desired
+    spec, live = desired["spec"], found["spec"]
     groups = {group["groupName"]: group for group in live.get("workerGroupSpecs", [])}
     worker_groups = [_beside_kueue(group, groups.get(group["groupName"], {})) for group in spec["workerGroupSpecs"]]
     head = _beside_kueue(spec["headGroupSpec"], live.get("headGroupSpec", {}))
-    metadata = {**wanted["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}
-    return {**wanted, "metadata": metadata, "spec": {**spec, "headGroupSpec": head, "workerGroupSpecs": worker_groups}}
+    metadata = {**desired["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}
+    return {**desired, "metadata": metadata, "spec": {**spec, "headGroupSpec": head, "workerGroupSpecs": worker_groups}}
 
 
 def _beside_kueue(group: Manifest, live: Manifest) -> Manifest:
@@ -71,7 +71,7 @@ def _beside_kueue(group: Manifest, live: Manifest) -> Manifest:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """Return a map or a list with what is only theirs added."""
+    """Return a map or a list with their additional entries."""
     if isinstance(theirs, Mapping):
         return {**theirs, **(ours or {})}
     return [*(ours or []), *(item for item in theirs if item not in (ours or []))]
@@ -82,7 +82,7 @@ def _volcano(queue: str | None, _cluster: str) -> Labels:
 
 
 def _yunikorn(queue: str | None, cluster: str) -> Labels:
-    # What has the same application is one gang; each RayCluster is a gang of its own.
+    # Pods with the same application id are one gang, so each RayCluster has its own id.
     application = {"ray.io/gang-scheduling-enabled": "true", "yunikorn.apache.org/app-id": cluster}
     return {**application, "yunikorn.apache.org/queue": queue}
 

@@ -1,7 +1,7 @@
-"""The RayCluster of a job: a head without GPUs and one worker group for each pool.
+"""The RayCluster of a job: a head without GPUs, and one worker group per pool.
 
-What Ray counts is written out (`num-gpus`, `num-cpus`, the pool's resource): KubeRay's own count knows only some
-resource names. The autoscaler is off: a job has the GPUs that its spec says.
+Ray's resources (`num-gpus`, `num-cpus`, the pool's resource) are explicit, because KubeRay derives them from some
+resource names only. The autoscaler is off, because the spec fixes the number of GPUs.
 """
 
 import json
@@ -22,12 +22,12 @@ from ppojob_operator.plan import JobKey
 API_VERSION = "ray.io/v1"
 KIND = "RayCluster"
 RAY_VERSION = "2.60.0"
-"""Version in the trainer image. KubeRay needs it to choose probes that need no wget, and for the token."""
+"""Ray's version in the trainer image. KubeRay uses it to choose probes without wget, and for the token."""
 
 
 def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str, Any]:
     """Return the RayCluster. `spec` is resolved and `template_problems` found nothing in it."""
-    wanted = {
+    desired = {
         "rayVersion": RAY_VERSION,
         "enableInTreeAutoscaling": False,
         "authOptions": {"mode": "token", "secretName": naming.dashboard_secret_name(name)},
@@ -38,12 +38,12 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
         "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
     }
     metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
-    metadata |= queue_annotations(spec.run_policy, wanted)
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": wanted}
+    metadata |= queue_annotations(spec.run_policy, desired)
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": desired}
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:
-    """Yield what in the users' pod templates and environment would break Ray. `spec` is resolved."""
+    """Yield the settings in `podTemplate` and `env` that would break Ray. `spec` is resolved."""
     for index, variable in enumerate(spec.env):
         if variable.name in pod_template.RESERVED_ENV:
             remedy = "this variable is set by the operator or by KubeRay: choose another name"
@@ -56,9 +56,9 @@ def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[Field
 
 
 def logical_cpus(spec: PPOJobSpec, pool: Pool) -> int:
-    """Return the CPUs that Ray counts in a pod of the pool; they bound nothing.
+    """Return the logical CPUs of a pod for Ray. They limit nothing.
 
-    Each GPU's bundle needs one and each process that scores needs one, even where the pod has less than that.
+    Each GPU's bundle and each scoring process needs one, even if the pod has fewer.
     """
     real = parse_quantity(pool.resources_per_gpu.cpu) * pool.gpus_per_node
     function = spec.reward.function if spec.placement.reward == pool.name else None
@@ -76,7 +76,7 @@ def _worker_group(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
         "rayStartParams": {
             "num-cpus": str(logical_cpus(spec, pool)),
             "num-gpus": str(pool.gpus_per_node),
-            # KubeRay pastes this into a shell command, hence the quotes around the escaped JSON.
+            # KubeRay inserts this into a shell command, so the JSON is quoted and escaped.
             "resources": json.dumps(resources),
         },
         "template": pod_template.merged(pool_template(spec, pool, key, cluster), pool.pod_template),

@@ -1,6 +1,6 @@
-"""The ServiceAccount of a job's pods: without rights and without a token of the API server.
+"""The ServiceAccount of a job's pods, without permissions and without a token of the API server.
 
-Its only use is the projected token by which the status server knows the trainer.
+Its only use is the projected token, by which the status server authenticates the trainer.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The submission of the trainer to Ray."""
+"""The submission of an attempt's trainer to Ray. Pure; `reconcile.submission` calls it."""
 
 import hashlib
 import shlex
@@ -11,21 +11,21 @@ from ppojob_operator.plan import Job, Submission
 
 
 def pods_key(pool: str) -> str:
-    """Return under which name a submission remembers the pods of a pool."""
+    """Return the metadata key for the pods of a pool."""
     return f"pods-{pool}"
 
 
 def pods_digest(pods: Iterable[str]) -> str:
-    """Return a text that is the same as long as the pods are the same: sixteen hex digits over their names."""
+    """Return a digest of the pods' names: sixteen hex digits."""
     return hashlib.sha256("\n".join(sorted(pods)).encode()).hexdigest()[:16]
 
 
 def submission(job: Job, *, attempt: int, cluster: str, job_text: str, pods: Mapping[str, Iterable[str]]) -> Submission:
     """Return the submission of an attempt.
 
-    The driver runs on the head: Ray puts it there as long as it asks for no resources. It carries the hash of
-    job.json, because the kubelet may show an older file for a while: the trainer waits for the one that is meant.
-    It remembers the pods (names by pool) that it begins with, so that a replaced pod is seen without comparing clocks.
+    Ray runs a driver without resource requests on the head. The command has the hash of job.json, because the kubelet
+    may serve an older file for a while; the trainer waits for the right one. The metadata has a digest of each pool's
+    pods, so that a replaced pod is detected without comparing clocks.
     """
     arguments = [
         *("python", "-m", "ppojob_trainer.main"),

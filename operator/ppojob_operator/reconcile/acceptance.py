@@ -1,13 +1,15 @@
-"""Policy: may this job be run at all? Until it may, nothing is created for it and no deadline runs.
+"""Policy: can the operator run this job? Sets condition Accepted.
 
-`decide` asks it at each look, and the admission webhook asks `spec_problem` before there is anything to look at.
+Until a job is accepted, nothing is created for it and no deadline runs. `decide` calls `judge` at each reconcile; the
+admission webhook calls `spec_problem` before the job is stored.
 """
 
 from collections.abc import Iterable
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.doubts import doubts
+from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Job, Observed
@@ -23,28 +25,27 @@ def judge(job: Job, observed: Observed) -> Finding:
     assert isinstance(job.spec, PPOJobSpec)
     if not observed.is_kuberay_served:
         message = (
-            "the cluster does not know ray.io/v1 RayCluster: install the KubeRay operator; "
-            "this job goes on as soon as it is there"
+            "the API server does not serve ray.io/v1 RayCluster: install the KubeRay operator; then this job continues"
         )
         return Finding("Unknown", Reason.KUBERAY_MISSING, message)
     if was_accepted(job):
-        return _still_accepted(job) or _accepted(doubts(job.spec))
+        return _still_accepted(job) or _accepted(job.spec, spec_warnings(job.spec))
     if job.spec.run_policy.queue_name is not None and observed.workloads is None:
         message = (
-            f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the cluster does not know kueue.x-k8s.io "
-            "Workload: install Kueue, or create the job without a queue; this one goes on as soon as Kueue is there"
+            f"spec.runPolicy.queueName: {job.spec.run_policy.queue_name!r}: the API server does not serve "
+            "kueue.x-k8s.io Workload: install Kueue, then this job continues, or create it without a queue"
         )
         return Finding("Unknown", Reason.KUEUE_MISSING, message)
     return _storage(job.spec, job, observed)
 
 
 def was_accepted(job: Job) -> bool:
-    """Return whether the job has begun: what it needs was there, and in a queue its RayCluster waits already."""
+    """Return whether the job was accepted before: it has started, or its RayCluster is in a queue."""
     return job.status.start_time is not None or job.status.ray_cluster is not None
 
 
 def spec_problem(job: Job) -> SpecError | None:
-    """Return why a spec can never be run, whatever else there is in the cluster; None: it can."""
+    """Return why the spec is invalid, independent of the cluster; None if it is valid."""
     if isinstance(job.spec, SpecError):
         return job.spec
     problems = tuple(template_problems(job.spec, job.key, job.uid))
@@ -52,32 +53,33 @@ def spec_problem(job: Job) -> SpecError | None:
 
 
 def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
-    """Return what is said of a job that began under a newer operator, and has fields that this one does not know.
+    """Return the finding for a job of a newer operator whose spec has fields that this one does not know.
 
-    Only a newer definition lets the API server store them, perhaps as defaults: nothing is wrong with the job.
+    Only a newer CRD lets the API server store them, perhaps as defaults, so the job itself is not at fault.
     """
     unknown = [error.path for error in problem.errors if error.message == UNKNOWN_FIELD]
     if not unknown or not was_accepted(job):
         return None
     message = (
-        f"this operator is older than the definition of PPOJob in the cluster and does not know {', '.join(unknown)}: "
-        "upgrade the operator; until then it leaves the job as it is, and a trainer that runs goes on"
+        f"this operator is older than the PPOJob CRD in the cluster and does not know {', '.join(unknown)}: "
+        "upgrade the operator; until then it does not change the job, and a running trainer continues"
     )
     return Finding("Unknown", Reason.OPERATOR_TOO_OLD, message)
 
 
-RUNS_ON = Finding("True", Reason.VALID, "the job goes on; of the spec as it stands LayoutApplied speaks")
-"""What is said of a job that was accepted, and whose layout was edited into one that cannot be run."""
+KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job continues; see condition LayoutApplied for the pending layout")
+"""An accepted job whose new layout is invalid."""
 
 
-def _accepted(doubtful: Iterable[FieldError]) -> Finding:
-    words = "; ".join(map(str, doubtful))
-    message = "the spec is valid and its claim is there; the trainer checks the paths when it starts"
-    return Finding("True", Reason.VALID, f"{message}; doubtful: {words}" if words else message)
+def _accepted(spec: PPOJobSpec, warnings: Iterable[FieldError]) -> Finding:
+    words = "; ".join(map(str, warnings))
+    fetched = "what it names by address is fetched next, and " if has_addresses(spec) else ""
+    message = f"the spec is valid and its claim exists; {fetched}the trainer checks the paths when it starts"
+    return Finding("True", Reason.VALID, f"{message}; warnings: {words}" if words else message)
 
 
 def _still_accepted(job: Job) -> Finding | None:
-    """Return what was said of the same spec at its admission: of the claim, which is not read any more, too."""
+    """Return the finding of the acceptance of the same spec; the claim is not read again after it."""
     for condition in job.status.conditions:
         is_same = (condition.status, condition.observed_generation) == ("True", job.generation)
         if condition.type == Condition.ACCEPTED and is_same:
@@ -93,4 +95,4 @@ def _storage(spec: PPOJobSpec, job: Job, observed: Observed) -> Finding:
     if verdict.refusals:
         reason = Reason.STORAGE_MISSING if observed.claim.phase == "Lost" else Reason.STORAGE_UNFIT
         return Finding("False", reason, str(SpecError(verdict.refusals)))
-    return _accepted((*doubts(spec), *verdict.doubts))
+    return _accepted(spec, (*spec_warnings(spec), *verdict.warnings))

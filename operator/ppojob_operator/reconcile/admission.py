@@ -1,11 +1,11 @@
-"""Policy: has the job's queue let it in? A job without a queue has nothing to wait for.
+"""Policy: has Kueue admitted the job? Sets condition Admitted of jobs with a queue.
 
-    queued --- Kueue sets spec.suspend of the RayCluster to false ---> admitted --- to true: for others ---> evicted
-      ^                                                                                                        |
-      `-------- the trainer has put a checkpoint down, or its time is over, and the pods are gone -------------'
+    queued --- Kueue sets spec.suspend of the RayCluster to false ---> admitted --- Kueue sets it to true ---> evicted
+      ^                                                                                                          |
+      `---- the trainer has saved a checkpoint or its grace period is over, and the pods are deleted ------------'
 
-Kueue alone writes `spec.suspend`, and the RayCluster stays what it is, so that the job keeps its place in the queue.
-`stopping.py` carries an eviction out; no deadline runs in the queue.
+Only Kueue writes `spec.suspend`. The RayCluster is kept, so the job keeps its place in the queue. `stopping.py` handles
+an eviction. No deadline runs while the job is queued.
 """
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
@@ -16,16 +16,16 @@ _MAX_WORDS = 1500
 
 
 def is_queued(situation: Situation) -> bool:
-    """Return whether the job waits in its queue, without a trainer."""
+    """Return whether the job is waiting in its queue, without a trainer."""
     if situation.spec.run_policy.queue_name is None or situation.submitted_at is not None:
         return False
     return situation.cluster is None or situation.cluster.is_suspended
 
 
 def is_evicted(situation: Situation) -> bool:
-    """Return whether the queue takes the GPUs away from a trainer.
+    """Return whether the queue evicts an attempt with a trainer.
 
-    It still does where it has let the RayCluster in again before it was seen that the trainer is gone.
+    This remains true if Kueue admits the RayCluster again before the operator has seen the end of the trainer.
     """
     if situation.spec.run_policy.queue_name is None or situation.submitted_at is None or situation.cluster is None:
         return False
@@ -34,24 +34,24 @@ def is_evicted(situation: Situation) -> bool:
 
 
 def has_lost_all(situation: Situation) -> bool:
-    """Return whether the pods of an attempt that is evicted are gone."""
+    """Return whether the pods of an evicted attempt are deleted."""
     is_suspended = situation.cluster is not None and situation.cluster.is_suspended
     own = (pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name)
-    # In a RayCluster that was let in again, the pods that stay are those of the next attempt.
-    return not any(pod.is_going or is_suspended for pod in own)
+    # In a RayCluster that was admitted again, the remaining pods are those of the next attempt.
+    return not any(pod.is_deleting or is_suspended for pod in own)
 
 
 def judge(situation: Situation) -> Finding | None:
-    """Return the condition Admitted; None: the job has no queue."""
+    """Return condition Admitted; None: the job has no queue."""
     queue, cluster = situation.spec.run_policy.queue_name, situation.cluster
     if queue is None:
         return None
     workload = _workload(situation)
     if is_evicted(situation):
         words = f": {workload.eviction[:_MAX_WORDS]}" if workload and workload.eviction else ""
-        return Finding("False", Reason.PREEMPTED, f"the queue {queue} takes the GPUs away from the job{words}")
+        return Finding("False", Reason.PREEMPTED, f"the queue {queue} has evicted the job{words}")
     if cluster is None:
-        return Finding("False", Reason.QUEUED, f"the job is on its way into the queue {queue}")
+        return Finding("False", Reason.QUEUED, f"the job is being added to the queue {queue}")
     if cluster.is_suspended:
         return Finding("False", Reason.QUEUED, f"the job waits in the queue {queue}{_waits_for(workload)}")
     if workload is None and not _was_admitted(situation):
@@ -60,11 +60,11 @@ def judge(situation: Situation) -> Finding | None:
             "turn on its integration ray.io/raycluster"
         )
         return Finding("Unknown", Reason.NOT_QUEUED, words)
-    return Finding("True", Reason.ADMITTED, f"the queue {queue} has let the job in")
+    return Finding("True", Reason.ADMITTED, f"the queue {queue} has admitted the job")
 
 
 def knows_why(situation: Situation) -> bool:
-    """Return whether Kueue has said what a queued job waits for."""
+    """Return whether Kueue has a message about what a queued job waits for."""
     workload = _workload(situation)
     return workload is not None and bool(workload.waits_for)
 
@@ -77,7 +77,7 @@ def _workload(situation: Situation) -> Workload | None:
 def _waits_for(workload: Workload | None) -> str:
     if workload is None or not workload.waits_for:
         return ""
-    before = f"; it was let in before: {workload.eviction[:_MAX_WORDS]}" if workload.eviction else ""
+    before = f"; it was admitted before: {workload.eviction[:_MAX_WORDS]}" if workload.eviction else ""
     return f": {workload.waits_for[:_MAX_WORDS]}{before}"
 
 

@@ -1,8 +1,8 @@
-"""Policy: has the current attempt failed, whom is that counted against, and why?
+"""Policy: has the current attempt failed, why, and against which limit does it count?
 
-The trainer names its own failure in the last line of its log; where it could not, Ray's words, the pods and the exit
-code must do. A pod that wanted more memory than it may have comes first: to the trainer it looks like a lost machine.
-It looks at submitted attempts only.
+The last line of the trainer's log names its failure. Without it, the reason comes from Ray's message, the pods and the
+exit code. A pod that exceeded its memory limit takes precedence, because the trainer sees it as a lost worker. Only
+submitted attempts are judged.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.resolve import driver_log, job_root
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
-from ppojob_operator.reconcile import losses
+from ppojob_operator.reconcile import lost_pods
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
-"""How long Ray may not yet know a job that it took, and the trainer may look for the words for a lost pod."""
+"""Time for Ray to list a job that it accepted, and for the trainer to report a lost pod itself."""
 
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 
 
 def judge(situation: Situation) -> Failure | None:
-    """Return why the attempt failed, or None: it did not, or was not sent yet."""
+    """Return why the attempt failed; None: it has not failed, or was not submitted yet."""
     if situation.submitted_at is None:
         return None
     ray_job = situation.ray_job
@@ -34,16 +34,18 @@ def judge(situation: Situation) -> Failure | None:
         message = "somebody stopped the trainer in Ray's dashboard"
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
     loss = _lost_head(situation) or _lost_workers(situation)
-    is_starved = any(pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in losses.all_pods(situation))
-    return (_starved(situation) or loss) if (loss or is_starved) else None
+    is_out_of_memory = any(
+        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in lost_pods.all_pods(situation)
+    )
+    return (_out_of_memory(situation) or loss) if (loss or is_out_of_memory) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
-    lost = losses.judge(situation)
-    is_suspect = lost is None or not losses.are_replaced(situation)
-    if _may_come_of_a_loss(record, is_lost=lost is not None) and (starved := _starved(situation)):
-        return starved
+    lost = lost_pods.judge(situation)
+    is_suspect = lost is None or not lost_pods.are_replaced(situation)
+    if _may_be_caused_by_a_loss(record, is_lost=lost is not None) and (out_of_memory := _out_of_memory(situation)):
+        return out_of_memory
     if record is not None and (record.kind is not FailureKind.USER or lost is None):
         return _named(situation, record, lost, is_suspect=is_suspect)
     if lost is not None:
@@ -54,16 +56,16 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
         return Failure(FailureKind.INFRASTRUCTURE, Reason.HEAD_LOST, message, ray_job.exit_code)
     if ray_job.exit_code in _SIGKILL:
         message = (
-            "the trainer was killed by signal 9, most likely for want of memory on the head pod: "
+            "the trainer was terminated by SIGKILL, most likely because the head pod ran out of memory: "
             f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
         )
         return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
-    message = f"the trainer ended without naming its failure: {_last_words(situation, ray_job)}"
+    message = f"the trainer ended without naming its failure: {_last_line(situation, ray_job)}"
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
 
 
-def _may_come_of_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
-    """Return whether the end of the trainer, as it names it, may come of the end of a pod."""
+def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
+    """Return whether the failure that the trainer names may be the consequence of a lost pod."""
     if record is None:
         return True
     if record.kind is FailureKind.INFRASTRUCTURE:
@@ -72,7 +74,7 @@ def _may_come_of_a_loss(record: FailureRecord | None, *, is_lost: bool) -> bool:
 
 
 def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *, is_suspect: bool) -> Failure:
-    """Return the failure as the trainer names it; where somebody has taken its pods, by that name."""
+    """Return the failure that the trainer names, or the disruption of its pods that caused it."""
     if record.kind is not FailureKind.INFRASTRUCTURE:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
@@ -81,13 +83,13 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
     return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
 
 
-def _starved(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt of which a pod wanted more memory than it may have; None: no pod did."""
-    killed = next(((pod, pod.out_of_memory) for pod in losses.all_pods(situation) if pod.out_of_memory), None)
-    if killed is None:
+def _out_of_memory(situation: Situation) -> Failure | None:
+    """Return the failure of an attempt with a pod that exceeded its memory limit; None: no pod did."""
+    exceeded = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
+    if exceeded is None:
         return None
-    pod, trouble = killed
-    message = f"pod {pod.name}: {trouble.words}: {_more_memory(pod, trouble.container)}"
+    pod, trouble = exceeded
+    message = f"pod {pod.name}: {trouble.message}: {_more_memory(pod, trouble.container)}"
     return Failure(FailureKind.USER, trouble.reason, message, trouble.exit_code)
 
 
@@ -101,57 +103,57 @@ def _more_memory(pod: Pod, container: str) -> str:
 
 
 def _lost_head(situation: Situation) -> Failure | None:
-    """Return the loss of the head, with which the attempt is gone: Ray's memory of it lives there."""
+    """Return the loss of the head, which ends the attempt, because Ray's state is in the head."""
     if situation.cluster is None:
         words = _with_log(situation, f"somebody deleted the RayCluster {situation.cluster_name}")
         return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
     message = f"the RayCluster {situation.cluster_name} was suspended" if situation.cluster.is_suspended else ""
-    taken = None if message else losses.taken(situation)
-    message = message or _words_of_a_lost_head(situation)
+    taken = None if message else lost_pods.taken(situation)
+    message = message or _lost_head_message(situation)
     if not message:
         return None
     reason, words = (taken.reason, f"{message}: {taken.message}") if taken else (Reason.HEAD_LOST, message)
-    heads = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is None)
+    heads = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is None)
     return Failure(FailureKind.INFRASTRUCTURE, reason, _with_log(situation, words), _exit_code(heads))
 
 
 def _with_log(situation: Situation, words: str) -> str:
     key, spec = situation.job.key, situation.spec
     root = job_root(spec.storage.mount_path, key.namespace, key.name, situation.job.uid, spec.checkpoint.resume)
-    return f"{words}; what the driver has written is in the storage, in {driver_log(root, situation.attempt)}"
+    return f"{words}; the driver's log is in the storage: {driver_log(root, situation.attempt)}"
 
 
-def _words_of_a_lost_head(situation: Situation) -> str:
+def _lost_head_message(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
     head = situation.head
     if head is None:
-        return "" if losses.is_held(situation) else f"the head pod of the RayCluster {name} is gone"
+        return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} was deleted"
     if head.trouble is not None:
-        return f"the head pod {head.name} failed: {head.trouble.words}"
+        return f"the head pod {head.name} failed: {head.trouble.message}"
     if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
         return f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
     if _is_silent(situation):
         problem = ray.problem if ray else "the head pod is not ready"
-        return f"neither Ray's dashboard nor the trainer answered for {losses.SILENCE.seconds} s: {problem}"
+        return f"neither Ray's dashboard nor the trainer answered for {lost_pods.SILENCE.seconds} s: {problem}"
     return ""
 
 
 def _is_silent(situation: Situation) -> bool:
     unreachable_since = situation.unreachable_since
     is_over = unreachable_since is not None and situation.now - unreachable_since > _SETTLING
-    return is_over and not losses.is_reporting(situation)
+    return is_over and not lost_pods.is_reporting(situation)
 
 
 def _lost_workers(situation: Situation) -> Failure | None:
-    """Return the loss of worker pods that the trainer had time to notice, and did not."""
-    # Without a head nobody knows with which pods the attempt began.
-    lost = losses.judge(situation) if situation.ray_job is not None else None
+    """Return the loss of worker pods that the trainer has not reported in time."""
+    # Without a head, the pods that the attempt started with are unknown.
+    lost = lost_pods.judge(situation) if situation.ray_job is not None else None
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
-    patience = _SETTLING + grace if losses.is_held(situation) else _SETTLING
+    patience = _SETTLING + grace if lost_pods.is_held(situation) else _SETTLING
     if lost is None or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
-    troubles = (pod.trouble for pod in losses.all_pods(situation) if pod.pool is not None)
-    is_suspect = not losses.are_replaced(situation)
+    troubles = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is not None)
+    is_suspect = not lost_pods.are_replaced(situation)
     return Failure(FailureKind.INFRASTRUCTURE, lost.reason, lost.message, _exit_code(troubles), is_suspect)
 
 
@@ -159,7 +161,7 @@ def _exit_code(troubles: Iterable[Trouble | None]) -> int | None:
     return next((trouble.exit_code for trouble in troubles if trouble and trouble.exit_code is not None), None)
 
 
-def _last_words(situation: Situation, ray_job: RayJob) -> str:
+def _last_line(situation: Situation, ray_job: RayJob) -> str:
     lines = [line.strip() for line in (situation.observed.log_tail or "").splitlines() if line.strip()]
     return lines[-1] if lines else _first_line(ray_job.message)
 

@@ -1,8 +1,8 @@
-"""Policy: autoBalance. The trainer advises other sizes of the pools, and the operator takes the best that is allowed.
+"""Policy: autoBalance. The trainer recommends pool sizes, and the operator applies the best allowed ones.
 
-What it takes is written into `status.effectivePools` and nothing more: `reading` lays it over the spec, and from there
-it is another layout like any other, which `stopping` brings into force. An attempt is left alone for an interval, so
-that what was advised for the one before is never applied to it.
+It only writes `status.effectivePools`. `reading` merges them into the spec, and `stopping` then applies the new layout
+like any other. An attempt is not resized before its interval has passed, so a recommendation for an earlier attempt is
+never applied to it.
 """
 
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ from ppojob_operator.reconcile.sizes import with_nodes
 
 @dataclass(frozen=True)
 class Move:
-    """Pools to move, and the Event that says why."""
+    """Pools to resize, and the Event that says why."""
 
     pools: tuple[EffectivePool, ...]
     event: EventRecord
 
 
 def judge(situation: Situation) -> Move | None:
-    """Return what to move of an attempt that goes on as it is; None: nothing."""
-    spec, since = situation.wanted, situation.submitted_at
+    """Return the pools to resize while an attempt runs; None: none."""
+    spec, since = situation.desired, situation.submitted_at
     if spec is None or not spec.auto_balance.enabled or since is None or situation.reported_at is None:
         return None
     if spec.run_policy.queue_name is not None:
-        # Other pods are another RayCluster, which would wait at the end of the queue.
+        # New sizes need a new RayCluster, which would wait at the end of the queue.
         return None
     if situation.now - since < timedelta(minutes=spec.auto_balance.interval_minutes):
         return None
@@ -45,22 +45,22 @@ def judge(situation: Situation) -> Move | None:
     pools = [EffectivePool(name=p.name, nodes=nodes[p.name], spec_nodes=own.get(p.name, p.nodes)) for p in spec.pools]
     kept = tuple(pool for pool in pools if pool.nodes != pool.spec_nodes)
     changes = ", ".join(f"{p.name}: nodes {p.nodes} -> {nodes[p.name]}" for p in spec.pools if p.nodes != nodes[p.name])
-    words = f"autoBalance moves pools ({changes}): the step is predicted to take {advice.step_time_percent:+d} % time"
+    words = f"autoBalance resizes pools ({changes}): the step is predicted to take {advice.step_time_percent:+d} % time"
     reason = situation.status.recommendation
-    message = f"{words}; the trainer says: {reason}" if reason else words
+    message = f"{words}; the trainer reports: {reason}" if reason else words
     return Move(kept, EventRecord(Reason.REBALANCED, message, is_warning=False, action=Condition.LAYOUT_APPLIED))
 
 
 def _best(spec: PPOJobSpec, own: Mapping[str, int], advice: list[LayoutAdvice]) -> LayoutAdvice | None:
-    """Return the advice that saves most time, and of those that save none the one with the fewest GPUs."""
+    """Return the recommendation that saves most time, or if none saves time, the one with the fewest GPUs."""
     allowed = (each for each in advice if _is_allowed(spec, own, each))
     return min(allowed, key=lambda each: (min(0, each.step_time_percent), each.gpus), default=None)
 
 
 def _has_room(situation: Situation, advice: LayoutAdvice) -> bool:
-    """Return whether the advice may be tried. Where there was no room for more, more is not asked for again.
+    """Return whether the cluster may have capacity. After a resize that could not start, pools are not enlarged.
 
-    That holds until the job is stopped for another reason: by an edit of its layout, a suspension or a pre-emption.
+    That holds until the job is stopped for another reason: an edit of its layout, a suspension or a pre-emption.
     """
     stop, nodes = situation.status.stop, _nodes(advice)
     if stop is None or stop.reason != Reason.STARTUP_DELAYED:
@@ -79,7 +79,7 @@ def _is_allowed(spec: PPOJobSpec, own: Mapping[str, int], advice: LayoutAdvice) 
 
 
 def _is_within(pool: Pool, own: int, nodes: int) -> bool:
-    """`own` is what the spec itself gives the pool."""
+    """Return whether `nodes` is within the pool's bounds. `own` is the number of nodes in the spec."""
     return nodes == pool.nodes or (pool.min_nodes or own) <= nodes <= (pool.max_nodes or own)
 
 

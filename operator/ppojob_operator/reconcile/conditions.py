@@ -1,4 +1,4 @@
-"""Conditions of the status from the findings of a look, and the Events that tell of their changes."""
+"""Merges the findings of a reconcile into the conditions of the status, and creates the Events of their changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -10,30 +10,34 @@ from ppojob_operator.reconcile.situation import Finding
 
 _ORDER = (
     Condition.ACCEPTED,
+    Condition.SOURCES_FETCHED,
     Condition.ADMITTED,
     Condition.POOLS_READY,
     Condition.SUBMITTED,
     Condition.PROGRESSING,
     Condition.STALLED,
     Condition.LAYOUT_APPLIED,
+    Condition.MODEL_UPLOADED,
     Condition.SUSPENDED,
     Condition.COMPLETE,
     Condition.FAILED,
 )
 _MAX_MESSAGE = 4000
 
-_GOOD_NEWS = {
+_NORMAL_CONDITIONS = {
     (Condition.ACCEPTED, "True"),
+    (Condition.SOURCES_FETCHED, "True"),
     (Condition.ADMITTED, "True"),
     (Condition.POOLS_READY, "True"),
     (Condition.SUBMITTED, "True"),
     (Condition.COMPLETE, "True"),
     (Condition.LAYOUT_APPLIED, "True"),
+    (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_NEWS = {Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
-"""Reasons that are worth an Event, whatever the status."""
-_BAD_NEWS = {
+_NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
+"""Reasons with a Normal Event, whatever the status."""
+_WARNING_REASONS = {
     Reason.INVALID_SPEC,
     Reason.OPERATOR_TOO_OLD,
     Reason.KUBERAY_MISSING,
@@ -55,16 +59,18 @@ _BAD_NEWS = {
     Reason.REPORTS_MISSING,
     Reason.STARTUP_DELAYED,
     Reason.OPERATOR_FAULT,
+    Reason.UPLOAD_REFUSED,
+    Reason.UPLOAD_FAILED,
 }
 
 
 def merge(
     old: Sequence[ConditionStatus], findings: Mapping[str, Finding], generation: int, now: datetime
 ) -> list[ConditionStatus]:
-    """Return the conditions with the findings laid over them, in a fixed order.
+    """Return the conditions with the findings merged into them, in a fixed order.
 
-    `lastTransitionTime` moves only with `status`, as metav1.Condition asks. A condition without a finding stays, also
-    one that only a newer operator knows.
+    `lastTransitionTime` changes only with `status`, as in metav1.Condition. A condition without a finding stays, even
+    if only a newer operator knows it.
     """
     result = {condition.type: condition for condition in old}
     for kind, finding in findings.items():
@@ -83,13 +89,14 @@ def merge(
 
 
 def events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> Iterator[EventRecord]:
-    """Yield an Event for each condition whose status or reason changed into something worth telling."""
+    """Yield an Event for each condition that changed to a status or reason in the tables above."""
     before = {condition.type: (condition.status, condition.reason) for condition in old}
     for condition in new:
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
-        is_bad = condition.reason in _BAD_NEWS or (condition.type, condition.status) == (Condition.FAILED, "True")
-        if is_bad or condition.reason in _NEWS or (condition.type, condition.status) in _GOOD_NEWS:
+        state = (condition.type, condition.status)
+        is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
+        if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:
             yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
 
 

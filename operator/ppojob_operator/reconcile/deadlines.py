@@ -1,8 +1,8 @@
-"""Policy: the time that a job may take to start, and to run.
+"""Policy: the startup deadline and the active deadline.
 
-Beyond the active deadline it fails for good, and beyond the startup deadline where it has never run. A job that has run
-waits on instead: it has something to lose, and room comes back. Where autoBalance has asked for too much, `stopping.py`
-takes that back.
+After the active deadline, the job fails. After the startup deadline, it fails only if it has never run. A job that has
+run keeps waiting, because failing would lose its steps, and capacity usually returns. If the attempt waits for pools
+that autoBalance has enlarged, `stopping.py` reverts their sizes.
 """
 
 from datetime import datetime, timedelta
@@ -28,20 +28,20 @@ def judge(situation: Situation, pools: Finding, step: Step) -> Failure | None:
 
 
 def delay(situation: Situation, pools: Finding, step: Step) -> Finding | None:
-    """Return the condition Progressing of a job that has run and whose next attempt is late; None: it is not."""
+    """Return condition Progressing of a job that has run and whose next attempt is late; None: it is not late."""
     if not situation.has_run or not _is_late(situation, pools, step):
         return None
     checkpoint = situation.status.checkpoint
     where = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "its last checkpoint"
     message = (
-        f"attempt {situation.attempt} waits since {_begin(situation, pools):%Y-%m-%d %H:%M:%S} UTC to be started; it "
-        f"waits on, nothing is lost, and it will go on from {where}: {_cause(pools, step)}"
+        f"attempt {situation.attempt} has waited to start since {_begin(situation, pools):%Y-%m-%d %H:%M:%S} UTC; "
+        f"it keeps waiting, nothing is lost, and it will resume from {where}: {_cause(pools, step)}"
     )
     return Finding("False", Reason.STARTUP_DELAYED, message)
 
 
 def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
-    """Return the next moment at which time alone may change the verdict."""
+    """Return the next time at which a deadline passes or an attempt is due."""
     active, moments = situation.spec.run_policy.active_deadline_seconds, []
     if active is not None:
         moments.append(situation.now + timedelta(seconds=active) - situation.active_time)
@@ -60,7 +60,7 @@ def _active(situation: Situation) -> Failure | None:
 
 
 def _is_late(situation: Situation, pools: Finding, step: Step) -> bool:
-    """Return whether the attempt is past its startup deadline, and this look does not bring it forward either."""
+    """Return whether the attempt is past its startup deadline, and this reconcile does not advance it either."""
     is_made_now = situation.cluster is None and not situation.observed.last_error
     if situation.submitted_at is not None or step.submission is not None or is_made_now:
         return False
@@ -72,10 +72,10 @@ def _startup_deadline(situation: Situation, pools: Finding) -> datetime:
 
 
 def _begin(situation: Situation, pools: Finding) -> datetime:
-    """Return since when the attempt waits for what it lacks. Each has the whole time: its pods may be on other nodes.
+    """Return the start of the attempt's startup deadline. Each attempt has the whole time, as its nodes may be new.
 
-    Where it is the operator's turn (the RayCluster is not there, or its pods are ready), no time counts in which there
-    was no operator.
+    If the next action is the operator's (no RayCluster exists, or all pods are ready), time without an operator is
+    not counted.
     """
     moments, cluster, leading_since = [situation.due], situation.cluster, situation.observed.leading_since
     if pools.status == "True":

@@ -1,6 +1,6 @@
-"""What is said of a job that the operator cannot reconcile because of a defect of its own.
+"""Condition Progressing of a job that a defect of the operator prevents from being reconciled.
 
-`loop.py` calls it. It uses nothing of the job's spec, which may be what the defect is about.
+`loop.py` calls it after an unexpected exception. It does not read the job's spec, which may have triggered the defect.
 """
 
 from datetime import datetime
@@ -15,11 +15,11 @@ _MAX_WORDS = 500
 
 
 def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
-    """Return the plan that says so in the condition Progressing, with an Event when it is new."""
+    """Return the plan that sets condition Progressing to Unknown, with an Event if this is new."""
     words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     message = (
-        f"a defect of the operator keeps it from reconciling this job ({words}): report it with the operator's log. "
-        "A trainer that runs continues; the operator tries again"
+        f"a defect of the operator prevents the reconcile of this job ({words}): report it with the operator's log. "
+        "A running trainer continues; the operator retries"
     )
     old = job.status
     merged = conditions.merge(
@@ -29,7 +29,7 @@ def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
         now,
     )
     status = old.model_copy(update={"conditions": merged, "phase": phase.derive(merged, old.attempt or 0)})
-    wanted = owned(status)
+    desired = owned(status)
     return Plan(
-        status=None if wanted == owned(old) else wanted, events=tuple(conditions.events(old.conditions, merged))
+        status=None if desired == owned(old) else desired, events=tuple(conditions.events(old.conditions, merged))
     )

@@ -1,6 +1,6 @@
-"""What the metrics say about one job: its status, reduced to numbers. Pure; `loop.py` calls it after each pass.
+"""The state of a job for the metrics: its status as numbers. Pure; `loop.py` calls it after each reconcile.
 
-It judges nothing: whether a job has stalled or failed stands in the conditions already.
+It has no policy: the conditions already say whether a job has stalled or failed.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reconcile.reading import parse_time
 
 WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
-"""Phases of a job that should train and has no trainer yet."""
+"""Phases of a job that waits for its trainer. A download is no such wait: it may take hours, and nothing is wrong."""
 FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
 _WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)
 
@@ -25,19 +25,19 @@ class JobState:
     phase: str
     """One of `constants.Phase`; empty before the first status."""
     ended_at: float | None = None
-    """When it finished. None: it has not."""
+    """When it finished. None: it has not finished."""
     progress_ratio: float | None = None
-    """Share of the steps that are done, 0 to 1. None: no trainer has reported."""
+    """Completed share of the steps, 0 to 1. None: no trainer has reported."""
     seconds_left: float | None = None
     """Estimated time to the end, while it runs. None: not known."""
     retries: Mapping[str, int] = field(default_factory=dict)
-    """Attempts that failed and were tried again, by cause: `user` or `infrastructure`."""
+    """Number of retries by cause: `user` or `infrastructure`."""
     gpus: Mapping[str, float] = field(default_factory=dict)
     """GPUs of all its pools: `desired`, and `ready` of them. Empty: it has no pods."""
     waiting_since: float | None = None
     """Since when it has waited for a trainer to start. None: it does not wait."""
     last_progress: float | None = None
-    """When a report of the running trainer last said something new. None: it does not run."""
+    """When a report of the running trainer last showed progress. None: it does not run."""
     last_report: float | None = None
     """When the running trainer reported last."""
     is_stalled: bool = False
@@ -50,11 +50,11 @@ class JobState:
 
 
 def job_state(job: Job, written: Manifest | None) -> JobState:
-    """Return the state of a job after a pass.
+    """Return the state of a job after a reconcile.
 
     Args:
-        job: as it was read, with what the trainer reported.
-        written: the operator's part of the status that the pass wrote. None: it wrote none.
+        job: the job as it was read, with the trainer's reports.
+        written: the operator's part of the status, if the reconcile wrote it.
     """
     status = job.status
     if written is not None:
@@ -96,8 +96,9 @@ def _gpus(status: PPOJobStatus) -> dict[str, float]:
 
 
 def _waiting_since(conditions: Mapping[str, ConditionStatus]) -> float | None:
-    """Return when the trainer ended or the suspension did, whichever is later; before any, when the job was seen."""
-    ended = [conditions[kind] for kind in (Condition.SUBMITTED, Condition.SUSPENDED) if kind in conditions]
+    """Return when the last trainer, suspension or fetch ended; before the first, when the job was seen."""
+    kinds = (Condition.SUBMITTED, Condition.SUSPENDED, Condition.SOURCES_FETCHED)
+    ended = [conditions[kind] for kind in kinds if kind in conditions]
     known = ended or [conditions[kind] for kind in (Condition.ACCEPTED,) if kind in conditions]
     return max((parse_time(each.last_transition_time).timestamp() for each in known), default=None)
 

@@ -1,4 +1,4 @@
-"""`status.phase`: one word for the column, derived from the conditions and from nothing else."""
+"""`status.phase`, derived from the conditions only, for the column in kubectl."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.status import ConditionStatus
 
 _STOPS = (Condition.LAYOUT_APPLIED, Condition.SUSPENDED)
-"""The conditions that say why a trainer was asked to stop in order."""
+"""Conditions with the reason of a graceful stop."""
 
 
 _QUEUES = {Reason.QUEUED: Phase.QUEUED, Reason.PREEMPTED: Phase.SUSPENDING}
-"""What the condition Admitted makes of the phase."""
+"""Phase by the reason of condition Admitted."""
 
 
 def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
@@ -28,6 +28,8 @@ def derive(conditions: Sequence[ConditionStatus], attempt: int) -> str:
 
 
 def _on_the_way(conditions: Sequence[ConditionStatus], true: set[str], attempt: int) -> str:
+    if any((each.type, each.reason) == (Condition.SOURCES_FETCHED, Reason.FETCHING) for each in conditions):
+        return Phase.FETCHING
     reasons = {condition.reason for condition in conditions if condition.type in _STOPS}
     if Reason.SUSPENDING in reasons:
         return Phase.SUSPENDING

@@ -1,4 +1,4 @@
-"""Policy: are the pods of the pools and the head ready, and if not, why not?"""
+"""Policy: are the pods of the pools and the head ready, and if not, why? Sets condition PoolsReady."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ppojob_operator.plan import Cluster, Pod, Trouble
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 _MAX_WORDS = 1000
-_GRAVITY = (
+_SEVERITY = (
     Reason.IMAGE_PULL_FAILED,
     Reason.OUT_OF_MEMORY,
     Reason.POD_FAILED,
@@ -19,19 +19,19 @@ _GRAVITY = (
     Reason.INSUFFICIENT_GPUS,
     Reason.UNSCHEDULABLE,
 )
-"""Which trouble names the condition where there are several: the one that waiting helps least comes first."""
-_WANT_OF_ROOM = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
-"""What pods of an earlier attempt can be the cause of, as long as they hold their resources."""
+"""Order in which one of several problems becomes the reason: first those that waiting does not solve."""
+_CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
+"""Reasons that pods of an earlier attempt may cause until they are deleted."""
 
 
 @dataclass(frozen=True)
 class PoolsFinding:
-    """The condition PoolsReady and the status of each pool."""
+    """Condition PoolsReady and the status of each pool."""
 
     finding: Finding
     pools: tuple[PoolStatus, ...]
     ready: str
-    """GPUs ready / wanted."""
+    """GPUs ready / desired."""
 
     @property
     def is_ready(self) -> bool:
@@ -40,29 +40,29 @@ class PoolsFinding:
 
 
 def judge(situation: Situation) -> PoolsFinding:
-    """Return the condition PoolsReady and the status of each pool."""
+    """Return condition PoolsReady and the status of each pool."""
     pools = situation.spec.pools
     pods = {pool.name: [pod for pod in situation.pods if pod.pool == pool.name] for pool in pools}
     num_ready = {name: sum(pod.is_ready for pod in group) for name, group in pods.items()}
     troubles = {pool.name: _trouble(pool, pods[pool.name]) for pool in pools}
     ready_gpus = sum(min(num_ready[pool.name], pool.nodes) * pool.gpus_per_node for pool in pools)
-    wanted_gpus = sum(pool.gpus for pool in pools)
+    desired_gpus = sum(pool.gpus for pool in pools)
     statuses = tuple(
         PoolStatus(
             name=pool.name,
             desired_nodes=pool.nodes,
             ready_nodes=num_ready[pool.name],
             gpus=pool.gpus,
-            message=trouble.words if (trouble := troubles[pool.name]) else None,
+            message=trouble.message if (trouble := troubles[pool.name]) else None,
         )
         for pool in pools
     )
     finding = _finding(situation, [trouble for trouble in troubles.values() if trouble], num_ready)
-    return PoolsFinding(finding, statuses, f"{ready_gpus}/{wanted_gpus}")
+    return PoolsFinding(finding, statuses, f"{ready_gpus}/{desired_gpus}")
 
 
-def given_back(situation: Situation, finding: Finding) -> PoolsFinding:
-    """Return the same for a job that gives its pods back; `finding` says why."""
+def released(situation: Situation, finding: Finding) -> PoolsFinding:
+    """Return the same for a job that releases its pods; `finding` is the condition."""
     pools = situation.spec.pools
     statuses = (PoolStatus(name=pool.name, desired_nodes=pool.nodes, ready_nodes=0, gpus=pool.gpus) for pool in pools)
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
@@ -71,25 +71,25 @@ def given_back(situation: Situation, finding: Finding) -> PoolsFinding:
 def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str, int]) -> Finding:
     cluster, head, error = situation.cluster, situation.head, situation.observed.last_error
     if cluster is None:
-        words = f"the RayCluster {situation.cluster_name} is being made"
+        words = f"the RayCluster {situation.cluster_name} is being created"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
     if cluster.is_suspended:
         return _suspended(situation, cluster)
     if head is not None and head.trouble is not None and not head.is_ready:
-        troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.words}"), *troubles]
-    lacking = _lacking(situation, num_ready)
-    if lacking and cluster.problem:
-        words = f"KubeRay cannot make all pods: {cluster.problem[:_MAX_WORDS]}"
+        troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.message}"), *troubles]
+    not_ready = _not_ready(situation, num_ready)
+    if not_ready and cluster.problem:
+        words = f"KubeRay cannot create all pods: {cluster.problem[:_MAX_WORDS]}"
         troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
     if troubles:
-        worst = min(troubles, key=lambda trouble: _GRAVITY.index(trouble.reason))
-        words = "; ".join(trouble.words for trouble in troubles)
-        if worst.reason in _WANT_OF_ROOM and (leaving := situation.leaving_pods):
+        worst = min(troubles, key=lambda trouble: _SEVERITY.index(trouble.reason))
+        words = "; ".join(trouble.message for trouble in troubles)
+        if worst.reason in _CAPACITY_REASONS and (leaving := situation.leaving_pods):
             names = ", ".join(pod.name for pod in leaving)
-            return _waiting(f"waits until the pods of an earlier attempt have left ({names[:_MAX_WORDS]}); {words}")
+            return _waiting(f"waits for the deletion of the pods of an earlier attempt ({names[:_MAX_WORDS]}); {words}")
         return Finding("False", worst.reason, words)
-    if lacking:
-        return _waiting("; ".join(lacking))
+    if not_ready:
+        return _waiting("; ".join(not_ready))
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
 
 
@@ -100,8 +100,8 @@ def _suspended(situation: Situation, cluster: Cluster) -> Finding:
     return Finding("False", Reason.CLUSTER_SUSPENDED, words)
 
 
-def _lacking(situation: Situation, num_ready: dict[str, int]) -> list[str]:
-    """Return what is not ready yet, head first."""
+def _not_ready(situation: Situation, num_ready: dict[str, int]) -> list[str]:
+    """Return what is not ready yet, starting with the head."""
     head = situation.head
     return [
         *(["the head pod is not ready"] if head is None or not head.is_ready else []),
@@ -118,30 +118,30 @@ def _waiting(words: str) -> Finding:
 
 
 def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
-    """Return what keeps most of the pool's pods from being ready, with the pool's wish before the scheduler's words."""
+    """Return the most severe problem of the pool's pods, with the pool's requests before the scheduler's message."""
     troubles = Counter(pod.trouble for pod in pods if pod.trouble and not pod.is_ready)
     if not troubles:
         return None
-    trouble, _ = max(troubles.items(), key=lambda item: (-_GRAVITY.index(item[0].reason), item[1]))
-    return Trouble(trouble.reason, f"{_preface(pool, trouble)}{trouble.words[:_MAX_WORDS]}")
+    trouble, _ = max(troubles.items(), key=lambda item: (-_SEVERITY.index(item[0].reason), item[1]))
+    return Trouble(trouble.reason, f"{_preface(pool, trouble)}{trouble.message[:_MAX_WORDS]}")
 
 
 def _preface(pool: Pool, trouble: Trouble) -> str:
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
-        return f"pool {pool.name} wants {' and '.join(_devices(pool))} per node; "
+        return f"pool {pool.name} requests {' and '.join(_devices(pool))} per node; "
     if trouble.reason == Reason.UNSCHEDULABLE:
-        wish = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
+        requests = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
         if devices := _devices(pool):
-            wish.insert(0, f"{', '.join(devices)},")
+            requests.insert(0, f"{', '.join(devices)},")
         selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
         where = f" on nodes with {selector}" if selector else ""
-        return f"pool {pool.name} wants {' '.join(wish)} per node{where}; "
+        return f"pool {pool.name} requests {' '.join(requests)} per node{where}; "
     return f"pool {pool.name}: "
 
 
 def _devices(pool: Pool) -> list[str]:
-    """Return what each pod asks of device plugins and by claims, in words."""
+    """Return the extended resources and ResourceClaims that each pod requests, as phrases."""
     rdma = pool.network.rdma
     return [
         *([f"{pool.gpus_per_node} {pool.gpu_resource_name}"] if pool.gpu_resource_name else []),

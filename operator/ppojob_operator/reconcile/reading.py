@@ -1,7 +1,7 @@
-"""From raw objects of the API server to the views that the policies look at. Pure.
+"""Parses raw objects of the API server into the views that the policies read. Pure.
 
-`loop.py` calls it. It keeps what a policy needs and refuses to judge, but for one thing: which of a pod's many
-messages says why it does not run.
+`loop.py` calls it. It keeps what a policy needs and decides nothing, with one exception: which of a pod's messages
+explains why it does not run.
 """
 
 import re
@@ -17,31 +17,31 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.manifests import naming
-from ppojob_operator.plan import Claim, Cluster, Job, JobKey, Manifest, Pod, Trouble, Workload
+from ppojob_operator.plan import Claim, Cluster, FetchJob, FetchPod, Job, JobKey, Manifest, Pod, Trouble, Workload
 from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
 _SIGKILL_BY_KERNEL = "OOMKilled"
 _LOST_NODES = {"DeletionByTaintManager", "DeletionByPodGC"}
-"""Reasons of DisruptionTarget: the node was given up, or is gone."""
+"""Reasons of DisruptionTarget for a node that is lost or deleted."""
 _RAY_CONTAINERS = {naming.HEAD_CONTAINER, naming.WORKER_CONTAINER}
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 _NO_DEVICES = "cannot allocate all claims"
-"""The scheduler's words where no node has the devices of a pod's claims left."""
+"""The scheduler's message if no node has devices left for a pod's ResourceClaims."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 def parse_time(text: str | None) -> datetime:
-    """Return the moment that an RFC 3339 text means; the epoch where there is none."""
+    """Return the time of an RFC 3339 text; the epoch if there is none."""
     return datetime.fromisoformat(text) if text else _EPOCH
 
 
 def read_job(raw: Manifest) -> Job:
-    """Return the view of a PPOJob. Fields of the status that only a newer operator knows are no error.
+    """Return the view of a PPOJob. Unknown fields of the status, which a newer operator may write, are ignored.
 
     Raises:
-        pydantic.ValidationError: the status is none of ours.
+        pydantic.ValidationError: a known field of the status is invalid.
     """
     metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}), extra="ignore")
     wire, spec = _read_spec(raw.get("spec", {}), _queue(metadata, status))
@@ -57,32 +57,32 @@ def read_job(raw: Manifest) -> Job:
         status=status,
         moved=tuple(moved),
         effective=_read_effective(wire, spec, status.effective_layout),
-        is_going="deletionTimestamp" in metadata,
-        operator_wish=operator_wish(raw),
+        is_deleting="deletionTimestamp" in metadata,
+        requested_owner=requested_owner(raw),
         queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )
 
 
-def operator_wish(raw: Manifest) -> str | None:
-    """Return the value of the annotation that names the operator of a PPOJob; None: there is none."""
+def requested_owner(raw: Manifest) -> str | None:
+    """Return the value of the annotation that requests an operator; None: no annotation."""
     annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
     return annotations.get(constants.ANNOTATION_OPERATOR)
 
 
 def queue_label(metadata: Mapping[str, Any]) -> str | None:
-    """Return the queue that a label of a PPOJob names; None: there is none."""
+    """Return the queue in the label of a PPOJob; None: it has no such label."""
     labels = metadata.get("labels")
     return labels.get(constants.LABEL_QUEUE) if isinstance(labels, Mapping) else None
 
 
 def _queue(metadata: Mapping[str, Any], status: PPOJobStatus) -> str | None:
-    """Return the queue that is not in the spec: the label's, and once the job is accepted the one that it has."""
+    """Return the queue of a spec without queueName: before acceptance that of the label, then that in the status."""
     return status.queue_name if is_accepted(status) else queue_label(metadata)
 
 
 def is_accepted(status: PPOJobStatus) -> bool:
-    """Return whether the job is accepted now, so that the API server refuses changes of what is fixed."""
+    """Return whether the job is accepted now, so that the API server rejects changes of immutable fields."""
     return any((each.type, each.status) == (Condition.ACCEPTED, "True") for each in status.conditions)
 
 
@@ -97,11 +97,11 @@ def read_cluster(raw: Manifest) -> Cluster:
     """Return the view of a RayCluster."""
     metadata, status = raw["metadata"], raw.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
-    # `status.state` says "suspended" until all pods run again: it is no sign.
+    # Not `status.state`, which stays "suspended" until all pods run again.
     suspended = conditions.get("RayClusterSuspended", {}).get("status") == "True"
     return Cluster(
         name=metadata["name"],
-        is_going="deletionTimestamp" in metadata,
+        is_deleting="deletionTimestamp" in metadata,
         is_suspended=suspended or raw.get("spec", {}).get("suspend") is True,
         created=parse_time(metadata.get("creationTimestamp")),
         problem=_cluster_problem(status, conditions),
@@ -109,12 +109,12 @@ def read_cluster(raw: Manifest) -> Cluster:
         uid=metadata.get("uid", ""),
         generation=metadata.get("generation", 1),
         spec=raw.get("spec", {}),
-        made_of=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
+        created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
     )
 
 
 def read_workload(raw: Manifest) -> Workload:
-    """Return the view of a Workload of Kueue."""
+    """Return the view of Kueue's Workload."""
     metadata = raw["metadata"]
     conditions = {condition["type"]: condition for condition in raw.get("status", {}).get("conditions", [])}
     reserved, evicted = conditions.get("QuotaReserved", {}), conditions.get("Evicted", {})
@@ -123,6 +123,39 @@ def read_workload(raw: Manifest) -> Workload:
         waits_for=str(reserved.get("message", "")) if reserved.get("status") == "False" else "",
         eviction=str(evicted.get("message", "")) if evicted.get("status") == "True" else "",
     )
+
+
+def read_fetch_job(raw: Manifest) -> FetchJob:
+    """Return the view of the Job that fetches models and data."""
+    metadata = raw["metadata"]
+    conditions = {condition["type"]: condition for condition in raw.get("status", {}).get("conditions", [])}
+    complete, failed = conditions.get("Complete", {}), conditions.get("Failed", {})
+    return FetchJob(
+        created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
+        created=parse_time(metadata.get("creationTimestamp")),
+        is_deleting="deletionTimestamp" in metadata,
+        is_complete=complete.get("status") == "True",
+        failure=str(failed.get("message", "")) if failed.get("status") == "True" else None,
+    )
+
+
+def is_fetch_pod(raw: Manifest) -> bool:
+    """Return whether a pod of the job fetches models and data, and is none of Ray's."""
+    labels: Mapping[str, str] = raw["metadata"].get("labels", {})
+    return labels.get(constants.LABEL_TASK) == constants.TASK_FETCH
+
+
+def read_fetch_pod(raw: Manifest) -> FetchPod:
+    """Return the view of a pod that fetches models and data."""
+    metadata, pod = raw["metadata"], read_pod(raw)
+    states = [container.get("state", {}) for container in _container_statuses(raw.get("status", {}))]
+    ended = [state["terminated"] for state in states if state.get("terminated", {}).get("exitCode", 0) != 0]
+    has_started = any("running" in state or "terminated" in state for state in states)
+    if ended:
+        words = str(ended[0].get("message", "")).strip() or _exit_message(ended[0])
+        starved = next(_out_of_memory(raw, "state"), None)
+        return FetchPod(metadata["name"], pod.created, has_started, starved.message if starved else words)
+    return FetchPod(metadata["name"], pod.created, has_started, trouble=pod.trouble.message if pod.trouble else "")
 
 
 def read_pod(raw: Manifest) -> Pod:
@@ -135,7 +168,7 @@ def read_pod(raw: Manifest) -> Pod:
         cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
         pool=labels.get(constants.LABEL_POOL),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
-        is_going="deletionTimestamp" in metadata,
+        is_deleting="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
@@ -145,10 +178,10 @@ def read_pod(raw: Manifest) -> Pod:
 
 
 def _unknown(raw: Manifest) -> dict[str, Any]:
-    """Return the fields of the operator's part of the status that are none of ours.
+    """Return the fields of the operator's part of the status that this version does not know.
 
-    Written by server-side apply, our part is the whole of it: what is left out is deleted. The API server says who
-    manages a field, since the reports' part must not become ours.
+    Server-side apply deletes the fields that a field manager omits, so unknown ones must be written again. They are
+    found by `managedFields`, because the reports' part must not become the operator's.
     """
     entries = (
         entry.get("fieldsV1", {}).get("f:status", {})
@@ -170,7 +203,7 @@ def _read_spec(raw: Mapping[str, Any], queue: str | None = None) -> tuple[Mappin
 
 
 def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None) -> PPOJobSpec | None:
-    """Return the spec with the layout in force, whatever layout the spec itself has now."""
+    """Return the spec with the layout in force instead of its own."""
     if layout is None:
         return None
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
@@ -180,7 +213,7 @@ def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return KubeRay's words, without the names of pods that never were: each try has another."""
+    """Return KubeRay's message, without the generated pod name, which differs in each try."""
     failure = conditions.get("ReplicaFailure", {})
     words = str(status.get("reason", "")) if status.get("state") == "failed" else ""
     if failure.get("status") == "True":
@@ -204,7 +237,7 @@ def _pod_trouble(raw: Manifest, conditions: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _scheduling_reason(raw: Manifest, words: str) -> str:
-    """Tell a lack of GPUs, which has its own reason, from everything else that the scheduler may say."""
+    """Return InsufficientGPUs if an extended resource or device is missing, else Unschedulable."""
     limits = (c.get("resources", {}).get("limits", {}) for c in raw.get("spec", {}).get("containers", []))
     extended = {name for limit in limits for name in limit if "/" in name}
     lacking = _NO_DEVICES in words or any(f"Insufficient {name}" in words for name in extended)
@@ -212,23 +245,23 @@ def _scheduling_reason(raw: Manifest, words: str) -> str:
 
 
 def _disruption(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:
-    """Return what the condition DisruptionTarget says, or that the pod's node does not answer."""
+    """Return the pod's condition DisruptionTarget, or that its node does not respond."""
     target, ready = conditions.get("DisruptionTarget", {}), conditions.get("Ready", {})
     if target.get("status") == "True":
         reason = str(target.get("reason", ""))
-        # The kubelet ends pods where its node is short of something, and where the node shuts down.
+        # The kubelet terminates pods under node pressure, and when the node shuts down.
         is_node = reason in _LOST_NODES or (reason == "TerminationByKubelet" and status.get("reason") != "Evicted")
         words = f"{reason}: {target.get('message', '')}".rstrip(": ")
         return Trouble(Reason.NODE_LOST if is_node else Reason.PREEMPTED, words)
-    # The kubelet gives a reason, or says not ready of containers too: without either it is the node's controller.
+    # The kubelet sets a reason or ContainersReady too; without them, the node controller wrote the condition.
     are_containers_ready = conditions.get("ContainersReady", {}).get("status") == "True"
     if ready.get("status") == "False" and are_containers_ready and not ready.get("reason"):
-        return Trouble(Reason.NODE_LOST, "its node does not answer")
+        return Trouble(Reason.NODE_LOST, "its node does not respond")
     return None
 
 
 def _killed_for_memory(raw: Manifest) -> Iterator[Trouble]:
-    """Yield the containers that were killed for want of memory: now, or one of Ray's before it was started anew."""
+    """Yield the OOMKilled containers; for Ray's, the state before a restart counts too."""
     yield from _out_of_memory(raw, "state")
     yield from (trouble for trouble in _out_of_memory(raw, "lastState") if trouble.container in _RAY_CONTAINERS)
 
@@ -243,7 +276,7 @@ def _out_of_memory(raw: Manifest, state: str) -> Iterator[Trouble]:
         name, terminated = container.get("name", ""), container.get(state, {}).get("terminated", {})
         if terminated.get("reason") == _SIGKILL_BY_KERNEL:
             limit = f" of {limits[name]}" if limits.get(name) else ""
-            words = f"container {name} went beyond its memory limit{limit} and was killed"
+            words = f"container {name} exceeded its memory limit{limit} and was terminated"
             yield Trouble(Reason.OUT_OF_MEMORY, words, name, terminated.get("exitCode"))
 
 
@@ -262,11 +295,11 @@ def _container_troubles(status: Mapping[str, Any]) -> Iterator[Trouble]:
         elif reason not in _HARMLESS_WAITS:
             yield Trouble(Reason.POD_FAILED, f"container {name}: {words}", name)
         if terminated.get("exitCode", 0) != 0:
-            words = f"container {name} ended: {_last_words(terminated)}"
+            words = f"container {name} ended: {_exit_message(terminated)}"
             yield Trouble(Reason.POD_FAILED, words, name, terminated["exitCode"])
 
 
-def _last_words(terminated: Mapping[str, Any]) -> str:
+def _exit_message(terminated: Mapping[str, Any]) -> str:
     code = f"{terminated.get('reason', 'Error')}, exit code {terminated['exitCode']}"
     message = str(terminated.get("message", "")).strip()
     return f"{code}: {message}" if message else code

@@ -1,9 +1,9 @@
-"""Policy: are the objects that a spec names there, and can they be what the job needs of them?
+"""Policy: do the objects that a spec names exist, and can the job use them?
 
-`acceptance` asks it about the claim, for which a job waits, and `admission` about everything. What is missing is a
-doubt only: `kubectl apply` of a folder makes it a moment later. What can never work is a refusal.
+`acceptance` checks the claim, for which a job waits, and `admission` checks all. A missing object is a warning, because
+`kubectl apply` of a folder may create it a moment later. An object that can never work is an error.
 
-Not here: Secrets, because the operator has no right to read those of users; the image, which the kubelet can judge.
+Secrets are not checked, because the operator may not read users' Secrets. The kubelet checks the image.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from ppojob_operator.reconcile.reading import read_claim
 
 
 class Kind(StrEnum):
-    """Kinds of objects that a spec names. One more is a value here, its names in `named`, and where it is read."""
+    """Kinds of objects that a spec names. A new kind also needs an entry in `named` and in `cluster_admission`."""
 
     CLAIM = "PersistentVolumeClaim"
     CONFIG_MAP = "ConfigMap"
@@ -43,19 +43,19 @@ class Reference:
     kind: Kind
     name: str
     path: str = field(compare=False)
-    """Field that names it; the first one, where there are several."""
+    """The first field that names it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a job: refusals, and doubts with which it can be run."""
+    """Problems of a job: errors, and warnings with which it can be run."""
 
     refusals: tuple[FieldError, ...] = ()
-    doubts: tuple[FieldError, ...] = ()
+    warnings: tuple[FieldError, ...] = ()
 
 
 def named(spec: PPOJobSpec) -> list[Reference]:
-    """Return what a spec names, each object once."""
+    """Return the objects that a spec names, each once."""
     classes = _classes(spec.head.pod_template, "spec.head")
     pools = [each for i, pool in enumerate(spec.pools) for each in _classes(pool.pod_template, f"spec.pools[{i}]")]
     return list(dict.fromkeys([claim_of(spec), *_of_the_job(spec), *_config_maps(spec), *classes, *pools]))
@@ -67,23 +67,23 @@ def claim_of(spec: PPOJobSpec) -> Reference:
 
 
 def judge(spec: PPOJobSpec, namespace: str, found: Mapping[Reference, Manifest | None]) -> Verdict:
-    """Return what is to be said of the objects that were looked for; None: there is no such object."""
+    """Return the problems of the objects in `found`, where None means that an object does not exist."""
     missing = tuple(absence(reference, namespace) for reference, raw in found.items() if raw is None)
     claims = [read_claim(raw) for reference, raw in found.items() if raw is not None and reference.kind is Kind.CLAIM]
     verdicts = [judge_claim(spec, claim) for claim in claims]
     refusals = tuple(refusal for verdict in verdicts for refusal in verdict.refusals)
-    return Verdict(refusals, (*missing, *(doubt for verdict in verdicts for doubt in verdict.doubts)))
+    return Verdict(refusals, (*missing, *(warning for verdict in verdicts for warning in verdict.warnings)))
 
 
 def absence(reference: Reference, namespace: str) -> FieldError:
-    """Return the sentence about an object that is not there."""
+    """Return the error for an object that does not exist."""
     noun = "claim" if reference.kind is Kind.CLAIM else reference.kind.value
     where = f" in namespace {namespace}" if reference.kind in _IN_NAMESPACE else ""
     return FieldError(reference.path, reference.name, f"there is no such {noun}{where}: create it, or name another")
 
 
 def judge_claim(spec: PPOJobSpec, claim: Claim) -> Verdict:
-    """Return whether all pods of a job can write to a claim: the head and at least one of a pool."""
+    """Return whether all pods of a job, at least two, can write to a claim."""
     if claim.phase == "Lost":
         return Verdict((_about(claim, "the claim has lost its volume: name another"),))
     modes = claim.access_modes
@@ -91,22 +91,22 @@ def judge_claim(spec: PPOJobSpec, claim: Claim) -> Verdict:
         return Verdict()
     shown = ", ".join(modes)
     if set(modes) == {_ONE_POD}:
-        # The scheduler itself enforces this mode; the others bind only where a volume is attached to a node.
+        # The scheduler enforces this mode. The others apply only when a volume is attached to a node.
         words = f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"
         return Verdict((_about(claim, words),))
-    return Verdict(doubts=(_about(claim, _doubtful_modes(spec, shown)),))
+    return Verdict(warnings=(_about(claim, _access_mode_warning(spec, shown)),))
 
 
-def _doubtful_modes(spec: PPOJobSpec, shown: str) -> str:
+def _access_mode_warning(spec: PPOJobSpec, shown: str) -> str:
     apart = [pool.name for pool in spec.pools if pool.nodes > 1 and pool.spread is Spread.REQUIRED]
     if "ReadWrite" not in shown:
         return f"the claim is {shown}, and all pods write to it: use one that is ReadWriteMany"
     if apart:
         words = f"the claim is {shown}, and spread: Required puts the pods of pool {apart[0]} on many hosts"
         return f"{words}: use one that is ReadWriteMany"
-    # Right where the cluster has one node that is large enough, and where the volume itself keeps the pods together.
+    # Works if one node is large enough, or if the volume's node affinity keeps the pods together.
     num_pods = 1 + sum(pool.nodes for pool in spec.pools)
-    return f"the claim is {shown}: unless all {num_pods} pods are on one host, some wait for ever; use ReadWriteMany"
+    return f"the claim is {shown}: unless all {num_pods} pods are on one host, some wait forever; use ReadWriteMany"
 
 
 def _about(claim: Claim, words: str) -> FieldError:
@@ -145,7 +145,7 @@ def _all_required(sources: Sequence[Mapping[str, Any]]) -> Iterator[Reference]:
 
 
 def _required(source: Mapping[str, Any], key: str, path: str) -> Iterator[Reference]:
-    """Yield the ConfigMap of a source; one that is optional need not be there."""
+    """Yield the ConfigMap of a source, unless it is optional."""
     reference = source.get(key)
     if isinstance(reference, Mapping) and not reference.get("optional") and isinstance(reference.get("name"), str):
         yield Reference(Kind.CONFIG_MAP, reference["name"], f"{path}.{key}.name")

@@ -1,9 +1,9 @@
-"""Policy: a RayCluster that somebody else edited gets back what the job's layout says, and a deleted one is made again.
+"""Policy: reverts edits of the RayCluster by other clients, and re-creates it if it was deleted before its trainer.
 
-Every field that the operator has set is compared (`edits`). In a queue too: Kueue only adds to pod templates and writes
-`spec.suspend`, which we never set, and `manifests.queues` sees to it that what it added stays. There it is done only to
-a RayCluster that was made of the spec that is wanted: Kueue evicts what changes, and neither a newer operator nor an
-edit of runPolicy is worth that.
+Every field that the operator sets is compared (`edits`). In a queue, Kueue only adds to pod templates, which
+`manifests.queues` keeps, and writes `spec.suspend`, which the operator never sets. There, edits are reverted only if
+the RayCluster was created from the desired spec, because Kueue evicts changed objects, and neither a newer operator nor
+an edit of runPolicy justifies an eviction.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,44 +23,44 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Restoration:
-    """The RayCluster as it should be, and what is told about it."""
+    """The RayCluster to apply, and the Event about it."""
 
     manifest: Manifest
     event: EventRecord
 
 
 def judge(situation: Situation) -> Restoration | None:
-    """Return what restores the attempt's RayCluster; None where nothing was edited."""
+    """Return what reverts the edits of the attempt's RayCluster; None: there are none."""
     cluster = situation.cluster
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
-    wanted = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
-    if wanted["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.made_of):
+    desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
+    if desired["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.created_from):
         return None
-    found = [*edits(wanted["spec"], cluster.spec, "spec"), *_added_groups(wanted["spec"], cluster.spec)]
+    found = [*edits(desired["spec"], cluster.spec, "spec"), *_added_groups(desired["spec"], cluster.spec)]
     if not found:
         return None
-    message = f"RayCluster {cluster.name} was edited by somebody else and is as the job wants it again: "
+    message = f"RayCluster {cluster.name} was edited by another client; the edits were reverted: "
     message += "; ".join(found[:_MAX_NAMED]) + (" ..." if len(found) > _MAX_NAMED else "")
-    return Restoration(wanted, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
+    return Restoration(desired, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
 
 
-def remade(situation: Situation) -> EventRecord | None:
-    """Return what is told where a RayCluster that had no trainer yet was deleted, and is made again in this look.
+def recreated(situation: Situation) -> EventRecord | None:
+    """Return the Event if a RayCluster without a trainer was deleted and is re-created by this reconcile.
 
-    With a trainer it is the end of the attempt (`attempts.py`).
+    With a trainer, its deletion ends the attempt (`attempts.py`).
     """
     known = situation.status.ray_cluster
     is_missing = situation.cluster is None and known is not None and known.uid is not None
     if not is_missing or situation.submitted_at is not None or situation.now < situation.due:
         return None
-    message = f"RayCluster {situation.cluster_name} was deleted by somebody else and is made again"
+    message = f"RayCluster {situation.cluster_name} was deleted by another client and is re-created"
     return EventRecord(Reason.CLUSTER_RESTORED, message, is_warning=True, action=Condition.POOLS_READY)
 
 
-def _added_groups(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the groups that nobody asked for: their pods take GPUs. Applying the wanted spec takes them away."""
-    names = {group["groupName"] for group in wanted["workerGroupSpecs"]}
+def _added_groups(desired: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield worker groups that the spec does not have, because they use GPUs. Applying the spec removes them."""
+    names = {group["groupName"] for group in desired["workerGroupSpecs"]}
     for group in found.get("workerGroupSpecs", []):
         if group["groupName"] not in names:
             yield f"spec.workerGroupSpecs[{group['groupName']}] was added"

@@ -1,4 +1,4 @@
-"""Policy: what follows from a failed attempt: another one, or the end of the job.
+"""Policy: after a failed attempt, retry or fail the job?
 
 An attempt that runs out of memory is retried once, because something else may have used the memory. A second one in a
 row with the same layout ends the job: a third would hold the GPUs for nothing.
@@ -13,13 +13,13 @@ from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.reconcile.situation import Failure, Situation
 
 _DELETIONS = 5
-"""How often the RayCluster may be deleted by hand and the limits stay as they are. More deletions than this are treated
-as a failure of the cluster."""
+"""Number of manual deletions of the RayCluster that count against no limit. More are treated as a failure of the
+cluster."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a failure."""
+    """The consequence of a failure."""
 
     is_final: bool
     """The job has failed."""
@@ -27,11 +27,11 @@ class Verdict:
     message: str
     retries: Retries
     keeps_cluster: bool = False
-    """The next attempt begins on the pods that are there."""
+    """The next attempt reuses the pods."""
 
 
 def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> Verdict:
-    """Return what follows from the failure of the current attempt.
+    """Return the consequence of the current attempt's failure.
 
     is_cluster_whole: its pods are ready, or those that are not are being replaced.
     """
@@ -47,7 +47,7 @@ def judge(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> 
     num_deleted = retries.deleted or 0
     if failure.reason == Reason.CLUSTER_DELETED and num_deleted < _DELETIONS:
         counted = retries.model_copy(update={"deleted": num_deleted + 1, "total": retries.total + 1})
-        message = f"attempt {situation.attempt} has ended ({failure.headline}); the next one counts against no limit"
+        message = f"attempt {situation.attempt} ended ({failure.headline}); the next one does not count against a limit"
         return Verdict(False, Reason.RESTARTING, message, counted)
     is_user = failure.kind is FailureKind.USER
     used, limit = (

@@ -1,7 +1,7 @@
-"""One look at a job, as the policies ask about it: the job, what was observed, and the time.
+"""The input of the policies: a job, what was observed, and the time.
 
-Every policy is a function of a `Situation`. It answers from the status what was decided before (which attempt, since
-when) and from the observation what is so now.
+Every policy is a function of a `Situation`. Earlier decisions, such as the attempt, come from the status; the current
+state comes from the observation.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _LONGEST_BACKOFF = timedelta(seconds=360)
 
 @dataclass(frozen=True)
 class Finding:
-    """What a policy says of one condition."""
+    """A policy's value of one condition."""
 
     status: str
     """True, False or Unknown."""
@@ -34,39 +34,39 @@ class Finding:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt is over."""
+    """Why an attempt has failed."""
 
     kind: FailureKind
-    """Whom it is counted against."""
+    """Decides the limit that it counts against."""
     reason: str
     message: str
     exit_code: int | None = None
     is_cluster_suspect: bool = True
-    """The next attempt gets a new RayCluster; False: the pods are warm, and KubeRay makes the lost ones anew."""
+    """The next attempt gets a new RayCluster. False: it reuses the pods, and KubeRay re-creates lost ones."""
 
     @property
     def headline(self) -> str:
-        """Reason and first line of the message, for sentences; the whole message is in status.lastFailure."""
+        """Reason and first line of the message; status.lastFailure has the whole message."""
         return f"{self.reason}: {self.message.strip().partition(_NEWLINE)[0][:_HEADLINE_LENGTH]}"
 
 
 @dataclass(frozen=True)
 class Situation:
-    """One look at a job that can be run."""
+    """An accepted job, what was observed, and the time."""
 
     job: Job
     spec: PPOJobSpec
     """The spec with the layout in force."""
     observed: Observed
     now: datetime
-    wanted: PPOJobSpec | None = None
-    """The spec as it stands. None: it cannot be run."""
+    desired: PPOJobSpec | None = None
+    """The spec of the object. None: it cannot be run."""
     refusal: str = ""
-    """Why the spec as it stands cannot be run; empty: it can."""
+    """Why the spec of the object cannot be run. Empty: it can."""
 
     @property
     def status(self) -> PPOJobStatus:
-        """The status as it stands."""
+        """The status of the object."""
         return self.job.status
 
     @property
@@ -76,18 +76,18 @@ class Situation:
 
     @property
     def start_time(self) -> datetime:
-        """When the job was admitted, or went on after a suspension or a queue: now, if that is only just happening."""
+        """When the job started, or resumed after a suspension or a queue; now, if it has not."""
         return parse_time(self.status.start_time) if self._was_active else self.now
 
     @property
     def active_time(self) -> timedelta:
-        """For how long the job was active in all: it stands still while the job is suspended or queued."""
+        """Total active time of the job, without the time in which it was suspended or queued."""
         since = max(timedelta(0), self.now - self.start_time)
         return timedelta(seconds=self.status.active_seconds or 0) + since
 
     @property
     def _was_active(self) -> bool:
-        """Whether the job was active at the last look: admitted, and neither suspended nor in its queue."""
+        """Whether the job was active at the last reconcile: started, and neither suspended nor queued."""
         suspended, admitted = self.condition(Condition.SUSPENDED), self.condition(Condition.ADMITTED)
         is_suspended = suspended is not None and suspended.status == "True"
         is_queued = admitted is not None and admitted.reason == Reason.QUEUED
@@ -95,38 +95,38 @@ class Situation:
 
     @property
     def has_run(self) -> bool:
-        """Whether some attempt was ever sent to Ray: then there is something to go on from, and to lose."""
+        """Whether any attempt has run, so that there may be a checkpoint to resume from."""
         status, stop = self.status, self.status.stop
         was_stopped = stop is not None and stop.reason in (Reason.SUSPENDING, Reason.PREEMPTED)
         return was_stopped or status.progress is not None or status.last_failure is not None
 
     @property
     def cluster_name(self) -> str:
-        """The RayCluster of the current attempt, which may have to be made."""
+        """Name of the current attempt's RayCluster, which may not exist yet."""
         if self.status.ray_cluster is not None:
             return self.status.ray_cluster.name
         return self.own_cluster_name
 
     @property
     def own_cluster_name(self) -> str:
-        """The RayCluster that is made for the current attempt, where it does not go on in an earlier one's."""
+        """Name of the current attempt's RayCluster if it does not reuse an earlier one's."""
         secret = self.observed.surroundings.dashboard_key
         return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt, secret)
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        """The RayCluster of the current attempt, if it is there to stay."""
-        return next((c for c in self.observed.clusters if c.name == self.cluster_name and not c.is_going), None)
+        """The RayCluster of the current attempt, unless it is being deleted."""
+        return next((c for c in self.observed.clusters if c.name == self.cluster_name and not c.is_deleting), None)
 
     @cached_property
     def pods(self) -> tuple[Pod, ...]:
-        """The pods of that RayCluster which are there to stay."""
-        return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_going)
+        """The pods of that RayCluster, without those that are being deleted."""
+        return tuple(pod for pod in self.observed.pods if pod.cluster == self.cluster_name and not pod.is_deleting)
 
     @property
     def leaving_pods(self) -> tuple[Pod, ...]:
-        """The pods that are on their way out, most of them of an earlier attempt's RayCluster."""
-        return tuple(pod for pod in self.observed.pods if pod.cluster != self.cluster_name or pod.is_going)
+        """Pods that are being deleted, and those of an earlier attempt's RayCluster."""
+        return tuple(pod for pod in self.observed.pods if pod.cluster != self.cluster_name or pod.is_deleting)
 
     @property
     def head(self) -> Pod | None:
@@ -144,13 +144,13 @@ class Situation:
 
     @cached_property
     def ray_job(self) -> RayJob | None:
-        """The current attempt as Ray knows it; None where it does not, or was not asked."""
+        """Ray's job of the current attempt; None: Ray does not know it, or was not contacted."""
         jobs = self.observed.ray.jobs if self.observed.ray else ()
         return next((job for job in jobs if job.submission_id == self.submission_id), None)
 
     @property
     def submitted_at(self) -> datetime | None:
-        """When the current attempt was sent to Ray; None: not yet."""
+        """When the current attempt was submitted to Ray; None: not yet."""
         submitted = self.condition(Condition.SUBMITTED)
         if submitted is not None and submitted.status == "True":
             return parse_time(submitted.last_transition_time)
@@ -158,14 +158,14 @@ class Situation:
 
     @property
     def reported_at(self) -> datetime | None:
-        """When the trainer of the current attempt was seen to report last; None: not yet."""
+        """When the last report of the current attempt's trainer was seen; None: it has not reported."""
         progress = self.status.progress
         is_of_this = self.submitted_at is not None and progress is not None and progress.attempt == self.attempt
         return self.observed.reported_at if is_of_this else None
 
     @property
     def unreachable_since(self) -> datetime | None:
-        """When Ray's dashboard ceased to answer for the attempt that was sent to it; None: it answers."""
+        """Since when the dashboard of a submitted attempt does not respond; None: it responds."""
         ray, cluster = self.observed.ray, self.status.ray_cluster
         if self.submitted_at is None or (ray is not None and not ray.problem):
             return None
@@ -174,7 +174,7 @@ class Situation:
 
     @property
     def due(self) -> datetime:
-        """When the current attempt may begin: after a failure there is a growing pause, after a stop in order none."""
+        """When the current attempt may start: after a failure with exponential backoff, after a stop at once."""
         failure, stop, due = self.status.last_failure, self.status.stop, self.start_time
         if self.attempt > 0 and failure is not None and failure.attempt == self.attempt - 1:
             due = max(due, parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1))
@@ -184,16 +184,16 @@ class Situation:
 
     @property
     def open_stop(self) -> StopStatus | None:
-        """The stop in order that the current attempt was asked for and that is waited for; None: there is none."""
+        """The current attempt's graceful stop, if it was requested and has not completed."""
         stop = self.status.stop
         return stop if stop is not None and stop.attempt == self.attempt and stop.completion_time is None else None
 
     def condition(self, kind: str) -> ConditionStatus | None:
-        """Return a condition as it stands in the status."""
+        """Return a condition of the status."""
         return next((condition for condition in self.status.conditions if condition.type == kind), None)
 
     def age_of(self, kind: str, status: str) -> timedelta:
-        """Return for how long a condition has had this status; nothing, if it has not."""
+        """Return for how long a condition has had this status; 0 if its status differs."""
         condition = self.condition(kind)
         if condition is None or condition.status != status:
             return timedelta(0)
@@ -201,5 +201,5 @@ class Situation:
 
 
 def backoff(retries: int) -> timedelta:
-    """Return the pause before a retry: 10 s, doubled with each, at most six minutes, as batch/v1 Job has it."""
+    """Return the delay before a retry: 10 s, doubled with each retry, at most six minutes, as in batch/v1 Job."""
     return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(retries - 1, 10)) if retries > 0 else timedelta(0)

@@ -1,6 +1,6 @@
-"""The spec with other numbers of nodes: what autoBalance has moved, laid over what the user wrote. Pure.
+"""Merges the pool sizes of autoBalance into the spec. Pure.
 
-`reading` and `balance` call it. An edit of a pool's nodes, and switching autoBalance off, undo what was moved.
+`reading` and `balance` call it. An edit of a pool's nodes, or turning autoBalance off, reverts the sizes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from ppojob_api.v1alpha1.status import EffectivePool
 
 
 def with_nodes(spec: PPOJobSpec, nodes: Mapping[str, int]) -> PPOJobSpec:
-    """Return the spec with other nodes in the pools that are named."""
+    """Return the spec with these numbers of nodes, by pool."""
     pools = [pool.model_copy(update={"nodes": nodes.get(pool.name, pool.nodes)}) for pool in spec.pools]
     return spec.model_copy(update={"pools": pools})
 
 
 def in_force(spec: PPOJobSpec, moved: Sequence[EffectivePool]) -> list[EffectivePool]:
-    """Return what was moved and still counts, for a spec as the user wrote it."""
+    """Return the resized pools that are still valid for the user's spec."""
     if not spec.auto_balance.enabled:
         return []
     written = {pool.name: pool for pool in spec.pools}
@@ -25,7 +25,7 @@ def in_force(spec: PPOJobSpec, moved: Sequence[EffectivePool]) -> list[Effective
 
 
 def with_moved(spec: PPOJobSpec, moved: Sequence[EffectivePool]) -> PPOJobSpec:
-    """Return the spec as the operator is to run it."""
+    """Return the user's spec with the resized pools, if that is valid."""
     if not moved:
         return spec
     other = with_nodes(spec, {each.name: each.nodes for each in moved})

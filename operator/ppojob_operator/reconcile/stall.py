@@ -1,6 +1,6 @@
-"""Policy: does the trainer get anywhere? It has stalled where its reports arrive and say the same for too long.
+"""Policy: condition Stalled. A trainer has stalled if its reports arrive and show no progress for too long.
 
-Silence is no stall: whoever cannot be heard may train on (`hearing.py`).
+Missing reports are no stall, because the trainer may still be training (`progressing.py`).
 """
 
 from datetime import timedelta
@@ -13,21 +13,21 @@ from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 
 def judge(situation: Situation) -> Failure | None:
-    """Return the failure of an attempt whose trainer has stood still for too long and is to be replaced, else None."""
+    """Return the failure of an attempt that has stalled and should be restarted, else None."""
     words = _standstill(situation)
     return Failure(FailureKind.USER, Reason.NO_PROGRESS, words) if words and _restarts(situation) else None
 
 
 def overdue(situation: Situation) -> Finding:
-    """Return the condition Stalled of an attempt that goes on."""
+    """Return condition Stalled of a running attempt."""
     words = _standstill(situation)
     if not words:
         return stalled(None)
-    return Finding("True", Reason.NO_PROGRESS, f"{words}; it goes on, as spec.runPolicy.restartOnStall is false")
+    return Finding("True", Reason.NO_PROGRESS, f"{words}; it continues, because spec.runPolicy.restartOnStall is false")
 
 
-def told(situation: Situation) -> tuple[EventRecord, ...]:
-    """Return the Event of an attempt that has just stalled and goes on."""
+def events(situation: Situation) -> tuple[EventRecord, ...]:
+    """Return the Event of an attempt that has just stalled and continues."""
     before, found = situation.condition(Condition.STALLED), overdue(situation)
     if found.status == "False" or (before is not None and before.status == "True"):
         return ()
@@ -39,12 +39,12 @@ def _restarts(situation: Situation) -> bool:
 
 
 def _standstill(situation: Situation) -> str:
-    """Return in words for how long the reports that arrived have said the same; empty: not for too long."""
+    """Return a message if the reports have shown no progress for too long, else an empty text."""
     progress = situation.status.progress
     if progress is None or situation.reported_at is None or progress.last_change_time is None:
         return ""
     limit = situation.spec.run_policy.stall_timeout_seconds
-    # Between two reports, both by the clock of who took them, and never up to now.
+    # The time between two reports, by the clock of the replica that received them; the time since does not count.
     if parse_time(progress.last_update_time) - parse_time(progress.last_change_time) <= timedelta(seconds=limit):
         return ""
     return (
@@ -55,7 +55,7 @@ def _standstill(situation: Situation) -> str:
 
 
 def stalled(failure: Failure | None) -> Finding:
-    """Return the condition Stalled."""
+    """Return condition Stalled after a failure; None: of an attempt that has not failed."""
     if failure is not None and failure.reason == Reason.NO_PROGRESS:
         return Finding("True", Reason.NO_PROGRESS, failure.message)
-    return Finding("False", Reason.TRAINING, "no limit of time was passed")
+    return Finding("False", Reason.TRAINING, "no time limit was exceeded")

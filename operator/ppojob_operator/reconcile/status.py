@@ -1,6 +1,6 @@
-"""The operator's own part of the status: built from a look's result, and taken out of the status that stands.
+"""The operator's part of the status, as the field manager ppojob-operator applies it.
 
-The other part belongs to the trainer's reports and never passes through here.
+The other part belongs to the trainer's reports and is never written here.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 
 
 def owned(status: PPOJobStatus) -> dict[str, Any]:
-    """Return the operator's part of a status, as it goes over the wire."""
+    """Return the operator's part of a status, as JSON."""
     wire = status.to_wire()
     pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
     part = {name: wire[name] for name in OWNED if name in wire}

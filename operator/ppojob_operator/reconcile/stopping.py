@@ -1,12 +1,12 @@
-"""Policy: the stop in order of an attempt that is not to go on as it is: suspended, with another layout, or evicted.
+"""Policy: the graceful stop of an attempt, for a suspension, another layout or an eviction.
 
-    asked --- the trainer hears of it in the reply to its next report, puts a checkpoint down and ends ---> over
-      `------ the grace period is over: the pods go, and the checkpoint before counts --------------------> over
+    requested --- the trainer gets the request in the reply to its next report, saves a checkpoint, exits ---> stopped
+        `-------- the grace period is over: the pods are released, and the previous checkpoint counts -------> stopped
 
-Once asked for, a stop is carried to its end: nobody can know whether the trainer has heard of it. What follows is an
-attempt of its own, because a submission and the fence of the checkpoints know attempts only; it is no retry. A failure
-on the way stays a failure, and is counted as one. Where the queue takes the pods (evicted), they leave at once, and
-their preStop hook holds them meanwhile: the attempt is over when they are gone, and the next one waits in the queue.
+A requested stop cannot be cancelled, because nobody knows whether the trainer has received it. It is followed by a new
+attempt, which is no retry, because submissions and the fencing of checkpoints know only attempts. A failure during the
+stop counts as a failure. If the queue evicts the job, its pods are deleted at once, delayed by their preStop hook. The
+attempt has stopped when they are deleted, and the next attempt waits in the queue.
 """
 
 from collections.abc import Mapping
@@ -25,31 +25,31 @@ from ppojob_operator.reconcile.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.sizes import with_nodes
 
-_LISTENING = 3.0
+_STOPPING_INTERVAL = 3.0
 _SOON = 1.0
-_HOW_TO_RESUME = "set spec.runPolicy.suspend to false, and it goes on from its last checkpoint"
+_HOW_TO_RESUME = "set spec.runPolicy.suspend to false to resume from its last checkpoint"
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """What a suspension or another layout means for this look."""
+    """The changes to a reconcile by a suspension, another layout or an eviction."""
 
     found: PoolsFinding
     findings: Mapping[str, Finding]
     update: Mapping[str, Any]
     """Fields of the status."""
     events: tuple[EventRecord, ...] = field(default=())
-    look_again_after: float | None = None
+    requeue_after: float | None = None
 
 
-def is_held(situation: Situation) -> bool:
-    """Return whether the job is suspended or queued and has no trainer: then no deadline runs."""
+def is_paused(situation: Situation) -> bool:
+    """Return whether the job is suspended or queued, without a trainer; no deadline runs then."""
     is_suspended = situation.spec.run_policy.suspend and situation.submitted_at is None
     return is_suspended or admission.is_queued(situation)
 
 
 def judge(situation: Situation, found: PoolsFinding, failure: Failure | None, *, is_late: bool) -> Interruption | None:
-    """Return what is to be done otherwise than for a job that goes on; None: nothing.
+    """Return the changes for a job that must stop, is suspended or gets another layout; None: none.
 
     is_late: the attempt could not be started in time.
     """
@@ -58,47 +58,47 @@ def judge(situation: Situation, found: PoolsFinding, failure: Failure | None, *,
         if situation.spec.run_policy.suspend:
             return _suspended(situation, None)
         if change:
-            return _other_layout(situation, found, change)
-        return _moved_back(situation, found) if is_late and not found.is_ready else None
-    return _of_a_trainer(situation, found, failure, change)
+            return _change_layout(situation, found, change)
+        return _revert_balance(situation, found) if is_late and not found.is_ready else None
+    return _judge_trainer(situation, found, failure, change)
 
 
-def _of_a_trainer(
+def _judge_trainer(
     situation: Situation, found: PoolsFinding, failure: Failure | None, change: str
 ) -> Interruption | None:
     stop = situation.open_stop
-    is_in_order = stop is not None and failure is not None and failure.reason == Reason.INTERRUPTED
-    if failure is not None and not is_in_order:
+    is_graceful = stop is not None and failure is not None and failure.reason == Reason.INTERRUPTED
+    if failure is not None and not is_graceful:
         return None
     if stop is None:
-        stop = _wish(situation, change)
-        return _asked(situation, found, stop, change) if stop else None
-    if is_in_order or (admission.is_evicted(situation) and admission.has_lost_all(situation)):
-        return _over(situation, found, stop, "")
+        stop = _stop_request(situation, change)
+        return _stop_requested(situation, found, stop, change) if stop else None
+    if is_graceful or (admission.is_evicted(situation) and admission.has_lost_all(situation)):
+        return _stopped(situation, found, stop, "")
     if situation.now >= _deadline(situation, stop):
         limit = situation.spec.run_policy.stop_grace_period_seconds
-        return _over(situation, found, stop, f"it had not ended {limit} s after it was asked to stop")
-    return _asked(situation, found, stop, change)
+        return _stopped(situation, found, stop, f"it had not ended {limit} s after it was asked to stop")
+    return _stop_requested(situation, found, stop, change)
 
 
 def active_seconds(situation: Situation) -> int | None:
-    """Return what is kept of the active time of a job that is held: written once, when it comes to be held."""
+    """Return the active time of a job that is suspended or queued; it is written once, when that begins."""
     return round(situation.active_time / timedelta(seconds=1)) or None
 
 
 def resumed(situation: Situation) -> Finding | None:
-    """Return the condition Suspended of a job that goes on; None: it never was suspended."""
+    """Return condition Suspended of a job that is not suspended; None: it never was."""
     if situation.condition(Condition.SUSPENDED) is None or situation.spec.run_policy.suspend:
         return None
-    return Finding("False", Reason.RESUMED, "the job goes on from its last checkpoint")
+    return Finding("False", Reason.RESUMED, "the job resumes from its last checkpoint")
 
 
 def _deadline(situation: Situation, stop: StopStatus) -> datetime:
     return parse_time(stop.time) + timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
 
 
-def _wish(situation: Situation, change: str) -> StopStatus | None:
-    """Return the stop that is to be asked for now. A suspension waits for the layout too: one stop serves both."""
+def _stop_request(situation: Situation, change: str) -> StopStatus | None:
+    """Return the stop to request now; None: none. One stop serves a suspension and a new layout."""
     if admission.is_evicted(situation):
         reason = Reason.PREEMPTED
     elif situation.spec.run_policy.suspend or change:
@@ -108,11 +108,11 @@ def _wish(situation: Situation, change: str) -> StopStatus | None:
     return StopStatus(attempt=situation.attempt, reason=reason, time=format_time(situation.now))
 
 
-def _asked(situation: Situation, found: PoolsFinding, stop: StopStatus, change: str) -> Interruption:
+def _stop_requested(situation: Situation, found: PoolsFinding, stop: StopStatus, change: str) -> Interruption:
     deadline = _deadline(situation, stop)
-    words = f"attempt {stop.attempt} is asked to put a checkpoint down and to stop, until {deadline:%H:%M:%S} UTC"
+    words = f"attempt {stop.attempt} was asked to save a checkpoint and to stop by {deadline:%H:%M:%S} UTC"
     if stop.reason == Reason.PREEMPTED:
-        # Of Admitted the queue's own words are said.
+        # Condition Admitted has the queue's message.
         findings = {Condition.SUBMITTED: Finding("True", Reason.PREEMPTED, words)}
     elif stop.reason == Reason.SUSPENDING:
         findings = {Condition.SUSPENDED: Finding("False", Reason.SUSPENDING, words)}
@@ -120,77 +120,81 @@ def _asked(situation: Situation, found: PoolsFinding, stop: StopStatus, change: 
         what = f" for another layout ({change})" if change else ""
         findings = {Condition.LAYOUT_APPLIED: Finding("False", Reason.REALLOCATING, f"{words}{what}")}
     left = (deadline - situation.now) / timedelta(seconds=1)
-    return Interruption(found, findings, {"stop": stop}, look_again_after=max(_SOON, min(_LISTENING, left)))
+    return Interruption(found, findings, {"stop": stop}, requeue_after=max(_SOON, min(_STOPPING_INTERVAL, left)))
 
 
-def _over(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: str) -> Interruption:
-    """Go on without the attempt: it has ended in order, or (`fault`) its time is over."""
+def _stopped(situation: Situation, found: PoolsFinding, stop: StopStatus, fault: str) -> Interruption:
+    """Complete the stop: the trainer has stopped gracefully or, with `fault`, the grace period is over."""
     done = stop.model_copy(update={"completion_time": format_time(situation.now)})
     if fault:
-        message = f"attempt {stop.attempt} is ended: {fault}; the checkpoint before counts"
+        message = f"attempt {stop.attempt} was terminated: {fault}; the previous checkpoint counts"
         event = EventRecord(Reason.GRACE_PERIOD_EXCEEDED, message, is_warning=True, action=stop.reason)
     elif stop.reason == Reason.PREEMPTED:
-        message = f"attempt {stop.attempt} was pre-empted and its pods are gone; {_goes_on_from(situation)}"
+        message = f"attempt {stop.attempt} was pre-empted and its pods are deleted; {_resume_message(situation)}"
         event = EventRecord(Reason.PREEMPTED, message, is_warning=False, action=Condition.SUBMITTED)
     else:
-        message = f"attempt {stop.attempt} has put a checkpoint down and ended in order"
+        message = f"attempt {stop.attempt} has saved a checkpoint and stopped gracefully"
         event = EventRecord(Reason.TRAINER_STOPPED, message, is_warning=False, action=stop.reason)
     if situation.spec.run_policy.suspend:
         return _suspended(situation, done, event)
-    # In a queue the RayCluster is what has a place; its pods come anew.
+    # In a queue, the RayCluster keeps its place, and its pods are re-created.
     is_there = admission.is_evicted(situation) or (not fault and found.is_ready)
     keeps_pods = is_there and not layout.needs_other_pods(situation)
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
 
-def _moved_back(situation: Situation, found: PoolsFinding) -> Interruption | None:
-    """Go back to the nodes of the spec where there is no room for the more that autoBalance has given a pool."""
-    wanted, moved = situation.wanted, situation.job.moved
-    if wanted is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
+def _revert_balance(situation: Situation, found: PoolsFinding) -> Interruption | None:
+    """Revert to the nodes of the spec if there is no capacity for a pool that autoBalance has enlarged."""
+    desired, moved = situation.desired, situation.job.moved
+    if desired is None or all(pool.nodes <= pool.spec_nodes for pool in moved):
         return None
-    own = replace(situation, wanted=with_nodes(wanted, {pool.name: pool.spec_nodes for pool in moved}))
+    own = replace(situation, desired=with_nodes(desired, {pool.name: pool.spec_nodes for pool in moved}))
     change = layout.change(own)
     words = f"{found.finding.reason}: {found.finding.message}"
-    message = f"autoBalance goes back to the nodes of the spec ({change}), because there is no room for more: {words}"
+    message = f"autoBalance reverts to the nodes of the spec ({change}), because there is no capacity for more: {words}"
     event = EventRecord(Reason.REBALANCED, message, is_warning=True, action=Condition.LAYOUT_APPLIED)
-    back = _other_layout(own, found, change, Reason.STARTUP_DELAYED)
+    back = _change_layout(own, found, change, Reason.STARTUP_DELAYED)
     return replace(back, update={**back.update, "effective_pools": []}, events=(event,))
 
 
-def _other_layout(
+def _change_layout(
     situation: Situation, found: PoolsFinding, change: str, reason: str = Reason.REALLOCATING
 ) -> Interruption:
-    """Change the layout of an attempt that has not begun; `reason` says in the status what for."""
+    """Change the layout of an attempt without a trainer; `reason` is that of the stop in the status."""
     now = format_time(situation.now)
     done = StopStatus(attempt=situation.attempt, reason=reason, time=now, completion_time=now)
-    relaid = Finding("False", Reason.REALLOCATING, f"the next attempt has another layout ({change})")
+    relaid = Finding("False", Reason.REALLOCATING, f"the next attempt gets another layout ({change})")
     keeps_pods = not layout.needs_other_pods(situation)
     is_over = not keeps_pods and _is_used(situation)
-    update = _onwards(situation, done if is_over else situation.status.stop, is_over=is_over, keeps_pods=keeps_pods)
-    return Interruption(found, {Condition.LAYOUT_APPLIED: relaid}, update, look_again_after=_SOON)
+    update = _next_update(situation, done if is_over else situation.status.stop, is_over=is_over, keeps_pods=keeps_pods)
+    return Interruption(found, {Condition.LAYOUT_APPLIED: relaid}, update, requeue_after=_SOON)
 
 
 def _next_attempt(
     situation: Situation, found: PoolsFinding, stop: StopStatus, event: EventRecord, *, keeps_pods: bool
 ) -> Interruption:
-    """Go on with another attempt, on the pods that are there or on new ones."""
-    begins = Finding("False", Reason.RESTARTING, f"{event.message}; attempt {situation.attempt + 1} begins")
-    findings = {Condition.SUBMITTED: begins, Condition.PROGRESSING: begins, Condition.STALLED: stall.stalled(None)}
-    update = _onwards(situation, stop, is_over=True, keeps_pods=keeps_pods)
+    """Start the next attempt, on the same pods or on new ones."""
+    starting = Finding("False", Reason.RESTARTING, f"{event.message}; attempt {situation.attempt + 1} starts")
+    findings = {
+        Condition.SUBMITTED: starting,
+        Condition.PROGRESSING: starting,
+        Condition.STALLED: stall.stalled(None),
+    }
+    update = _next_update(situation, stop, is_over=True, keeps_pods=keeps_pods)
     return Interruption(found, findings, update, (event,), _SOON)
 
 
-def _onwards(situation: Situation, stop: StopStatus | None, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
+def _next_update(situation: Situation, stop: StopStatus | None, *, is_over: bool, keeps_pods: bool) -> dict[str, Any]:
     update: dict[str, Any] = {"attempt": situation.attempt + is_over, "submission_id": None, "stop": stop}
     if not keeps_pods:
         update["ray_cluster"] = None
-    elif situation.wanted is not None:
-        update["effective_layout"] = layout_of(situation.wanted)
+    elif situation.desired is not None:
+        update["effective_layout"] = layout_of(situation.desired)
     return update
 
 
 def _suspended(situation: Situation, stop: StopStatus | None, *events: EventRecord) -> Interruption:
-    """Give all pods back; the start time stays until the job goes on."""
+    """Release all pods; the start time stays until the job resumes."""
     is_over = stop is not None or _is_used(situation)
     update: dict[str, Any] = {
         "attempt": situation.attempt + 1 if is_over else situation.attempt,
@@ -214,16 +218,16 @@ def _suspended(situation: Situation, stop: StopStatus | None, *events: EventReco
         findings[Condition.ADMITTED] = held
     if situation.condition(Condition.STALLED) is not None:
         findings[Condition.STALLED] = stall.stalled(None)
-    return Interruption(pools.given_back(situation, held), findings, update, events)
+    return Interruption(pools.released(situation, held), findings, update, events)
 
 
-def _goes_on_from(situation: Situation) -> str:
+def _resume_message(situation: Situation) -> str:
     checkpoint = situation.status.checkpoint
-    where = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "the beginning"
-    return f"when it is admitted again, it goes on from {where}"
+    how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint is not None else "starts from step 0"
+    return f"when it is admitted again, it {how}"
 
 
 def _is_used(situation: Situation) -> bool:
-    """Return whether the current attempt has a RayCluster of its own: another one needs another name."""
+    """Return whether a RayCluster was created for this attempt; a new one then needs another attempt's name."""
     cluster = situation.status.ray_cluster
     return cluster is not None and cluster.name == situation.own_cluster_name

@@ -1,4 +1,4 @@
-"""Policy: how long a finished job stays to be looked at."""
+"""Policy: when a finished job is deleted (`ttlSecondsAfterFinished`)."""
 
 from datetime import datetime, timedelta
 
@@ -8,7 +8,7 @@ from ppojob_operator.reconcile.reading import parse_time
 
 
 def expiry(spec: PPOJobSpec, status: PPOJobStatus) -> datetime | None:
-    """Return when the finished job is to be deleted, or None: never."""
+    """Return when the finished job is deleted; None: never."""
     seconds = spec.run_policy.ttl_seconds_after_finished
     if seconds is None or status.completion_time is None:
         return None

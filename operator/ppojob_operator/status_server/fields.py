@@ -9,53 +9,107 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.progress import Command, LiveSettings, ProgressReply, ProgressReport
-from ppojob_api.v1alpha1.status import Progress
+from ppojob_api.v1alpha1.progress import Command, FetchReport, LiveSettings, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.status import FetchStatus, Progress
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
+
+Order = tuple[int, int]
+"""Attempt and number of a report: the larger one is newer."""
+NO_REPORT: Order = (-1, 0)
 
 # What a report may not know yet, such as while the model of a new attempt is being loaded.
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 # What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
 _GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
+# Fields that only the trainer's reports write.
+_TRAINERS = ("progress", "metrics", "checkpoint", "model", "recommendation", "layoutAdvice")
 
 
 def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
     """Return the status fields of field manager `ppojob-progress`, or None where the status has a newer report.
 
     Reports are ordered by attempt and by their number within it, which the trainer gives: the clocks of two replicas
-    may differ. One without a number, of an older trainer, is always the newest.
+    may differ.
 
-    What the report does not carry keeps its previous value: with server-side apply a field that is left out is
-    deleted, and a restarted trainer does not know the last checkpoint before it has looked.
+    What the report does not have keeps its previous value: server-side apply deletes a field that is left out, and a
+    restarted trainer does not know the last checkpoint at first.
 
     Args:
         report: the report.
-        job: the PPOJob as it stands.
+        job: the current PPOJob.
         now: when the report arrived, by the server's clock.
     """
     previous = job.get("status", {})
     old_progress = previous.get("progress", {})
-    if report.number and (report.attempt, report.number) < _newest(previous):
+    if order_of(report) < newest_order(job):
         return None
     kept = {name: old_progress[name] for name in _KEPT_PROGRESS if name in old_progress}
     fields: dict[str, Any] = {
         "progress": {**kept, **_progress(report, now).to_wire()},
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
+        "sources": previous.get("sources"),
         "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),
-        "model": {"path": report.model_path} if report.model_path else previous.get("model"),
+        "model": _model(report, previous.get("model", {})),
         **_recommendation(report, previous),
     }
     fields["progress"]["lastChangeTime"] = _last_change(fields, previous)
     return {name: value for name, value in fields.items() if value}
 
 
-def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
-    """Return what the trainer is told: the live part of the spec, a checkpoint that is asked for, and to stop in order.
+def fetch_status(report: FetchReport, pod: str, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
+    """Return the same from a report of the fetch, or None where the status has a newer one of the same pod.
 
-    A stop is asked for where the object is being deleted, and where `status.stop` waits for this attempt. It ends with
-    a checkpoint, so no other is asked for beside it.
+    What the trainer has reported stays: a job that was resumed may fetch again.
+
+    Args:
+        report: the report.
+        pod: which pod sent it.
+        job: the current PPOJob.
+        now: when the report arrived, by the server's clock.
+    """
+    previous = job.get("status", {})
+    old = previous.get("fetch", {})
+    if old.get("pod") == pod and report.number <= old.get("report", 0):
+        return None
+    fetch = FetchStatus(
+        address=report.address,
+        bytes=report.bytes,
+        total_bytes=report.total_bytes,
+        message=report.message,
+        pod=pod,
+        report=report.number,
+        last_update_time=format_time(now),
+    )
+    kept = {name: previous[name] for name in _TRAINERS if name in previous}
+    fields = {
+        **kept,
+        "pools": _busy_pools(previous.get("pools", [])),
+        "fetch": fetch.to_wire(),
+        "sources": [source.to_wire() for source in report.sources],
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def order_of(report: ProgressReport) -> Order:
+    """Return the place of a report among those of its job."""
+    return report.attempt, report.number
+
+
+def newest_order(job: Mapping[str, Any]) -> Order:
+    """Return the place of the report that the status has. One of an attempt that never began does not count."""
+    status = job.get("status", {})
+    progress = status.get("progress", {})
+    attempt = progress.get("attempt", -1)
+    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else NO_REPORT
+
+
+def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
+    """Return the reply to the trainer: the live part of the spec, a requested checkpoint, and a requested stop.
+
+    A stop is requested if the object is being deleted, or if `status.stop` waits for this attempt. It ends with a
+    checkpoint, so no other checkpoint is requested with it.
     """
     spec = job.get("spec", {})
     # A newer definition may have fields that this operator does not know.
@@ -94,13 +148,6 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _newest(status: Mapping[str, Any]) -> tuple[int, int]:
-    """Return attempt and number of the report that the status has; one of an attempt that never began counts not."""
-    progress = status.get("progress", {})
-    attempt = progress.get("attempt", -1)
-    return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else (-1, 0)
-
-
 def _progress(report: ProgressReport, now: datetime) -> Progress:
     percentage = 100 * report.step // report.total_steps if report.total_steps else 0
     return Progress(
@@ -122,7 +169,7 @@ def _progress(report: ProgressReport, now: datetime) -> Progress:
 
 
 def _last_change(fields: Mapping[str, Any], previous: Mapping[str, Any]) -> str:
-    """Return when the trainer got on last, as its reports say: silence is no standstill."""
+    """Return when a report last showed progress; missing reports do not count as a stall."""
     new, old = fields["progress"], previous.get("progress", {})
     is_same = all(new.get(name) == old.get(name) for name in _GETS_ON) and all(
         (fields[name] or None) == previous.get(name) for name in _BRINGS_OUT
@@ -137,6 +184,16 @@ def _checkpoint(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str
         return dict(previous)
     answered = {"request": previous["request"]} if "request" in previous else {}
     return answered | report.checkpoint.to_wire()
+
+
+def _model(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the newest export. Its upload keeps the previous attempt's result until this attempt has one."""
+    wire = report.to_wire()
+    names = {"path": "modelPath", "address": "modelAddress", "uploadFailure": "uploadFailure"}
+    found = {name: wire[reported] for name, reported in names.items() if reported in wire}
+    kept = {name: value for name, value in previous.items() if name != "uploadFailure" or "address" not in found}
+    # The path is required: a report of an upload without it would be refused with everything else that it says.
+    return kept | found if "path" in (kept | found) else {}
 
 
 def _open_request(job: Mapping[str, Any]) -> str | None:

@@ -1,25 +1,36 @@
-"""One report's way: parse, authenticate, check against the job, keep it for the status, answer.
+"""One report's way: identify the sender, parse, check the pod and the job, keep it for the status, answer.
 
-`endpoint.py` calls it with the parts of a request; it knows no HTTP server. It refuses with `Refusal`.
+`endpoint.py` calls `identify` with a request's header and then `receive` with its body. It knows no HTTP server. It
+refuses with `Refusal`.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ppojob_api.v1alpha1.progress import Activity, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.progress import Activity, FetchReport, ProgressReply, ProgressReport
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
-from ppojob_operator.status_server.authentication import Authenticator
-from ppojob_operator.status_server.fields import finished_condition, progress_reply, progress_status
+from ppojob_operator.status_server.authentication import Authenticator, Caller, Sender
+from ppojob_operator.status_server.fields import (
+    fetch_status,
+    finished_condition,
+    newest_order,
+    order_of,
+    progress_reply,
+    progress_status,
+)
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 from ppojob_operator.status_server.writer import ProgressWriter
 
 _LOG = logging.getLogger(__name__)
 _MAX_PROBLEMS = 5
+Report = TypeVar("Report", ProgressReport, FetchReport)
 
 
 def utc_now() -> datetime:
@@ -45,8 +56,17 @@ class Intake:
         self._write_limit = write_limit_seconds
         self._clock = clock
 
-    async def receive(self, namespace: str, name: str, authorization: str | None, body: bytes) -> ProgressReply:
-        """Take one report in and return the answer to the trainer.
+    async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
+        """Return who holds the token of the header, before the body is read.
+
+        Raises:
+            Refusal: the token is not good for the job.
+        """
+        with _api_problems(f"{namespace}/{name}"):
+            return await self._authenticator.identify(authorization, namespace, name, source)
+
+    async def receive(self, caller: Caller, body: bytes) -> ProgressReply:
+        """Take one report of the trainer and return the answer to the trainer.
 
         Raises:
             Refusal: the report is not taken; with the HTTP status, a reason and what to do.
@@ -54,23 +74,57 @@ class Intake:
         arrived = self._clock()
         report = parse_report(body)
         logs.set_attempt(report.attempt)
-        key = JobIdentity(namespace, name, report.uid)
-        try:
-            sender = await self._authenticator.check(authorization, key)
-            job = await self._port.read_job(namespace, name)
-        except ApiUnavailable as error:
-            raise refusals.unavailable(f"the API server does not answer ({error})") from error
-        except ApiRefused as error:
-            _LOG.error("a report of %s cannot be checked: %s", key, error)
-            raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
-        # Whoever reports for a job that is gone hears that it is over, whatever account the one of its name has now.
-        current = _check_job(job, key, report)
+        key = caller.key
+        sender, job = await self._sender_and_job(caller, report.uid)
+        # A deleted job is reported before the account is checked: another job of its name may have another account.
+        current = _check_attempt(_check_job(job, key), key, report)
         self._authenticator.check_sender(sender, key, current)
         is_last = report.activity is Activity.FINISHED
-        self._writer.keep(key, lambda job: progress_status(report, job, arrived), is_last=is_last)
+        order = order_of(report)
+        newest = max(newest_order(current), self._writer.newest(key))
+        if order < newest:
+            raise refusals.stale_report(str(key), report.number, newest[1])
+        self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet, send it again")
         return progress_reply(current, report.attempt)
+
+    async def receive_fetch(self, caller: Caller, body: bytes) -> ProgressReply:
+        """Take one report of the pod that fetches models and data. The answer asks for nothing.
+
+        Raises:
+            Refusal: the report is not taken; with the HTTP status, a reason and what to do.
+        """
+        arrived = self._clock()
+        report = _parse(FetchReport, body)
+        sender, job = await self._sender_and_job(caller, report.uid)
+        pod = self._authenticator.check_fetcher(sender, caller.key, _check_job(job, caller.key))
+        self._writer.keep(caller.key, lambda job: fetch_status(report, pod, job, arrived))
+        return ProgressReply()
+
+    async def _sender_and_job(self, caller: Caller, uid: str) -> tuple[Sender, RawObject | None]:
+        key = caller.key
+        _check_uid(uid, key)
+        with _api_problems(str(key)):
+            sender = await self._authenticator.check_pod(caller)
+            return sender, await self._port.read_job(key.namespace, key.name)
+
+
+@contextlib.contextmanager
+def _api_problems(job: str) -> Iterator[None]:
+    """Turn the API server's problems into refusals."""
+    try:
+        yield
+    except ApiUnavailable as error:
+        raise refusals.unavailable(f"the API server does not answer ({error})") from error
+    except ApiRefused as error:
+        _LOG.error("a report of %s cannot be checked: %s", job, error)
+        raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+
+
+def _check_uid(reported: str, key: JobIdentity) -> None:
+    if reported != key.uid:
+        raise refusals.forbidden(f"the report is about uid {reported!r}, and the token is for {key} with uid {key.uid}")
 
 
 def parse_report(body: bytes) -> ProgressReport:
@@ -79,15 +133,7 @@ def parse_report(body: bytes) -> ProgressReport:
     Raises:
         Refusal: it is no report; names the fields.
     """
-    try:
-        # A newer trainer may say more.
-        report = ProgressReport.model_validate_json(body, extra="ignore")
-    except ValidationError as error:
-        problems = [
-            f"{_path(detail['loc'])}: {detail['msg']}"
-            for detail in error.errors(include_url=False, include_input=False)
-        ]
-        raise refusals.malformed("; ".join(problems[:_MAX_PROBLEMS])) from error
+    report = _parse(ProgressReport, body)
     times = {
         "firstStepTime": report.first_step_time,
         "checkpoint.time": report.checkpoint.time if report.checkpoint else None,
@@ -96,6 +142,18 @@ def parse_report(body: bytes) -> ProgressReport:
         if text is not None and not _is_rfc3339(text):
             raise refusals.malformed(f"{path}: {text!r} is no RFC 3339 time such as 2026-01-31T12:00:00Z")
     return report
+
+
+def _parse(kind: type[Report], body: bytes) -> Report:
+    try:
+        # A newer trainer may say more.
+        return kind.model_validate_json(body, extra="ignore")
+    except ValidationError as error:
+        problems = [
+            f"{_path(detail['loc'])}: {detail['msg']}"
+            for detail in error.errors(include_url=False, include_input=False)
+        ]
+        raise refusals.malformed("; ".join(problems[:_MAX_PROBLEMS])) from error
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -110,11 +168,8 @@ def _is_rfc3339(text: str) -> bool:
         return False
 
 
-def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) -> RawObject:
-    """Return the job if it takes this report.
-
-    An attempt is in the status before its trainer is sent to Ray; a later one would hide all reports that are true.
-    """
+def _check_job(job: RawObject | None, key: JobIdentity) -> RawObject:
+    """Return the job if it takes reports."""
     if job is None:
         raise refusals.job_not_found(str(key))
     if job["metadata"]["uid"] != key.uid:
@@ -122,6 +177,14 @@ def _check_job(job: RawObject | None, key: JobIdentity, report: ProgressReport) 
     condition = finished_condition(job)
     if condition:
         raise refusals.job_finished(str(key), condition)
+    return job
+
+
+def _check_attempt(job: RawObject, key: JobIdentity, report: ProgressReport) -> RawObject:
+    """Return the job if it takes a report of this attempt.
+
+    An attempt is in the status before its trainer is sent to Ray; a later one would hide all reports that are true.
+    """
     attempt = job.get("status", {}).get("attempt", 0)
     if report.attempt < attempt:
         raise refusals.stale_attempt(str(key), report.attempt, attempt)

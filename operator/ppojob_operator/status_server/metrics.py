@@ -35,6 +35,9 @@ class OperatorMetrics:
             "PPOJobs in the watched namespaces that another operator runs.",
             registry=self.registry,
         )
+        self.watch_failures = Counter(
+            "ppojob_watch_failures", "Failures of the watches, which are then restarted.", registry=self.registry
+        )
         self.submissions = Counter("ppojob_submissions", "Attempts submitted to Ray.", registry=self.registry)
         self.retries = Counter(
             "ppojob_retries", "Attempts that failed and are tried again, by cause.", ["cause"],
@@ -45,6 +48,10 @@ class OperatorMetrics:
         self.reports = Counter(
             "ppojob_progress_reports", "Progress reports by outcome: Accepted, or why not.", ["outcome"],
             registry=self.registry,
+        )  # fmt: skip
+        self.closed_connections = Counter(
+            "ppojob_closed_connections", "Connections that the operator closed because of a limit, by reason.",
+            ["reason"], registry=self.registry,
         )  # fmt: skip
         self.status_writes = Counter(
             "ppojob_progress_status_writes", "Status writes of reports by outcome.", ["outcome"], registry=self.registry
@@ -75,6 +82,10 @@ class OperatorMetrics:
         self.left_alone.set_function(left_alone)
         self.leads.set_function(leads)
 
+    def count_watch_failure(self) -> None:
+        """Count one failure of the watches."""
+        self.watch_failures.inc()
+
     def count_submission(self) -> None:
         """Count one attempt that was submitted to Ray."""
         self.submissions.inc()
@@ -86,6 +97,10 @@ class OperatorMetrics:
     def count_review(self, outcome: str) -> None:
         """Count one answer of the admission webhook: Allowed, Warned, Refused or Malformed."""
         self.reviews.labels(outcome=outcome).inc()
+
+    def count_closed_connection(self, reason: str) -> None:
+        """Count one connection that was closed: SourceLimit, SourceRate, TotalLimit or TooSlow."""
+        self.closed_connections.labels(reason=reason).inc()
 
     def observe_reconcile(self, seconds: float, outcome: str) -> None:
         """Count one reconcile of one job."""

@@ -1,6 +1,6 @@
 """Why a report is refused: HTTP status, one word for programs, and a sentence that says what to do.
 
-The trainer stops on 409 and 410 (it was replaced), goes on training on everything else. Nothing here may carry a token.
+The trainer stops on 409 and 410 (it was replaced) and continues on everything else. Nothing here may carry a token.
 """
 
 from collections.abc import Mapping
@@ -46,22 +46,28 @@ def slow_body(seconds: float) -> Refusal:
     return Refusal(408, "TooSlow", f"the report did not arrive within {seconds:g} s: send it in one piece")
 
 
-def other_object(job: str, told: str, actual: str) -> Refusal:
+def other_object(job: str, reported: str, actual: str) -> Refusal:
     """Return the answer to a report for an earlier object of the same name."""
-    message = f"the PPOJob {job} with uid {told} is gone, another one has its name (uid {actual}): stop the trainer"
+    message = f"PPOJob {job} with uid {reported} was deleted, another one has its name (uid {actual}): stop the trainer"
     return Refusal(409, "OtherObject", message)
 
 
-def stale_attempt(job: str, told: int, current: int) -> Refusal:
+def stale_attempt(job: str, reported: int, current: int) -> Refusal:
     """Return the answer to an attempt that was replaced."""
-    message = f"attempt {told} of PPOJob {job} was replaced by attempt {current}: stop this trainer, write nothing more"
+    message = f"attempt {reported} of PPOJob {job} was replaced by attempt {current}: stop this trainer, save nothing"
     return Refusal(409, "StaleAttempt", message)
 
 
-def unknown_attempt(job: str, told: int, current: int) -> Refusal:
-    """Return the answer to an attempt that has not begun. It stops no trainer: what is known of the job may lag."""
-    message = f"attempt {told} of PPOJob {job} has not begun, the current one is {current}: send the report again"
+def unknown_attempt(job: str, reported: int, current: int) -> Refusal:
+    """Return the answer to an attempt that has not begun. It stops no trainer: the operator's view may lag."""
+    message = f"attempt {reported} of PPOJob {job} has not begun, the current one is {current}: send the report again"
     return Refusal(422, "UnknownAttempt", message)
+
+
+def stale_report(job: str, reported: int, newest: int) -> Refusal:
+    """Return the answer to a report that is older than one that the operator has. It stops no trainer."""
+    message = f"report {reported} of PPOJob {job} is older than report {newest}, which arrived: number them upwards"
+    return Refusal(422, "StaleReport", message)
 
 
 def job_finished(job: str, condition: str) -> Refusal:
@@ -76,7 +82,17 @@ def too_large(limit: int) -> Refusal:
     return Refusal(413, "TooLarge", message)
 
 
+def disconnected() -> Refusal:
+    """Return the end of a request whose sender closed the connection; nobody receives it."""
+    return Refusal(400, "Disconnected", "the connection ended before the report arrived: send it again")
+
+
+def too_many_requests(problem: str) -> Refusal:
+    """Return the answer to a sender that asks for more than its share."""
+    return Refusal(429, "TooManyRequests", problem, {"Retry-After": "10"})
+
+
 def unavailable(problem: str) -> Refusal:
     """Return the answer where the operator cannot decide or write at the moment."""
-    message = f"{problem}: go on training and send the next report as usual"
+    message = f"{problem}: continue training and send the next report as usual"
     return Refusal(503, "Unavailable", message, {"Retry-After": "10"})

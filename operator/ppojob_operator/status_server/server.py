@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ from ppojob_operator.status_server.certificates import CertificateError
 from ppojob_operator.status_server.endpoint import ReportEndpoint
 from ppojob_operator.status_server.health import Health
 from ppojob_operator.status_server.intake import Intake, utc_now
+from ppojob_operator.status_server.limits import Connections, JobRequests, Listener, close_after_answer
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.ports import ProgressPort, SecretPort
 from ppojob_operator.status_server.probes import probe_application
@@ -31,6 +33,10 @@ _PREPARE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 5.0
 _FLUSH_SECONDS = 10.0
 _WRITER_PULSE_SECONDS = 60.0
+_LINGERING_SECONDS = 2.0
+"""How long a refused body is still read, so that its sender gets the answer."""
+_REQUEST_SECONDS = 30.0
+"""Longest time of a connection to the webhook and the probes, whose senders show no token."""
 
 
 class StatusServer:
@@ -43,6 +49,7 @@ class StatusServer:
         port: ProgressPort,
         secrets: SecretPort,
         service_account_name: Callable[[str], str],
+        fetch_job_name: Callable[[str], str],
         health: Health,
         metrics: OperatorMetrics,
         clock: Callable[[], datetime] = utc_now,
@@ -55,15 +62,23 @@ class StatusServer:
         limit = settings.request_timeout_seconds
         intake = Intake(
             port,
-            Authenticator(port, reviews, service_account_name),
+            Authenticator(port, reviews, service_account_name, fetch_job_name),
             self._writer,
             write_limit_seconds=limit,
             clock=clock,
         )
-        endpoint = ReportEndpoint(intake, metrics, body_limit_seconds=limit, max_requests=settings.max_requests)
-        self._reports = endpoint.application()
-        self._probes = probe_application(health, metrics)
-        self._beside: list[tuple[int, web.Application]] = []
+        self._count_closed = metrics.count_closed_connection
+        connections = self._connections()
+        endpoint = ReportEndpoint(
+            intake,
+            metrics,
+            body_limit_seconds=limit,
+            connections=connections,
+            requests=JobRequests(settings.requests),
+        )
+        self._reports = (settings.port, endpoint.application(), connections)
+        self._probes = (settings.probe_port, probe_application(health, metrics), self._connections(_REQUEST_SECONDS))
+        self._beside: list[tuple[int, web.Application, Connections]] = []
         self._is_open = False
         health.ready_when("status server", lambda: None if self._is_open else "takes no reports")
 
@@ -88,8 +103,8 @@ class StatusServer:
             ) from error
 
     def serve_beside(self, port: int, application: web.Application) -> None:
-        """Serve another application with the same certificates, on a port of its own: who may come there differs."""
-        self._beside.append((port, application))
+        """Serve another application with the same certificates on a separate port: other clients may reach it."""
+        self._beside.append((port, application, self._connections(_REQUEST_SECONDS)))
 
     def ca_bundle(self) -> str:
         """Return the authorities that trainers must trust, in PEM; a renewal changes it, so read it at each use."""
@@ -106,14 +121,12 @@ class StatusServer:
             OSError: a port is taken.
             RuntimeError: a loop of the server ended by itself; the process should end too.
         """
-        settings = self._settings
         async with AsyncExitStack() as stack:
             # Left in the opposite order: requests end while the writer still writes, probes answer to the last.
-            await stack.enter_async_context(_serving(self._probes, settings.host, settings.probe_port, None))
+            await stack.enter_async_context(self._serving(*self._probes, None))
             loops = await stack.enter_async_context(self._loops())
-            context = self._certificates.context
-            for port, application in [(settings.port, self._reports), *self._beside]:
-                await stack.enter_async_context(_serving(application, settings.host, port, context))
+            for served in [self._reports, *self._beside]:
+                await stack.enter_async_context(self._serving(*served, self._certificates.context))
             self._is_open = True
             try:
                 await _wait(stop, loops)
@@ -126,6 +139,30 @@ class StatusServer:
                 return await self._certificates.load()
             except ApiUnavailable:
                 await asyncio.sleep(1)
+
+    def _connections(self, seconds: float | None = None) -> Connections:
+        limits = self._settings.connections
+        return Connections(limits if seconds is None else replace(limits, seconds=seconds), self._count_closed)
+
+    @asynccontextmanager
+    async def _serving(
+        self, port: int, application: web.Application, connections: Connections, context: ssl.SSLContext | None
+    ) -> AsyncIterator[None]:
+        """Serve an application, one request per connection; at the end requests in work may finish."""
+        application.on_response_prepare.append(close_after_answer)
+        runner = web.AppRunner(
+            application,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            lingering_time=_LINGERING_SECONDS,
+            auto_decompress=False,
+        )
+        await runner.setup()
+        try:
+            await Listener(runner, self._settings.host, port, context, connections).start()
+            yield
+        finally:
+            await runner.cleanup()
 
     @asynccontextmanager
     async def _loops(self) -> AsyncIterator[list[asyncio.Task[None]]]:
@@ -152,20 +189,6 @@ def _certificate_store(
     return CertificateStore(
         SecretSource(secrets, settings.namespace, settings.certificate_secret, settings.server_names, clock)
     )
-
-
-@asynccontextmanager
-async def _serving(
-    application: web.Application, host: str, port: int, context: ssl.SSLContext | None
-) -> AsyncIterator[None]:
-    """Serve an application; at the end requests in work may finish."""
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-        yield
-    finally:
-        await runner.cleanup()
 
 
 async def _wait(stop: asyncio.Event, loops: list[asyncio.Task[None]]) -> None:

@@ -1,7 +1,9 @@
 """Settings of the status server. `main.py` fills them in from the operator's own settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from ppojob_operator.status_server.limits import ConnectionLimits, RequestLimits
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class StatusServerSettings:
     write_interval_seconds: float = 10.0
     """Shortest time between two status writes of a job."""
     token_cache_seconds: float = 60.0
-    """How long the API server's word on a token is believed."""
+    """How long the API server's answer on a token is believed."""
     request_timeout_seconds: float = 10.0
     """Longest time for a report's body to arrive, and for the write of a last report."""
     certificate_check_seconds: float = 60.0
-    """How often the certificates are looked at anew."""
-    max_requests: int = 256
-    """Reports in work at the same time; more are told to come again."""
+    """How often the certificates are checked."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """Connections to each port."""
+    requests: RequestLimits = field(default_factory=RequestLimits)
+    """Reports in work at the same time; more are refused, and the trainer sends them again."""
 
     @property
     def base_url(self) -> str:

@@ -7,8 +7,8 @@
 The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report stays
 kept until it is written, so a cancelled or failed write loses nothing; `flush` writes what is left at the end.
 
-Each replica of the operator has a writer of its own, and the reports of one job come to any of them. So what is written
-is made at the write, from the object as it stands then: a report that was kept here never overwrites a newer one that
+Each replica of the operator has its own writer, and the reports of one job arrive at any of them. So what is written
+is computed at the write, from the current object: a report that was kept here never overwrites a newer one that
 another replica wrote meanwhile.
 """
 
@@ -21,6 +21,7 @@ from time import monotonic
 
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, StatusOf
+from ppojob_operator.status_server.fields import NO_REPORT, Order
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 
@@ -31,7 +32,7 @@ _SHORTEST_SLEEP = 0.05
 """A pass looks at all jobs: a burst of reports must not make it spin."""
 _LAST_REPORT_RETRY = 1.0
 _MAX_REFUSALS = 5
-"""Refusals of the same job in a row after which its report is dropped; an API server that is away counts not."""
+"""Refusals of the same job in a row after which its report is dropped. An unavailable API server does not count."""
 
 
 @dataclass
@@ -39,6 +40,7 @@ class _Job:
     """What is known of one job's writes. Times are of the monotonic clock."""
 
     status_of: StatusOf | None = None
+    order: Order = NO_REPORT
     received: float = 0.0
     is_last: bool = False
     due: float = 0.0
@@ -69,17 +71,24 @@ class ProgressWriter:
         self._queue: asyncio.Queue[JobIdentity] = asyncio.Queue()
         self._changed = asyncio.Event()
 
-    def keep(self, key: JobIdentity, status_of: StatusOf, *, is_last: bool = False) -> None:
-        """Take a report; an older one of the same job that is not written yet is replaced.
+    def newest(self, key: JobIdentity) -> Order:
+        """Return the place of the newest report of the job that came here lately."""
+        job = self._jobs.get(key)
+        return NO_REPORT if job is None else job.order
+
+    def keep(self, key: JobIdentity, status_of: StatusOf, *, order: Order = NO_REPORT, is_last: bool = False) -> None:
+        """Take a report; the previous one of the same job is replaced if it is not written yet.
 
         Args:
             key: the job.
             status_of: gives the whole part of the status that the reports own, when it is written.
+            order: place of the report among those of the job.
             is_last: write it at once.
         """
         job = self._jobs.setdefault(key, _Job())
         now = self._clock()
         job.status_of, job.received, job.is_last = status_of, now, is_last
+        job.order = max(job.order, order)
         job.due = now if is_last else max(now, job.last_try + self._interval)
         job.written.clear()
         self._changed.set()

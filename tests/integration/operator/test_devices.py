@@ -118,7 +118,7 @@ def test_devices_that_no_node_has_left_are_said_in_the_schedulers_words(
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.INSUFFICIENT_GPUS)
 
-    assert message.startswith("pool actor wants a claim of template more-than-a-node per node; 0/")
+    assert message.startswith("pool actor requests a claim of template more-than-a-node per node; 0/")
     assert "cannot allocate all claims" in message
 
 

@@ -45,7 +45,7 @@ def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
     terms = operator.log.read_text().count("leading as")
 
     proxy.cut()
-    jobs.wait_until(lambda: "this replica stops deciding" in operator.log.read_text())
+    jobs.wait_until(lambda: "this replica is a standby now" in operator.log.read_text())
     made = jobs.create()
     kubectl("patch", "ppojob", changed, "--type=merge", '--patch={"spec":{"runPolicy":{"backoffLimit":9}}}')
     kubectl("delete", "ppojob", deleted)

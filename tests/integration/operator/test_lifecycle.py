@@ -69,7 +69,7 @@ def test_a_new_operator_goes_on_where_the_last_one_stopped(kubectl: Any, jobs: A
     before = jobs.wait(name, lambda status: "rayCluster" in status)
 
     assert operator.stop() == 0
-    assert "stopped in order" in operator.log.read_text()
+    assert "stopped gracefully" in operator.log.read_text()
     operator.start()
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
 
@@ -102,8 +102,8 @@ def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubect
     jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
     kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
     event = jobs.event(name, Reason.CLUSTER_RESTORED)
-    assert f".replicas was {before + 1} in place of {before}" in event["message"]
-    assert "spec.authOptions.mode was disabled in place of token" in event["message"]
+    assert f".replicas was {before + 1} instead of {before}" in event["message"]
+    assert "spec.authOptions.mode was disabled instead of token" in event["message"]
     assert kubectl.json("get", "raycluster", cluster)["spec"]["authOptions"]["mode"] == "token"
 
 
@@ -113,7 +113,7 @@ def test_an_object_of_somebody_else_is_named_and_not_taken_over(kubectl: Any, jo
     name = jobs.create(name="taken")
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_REFUSED)
-    assert "ConfigMap taken-job is there already and belongs to nobody" in message
+    assert "ConfigMap taken-job exists and belongs to nobody" in message
     assert "give the PPOJob another name" in message
     assert kubectl.json("get", "configmap", "taken-job")["data"] == {"mine": "1"}
     kubectl("delete", "configmap", "taken-job")

@@ -91,7 +91,7 @@ def test_more_gpus_than_any_node_has_is_said_in_the_schedulers_words(jobs: Any, 
 
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.INSUFFICIENT_GPUS)
 
-    assert message.startswith("pool critic wants 8 nvidia.com/gpu per node; 0/")
+    assert message.startswith("pool critic requests 8 nvidia.com/gpu per node; 0/")
     assert "Insufficient nvidia.com/gpu" in message
     jobs.wait(name, lambda status: status["ready"] == "4/12")
     assert jobs.status(name)["pools"][1]["message"] == message
@@ -146,7 +146,7 @@ def test_a_job_that_cannot_start_fails_at_its_deadline_and_gives_its_nodes_back(
     message = jobs.wait_for(name, Condition.FAILED, "True", Reason.STARTUP_DEADLINE_EXCEEDED)
 
     assert "within 8 s" in message
-    assert "pool actor wants 64 nvidia.com/gpu per node" in message
+    assert "pool actor requests 64 nvidia.com/gpu per node" in message
     jobs.wait(name, lambda status: status["phase"] == "Failed")
     selector = ("--selector", f"ppojob.dev/job={name}")
     kubectl("wait", "--for=delete", "rayclusters,pods", *selector, "--timeout=50s")

@@ -89,7 +89,7 @@ def test_a_leader_that_stops_in_order_is_followed_without_waiting(jobs: Any, rep
 
     assert replicas.processes[first].stop() == 0
 
-    assert "gave the Lease back" in replicas.processes[first].log.read_text()
+    assert "released the Lease" in replicas.processes[first].log.read_text()
     assert replicas.leader() == 1 - first
     jobs.wait_for(jobs.create(), Condition.ACCEPTED, "True", Reason.VALID)
 
@@ -98,7 +98,7 @@ def test_a_leader_that_cannot_renew_decides_nothing_though_it_could(jobs: Any, r
     first = replicas.leader()
     process, proxy = replicas.processes[first], replicas.proxies[first]
     proxy.is_hiding = True  # Its Lease only: everything else goes through.
-    jobs.wait_until(lambda: "this replica stops deciding" in process.log.read_text())
+    jobs.wait_until(lambda: "this replica is a standby now" in process.log.read_text())
     proxy.used.clear()
 
     assert replicas.leader() == 1 - first

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
 BY_APPLY = {
     Right("create", "ray.io", "rayclusters"),
+    Right("create", "batch", "jobs"),
     Right("create", "networking.k8s.io", "networkpolicies"),
     Right("create", "", "configmaps"),
     Right("create", "", "serviceaccounts"),
@@ -60,6 +61,10 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
     jobs.create(runPolicy={"queueName": "gpus"})
+    fetched = jobs.create(model={"actor": {"path": "hf://acme/tiny"}})
+    jobs.wait_for(fetched, Condition.SOURCES_FETCHED, "False", Reason.FETCHING)
+    kubectl("patch", "ppojob", fetched, "--type=merge", "-p", '{"spec": {"runPolicy": {"suspend": true}}}')
+    kubectl("wait", "--for=delete", f"job/{fetched}-fetch", "--timeout=120s")
     for used in (Right("list", "ppojob.dev", "ppojobs"), Right("list", "kueue.x-k8s.io", "workloads")):
         jobs.wait_until(lambda used=used: used in proxy.used)
 

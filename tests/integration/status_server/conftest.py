@@ -245,6 +245,7 @@ def _make(port: ProgressCluster, namespace: str, settings: dict[str, Any]) -> Ru
         port=port,
         secrets=port,
         service_account_name=naming.service_account_name,
+        fetch_job_name=naming.fetch_job_name,
         health=Health(),
         metrics=metrics,
     )

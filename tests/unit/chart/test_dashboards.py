@@ -16,7 +16,7 @@ PANELS = [
 ]
 UNITS = {
     "none": "", "s": "seconds", "percentunit": "a share, 0 to 1", "bytes": "bytes", "decgbytes": "1e9 bytes",
-    "GBs": "1e9 bytes per second", "ops": "per second", "reqps": "per second", "wps": "per second",
+    "GBs": "1e9 bytes per second", "cps": "per second", "ops": "per second", "reqps": "per second", "wps": "per second",
 }  # fmt: skip
 """Units of Grafana, by its identifiers, and what a value in them is."""
 OF_NAMES = (
@@ -89,7 +89,7 @@ def test_the_unit_of_an_expression_is_known(expression: str, unit: set[str]) -> 
 
 def test_the_timeline_names_every_phase() -> None:
     [panel] = [panel for panel in expressions.panels_of(DASHBOARDS["job"]) if panel.get("kind") == "state-timeline"]
-    found = re.findall(r'(\d) \* ppojob_job_phase\{SELECTED,phase="(\w+)"\}', panel["queries"][0]["expr"])
+    found = re.findall(r'(\d+) \* ppojob_job_phase\{SELECTED,phase="(\w+)"\}', panel["queries"][0]["expr"])
 
     assert panel["mappings"] == {int(value): phase for value, phase in found}
     assert tuple(panel["mappings"].values()) == PHASES

@@ -58,9 +58,9 @@ async def cluster(player: Player) -> AsyncIterator[AdmissionCluster]:
 async def test_every_kind_is_looked_for_where_it_is(cluster: AdmissionCluster, player: Player, kind: Kind) -> None:
     reference = Reference(kind, "x", "spec.somewhere")
 
-    assert await cluster.look_for(reference, "rl-team") is None
+    assert await cluster.read_reference(reference, "rl-team") is None
     player.objects[PATHS[kind]] = {"metadata": {"name": "x"}}
-    assert await cluster.look_for(reference, "rl-team") == {"metadata": {"name": "x"}}
+    assert await cluster.read_reference(reference, "rl-team") == {"metadata": {"name": "x"}}
     assert player.seen[0] == player.seen[-1] == f"GET {PATHS[kind]}"
 
 
@@ -70,14 +70,14 @@ async def test_a_newer_kueue_has_its_objects_under_another_version(
 ) -> None:
     player.objects[PATHS[kind].replace("v1beta1", "v1beta2")] = {"metadata": {"name": "x"}}
 
-    assert await cluster.look_for(Reference(kind, "x", "spec.somewhere"), "rl-team") is not None
+    assert await cluster.read_reference(Reference(kind, "x", "spec.somewhere"), "rl-team") is not None
 
 
 @pytest.mark.parametrize(("name", "namespace"), [("..", "rl-team"), ("x", ".."), ("", "rl-team"), ("a/b", "rl-team")])
 async def test_a_name_that_no_object_can_have_is_not_asked_for(
     cluster: AdmissionCluster, player: Player, name: str, namespace: str
 ) -> None:
-    assert await cluster.look_for(Reference(Kind.CLAIM, name, "spec.somewhere"), namespace) is None
+    assert await cluster.read_reference(Reference(Kind.CLAIM, name, "spec.somewhere"), namespace) is None
     assert player.seen == []
 
 

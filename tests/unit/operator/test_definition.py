@@ -8,7 +8,7 @@ import pytest
 
 from ppojob_api.v1alpha1.schema import custom_resource_definition
 from ppojob_operator.api_server import Answer, ApiUnavailable
-from ppojob_operator.definition import say_differences
+from ppojob_operator.definition import log_differences
 
 KIND = {"group": "ppojob.dev", "version": "v1alpha1", "kind": "PPOJob"}
 
@@ -38,7 +38,7 @@ def own() -> Any:
 async def said(server: Server, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     """Return what is logged."""
     caplog.set_level(logging.INFO)
-    await say_differences(server, "0.1.0")  # type: ignore[arg-type]
+    await log_differences(server, "0.1.0")  # type: ignore[arg-type]
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
@@ -67,7 +67,10 @@ async def test_a_newer_definition_is_named_with_what_it_has(caplog: pytest.LogCa
 
     assert level == logging.WARNING
     assert "newer than this operator (0.1.0)" in words
-    assert "it has spec.new0, spec.new1, spec.new2, spec.new3, spec.new4 and 2 more; jobs whose spec has them" in words
+    assert (
+        "it has spec.new0, spec.new1, spec.new2, spec.new3, spec.new4 and 2 more; jobs with these fields in their spec"
+        in words
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ppojob_operator.api_server import Answer, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests.config_map import config_map
 from ppojob_operator.manifests.dashboard_secret import dashboard_secret
+from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.manifests.network_policy import network_policy
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
@@ -26,6 +27,7 @@ CHILDREN = [
     service_account(KEY, "uid-1"),
     network_policy(SPEC, KEY, "uid-1", JobNetwork("ppojob-system", {})),
     ray_cluster(SPEC, KEY, "uid-1", "arithmetic-job"),
+    fetch_job(SPEC, KEY, "uid-1"),
 ]
 """Of the Secret the name alone tells that it is ours: nobody else can know it beforehand."""
 
@@ -73,7 +75,7 @@ CHART = {"kind": "Deployment", "name": "web", "uid": "uid-9", "controller": True
 async def test_an_object_of_somebody_else_is_named_and_left_alone(found: dict[str, Any], whose: str) -> None:
     server = Server(found)
 
-    with pytest.raises(ApiRefused, match="ConfigMap arithmetic-job is there already") as raised:
+    with pytest.raises(ApiRefused, match="ConfigMap arithmetic-job exists") as raised:
         await Cluster(server, reporter="pod-1").apply(WANTED)  # type: ignore[arg-type]
 
     assert whose in str(raised.value)
@@ -87,7 +89,7 @@ async def test_every_kind_of_child_that_belongs_to_somebody_else_is_named(manife
     found["metadata"]["name"] = name = manifest["metadata"]["name"]
     server = Server(found)
 
-    words = f"{manifest['kind']} {name} is there already and belongs to Deployment web"
+    words = f"{manifest['kind']} {name} exists and belongs to Deployment web"
     with pytest.raises(ApiRefused, match=words):
         await Cluster(server, reporter="pod-1").apply(manifest)  # type: ignore[arg-type]
 
@@ -136,7 +138,7 @@ async def test_what_kueue_writes_meanwhile_is_waited_for() -> None:
 async def test_what_an_earlier_job_of_the_name_has_left_is_waited_for() -> None:
     server = Server(owned_by(OTHER))
 
-    with pytest.raises(ApiUnavailable, match="of an earlier PPOJob of this name is still being removed"):
+    with pytest.raises(ApiUnavailable, match="of an earlier PPOJob of this name is still being deleted"):
         await Cluster(server, reporter="pod-1").apply(WANTED)  # type: ignore[arg-type]
 
     assert server.patched == []

@@ -9,7 +9,7 @@ from kubernetes.aio.client import Configuration
 
 from ppojob_operator import main
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.main import StartError, ask_environment_once, dashboard_key
+from ppojob_operator.main import StartError, dashboard_key, read_proxy_once
 from ppojob_operator.settings import Settings
 
 
@@ -58,7 +58,7 @@ async def test_an_api_server_that_stays_away_is_given_up_in_the_end() -> None:
 
 
 async def test_a_missing_right_is_named() -> None:
-    with pytest.raises(StartError, match="Secret ns/key: 403 no: give the operator get and create"):
+    with pytest.raises(StartError, match="Secret ns/key: 403 no: allow the operator to get and create it"):
         await dashboard_key(Secrets(ApiRefused("403 no")), "ns", "key")
 
 
@@ -67,7 +67,7 @@ async def test_a_secret_without_a_good_key_is_refused(data: dict[str, str]) -> N
     secrets = Secrets()
     secrets.kept["ns/key"] = {"data": data}
 
-    with pytest.raises(StartError, match="delete it, and it is made anew"):
+    with pytest.raises(StartError, match="delete it, then it is re-created"):
         await dashboard_key(secrets, "ns", "key")
 
 
@@ -89,7 +89,7 @@ def test_the_environments_proxy_is_found_once(
         monkeypatch.setenv(name, value)
     configuration = Configuration(host="https://10.96.0.1:443")
 
-    ask_environment_once(configuration)
+    read_proxy_once(configuration)
 
     assert (configuration.proxy, configuration.client_session_kwargs) == (proxy, {"trust_env": False})
 

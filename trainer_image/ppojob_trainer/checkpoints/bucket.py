@@ -1,17 +1,19 @@
 """The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
 
-`bucket_store.py` and `shelf.py` call it; `engines` take the connection for the shards. Credentials, region and endpoint
-are in the environment, where obstore reads them; they are never logged, nor is the body of a store's answer, which may
-repeat a signed request. A call is tried again for `RETRY_LIMIT`, as obstore does it.
+`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards, and `commands.fetch`
+reads models and data by it. Credentials, region and endpoint are in the environment, where obstore reads them; they are
+never logged, nor is the body of a store's answer, which may repeat a signed request. A call is tried again for
+`RETRY_LIMIT`, as obstore does it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
@@ -33,12 +35,14 @@ from ppojob_trainer.checkpoints.errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore import UpdateVersion
+    from obstore import GetOptions, UpdateVersion
     from obstore.store import ObjectStore
 
 RETRY_LIMIT = timedelta(seconds=60)
 _MAX_RETRIES = 10
 _PROBE = "probe"
+_PART_BYTES = 16 * 1024 * 1024
+"""Size of the parts of an uploaded file. At most twelve are in memory; a file has at most 10,000."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: ([^:<\n]+)")
 _USER = re.compile(r"//[^/@\s]+@")
@@ -78,15 +82,17 @@ class Bucket:
     address: str
     store: ObjectStore
     prefix: str
+    field: str = "checkpoint.path"
+    """Path of the field that has the address, for errors."""
 
     def read(self, name: str) -> Found | None:
         """Return what a key holds; None where there is none."""
-        with _named_errors(self.address):
+        with self._named_errors():
             try:
                 found = obstore.get(self.store, self._key(name))
                 return Found(bytes(found.bytes()), _version(found.meta["e_tag"], found.meta["version"]))
             except FileNotFoundError as error:
-                _refuse_missing_bucket(self.address, error)
+                self._refuse_missing_bucket(error)
                 return None
 
     def write(self, name: str, content: bytes, *, replaces: UpdateVersion | None) -> UpdateVersion:
@@ -95,7 +101,7 @@ class Bucket:
         Raises:
             ChangedMeanwhileError: it is there, or another version of it.
         """
-        with _named_errors(self.address):
+        with self._named_errors():
             try:
                 done = obstore.put(self.store, self._key(name), content, mode=replaces or "create")
             except (AlreadyExistsError, PreconditionError) as error:
@@ -104,30 +110,56 @@ class Bucket:
 
     def overwrite(self, name: str, content: bytes) -> None:
         """Write a key, whatever was there."""
-        with _named_errors(self.address):
+        with self._named_errors():
             obstore.put(self.store, self._key(name), content)
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """Return the sizes in bytes of all keys below a name, by their names below it."""
         key = self._key(name)
         start = len(key) + 1 if key else 0
-        with _named_errors(self.address):
+        with self._named_errors():
             pages = obstore.list(self.store, prefix=key or None)
             return {found["path"][start:]: found["size"] for page in pages for found in page}
+
+    def version(self, name: str = "") -> tuple[int, str] | None:
+        """Return size in bytes and version of a key, or of the address itself; None where there is none."""
+        with self._named_errors():
+            try:
+                found = obstore.head(self.store, self._key(name))
+                return found["size"], found["e_tag"] or ""
+            except FileNotFoundError as error:
+                self._refuse_missing_bucket(error)
+                return None
+
+    def stream(self, name: str, *, offset: int, e_tag: str) -> Iterator[bytes]:
+        """Yield what a key holds from an offset on.
+
+        Raises:
+            ChangedMeanwhileError: it is another version.
+        """
+        options: GetOptions = {"range": {"offset": offset}}
+        if e_tag:
+            options["if_match"] = e_tag
+        with self._named_errors():
+            try:
+                yield from map(bytes, obstore.get(self.store, self._key(name), options=options).stream())
+            except PreconditionError as error:
+                raise ChangedMeanwhileError(f"{self.address}/{name}".rstrip("/")) from error
 
     def delete(self, name: str, *, first: str | None = None) -> None:
         """Delete all keys below a name, one of them before the others. Keys that are gone already are no error."""
         keys = [f"{name}/{found}" for found in self.sizes(name)]
         leading = [key for key in keys if key == f"{name}/{first}"]
         for group in (leading, [key for key in keys if key not in leading]):
-            self._delete(group)
+            self.remove(group)
 
-    def _delete(self, keys: list[str]) -> None:
-        with _named_errors(self.address):
+    def remove(self, names: list[str]) -> None:
+        """Delete single keys. Keys that are gone already are no error."""
+        with self._named_errors():
             try:
-                obstore.delete(self.store, [self._key(key) for key in keys])
+                obstore.delete(self.store, [self._key(name) for name in names])
             except FileNotFoundError as error:
-                _refuse_missing_bucket(self.address, error)
+                self._refuse_missing_bucket(error)
 
     def check(self, name: str) -> None:
         """Try the operations that checkpoints need: conditional writes and deletion of keys.
@@ -143,11 +175,16 @@ class Bucket:
             except ChangedMeanwhileError:
                 continue
             raise BucketRefusedError(
-                f"checkpoint.path {self.address} cannot be used: the object store does not honour {condition} when it "
+                f"{self.field} {self.address} cannot be used: the object store does not honour {condition} when it "
                 "writes, so two attempts could overwrite each other's checkpoints; take another store, or a newer "
                 "version of this one"
             )
-        self._delete([probe])
+        self.remove([probe])
+
+    def upload(self, name: str, file: Path) -> None:
+        """Write a file of this machine to a key, whatever was there; a large one in parts."""
+        with self._named_errors():
+            obstore.put(self.store, self._key(name), file, chunk_size=_PART_BYTES)
 
     def within(self, name: str) -> Bucket:
         """Return the keys below a name."""
@@ -156,17 +193,24 @@ class Bucket:
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self.prefix, name) if part)
 
+    def _named_errors(self) -> AbstractContextManager[None]:
+        return _named_errors(self.field, self.address)
 
-def connect(address: str) -> Bucket:
-    """Return the keys below an address. Nothing is asked of the store yet.
+    def _refuse_missing_bucket(self, error: FileNotFoundError) -> None:
+        if "NoSuchBucket" in str(error):
+            raise _named(self.field, self.address, error) from error
+
+
+def connect(address: str, field: str = "checkpoint.path") -> Bucket:
+    """Return the keys below an address that stands in a field of the spec. Nothing is asked of the store yet.
 
     Raises:
         BucketError: the environment's settings for it cannot be used.
     """
     bucket, prefix = addresses.split(address)
-    with _named_errors(address):
+    with _named_errors(field, address):
         store = from_url(bucket, retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": RETRY_LIMIT})
-    return Bucket(address.rstrip("/"), store, prefix)
+    return Bucket(address.rstrip("/"), store, prefix, field)
 
 
 def said(error: BaseException) -> str:
@@ -178,16 +222,18 @@ def said(error: BaseException) -> str:
 
 
 @contextmanager
-def _named_errors(address: str) -> Iterator[None]:
+def _named_errors(field: str, address: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, BaseError, ValueError) as error:
-        raise _named(address, error) from error
+        raise _named(field, address, error) from error
 
 
-def _named(address: str, error: Exception) -> BucketError:
+def _named(field: str, address: str, error: Exception) -> BucketError:
     text = str(error)
-    what = f"checkpoint.path {address} cannot be used"
+    what = f"{field} {address} cannot be used"
+    # Models and data are only read.
+    rights = "list, read, write and delete" if field.startswith("checkpoint.") else "list and read"
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         return BucketRefusedError(
             f"{what}: there is no such bucket ({said(error)}); create it, or correct the path (and AWS_REGION or "
@@ -195,8 +241,8 @@ def _named(address: str, error: Exception) -> BucketError:
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return BucketRefusedError(
-            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to list, read, write and "
-            f"delete there; {_CREDENTIALS}"
+            f"{what}: the store refuses ({said(error)}); the credentials must be allowed to {rights} there; "
+            f"{_CREDENTIALS}"
         )
     if any(mark in text for mark in _CREDENTIAL_MARKS):
         return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")
@@ -205,11 +251,6 @@ def _named(address: str, error: Exception) -> BucketError:
         f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; look after the store, "
         "the network to it, and AWS_ENDPOINT_URL (http:// needs AWS_ALLOW_HTTP=true)"
     )
-
-
-def _refuse_missing_bucket(address: str, error: FileNotFoundError) -> None:
-    if "NoSuchBucket" in str(error):
-        raise _named(address, error) from error
 
 
 def _version(e_tag: str | None, version: str | None) -> UpdateVersion:

@@ -9,6 +9,13 @@ from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.resolve import resolve, roles
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ExportPolicy
+
+_EXPORTS = {
+    ExportPolicy.FINAL: "after the last step",
+    ExportPolicy.EACH: "with each checkpoint",
+    ExportPolicy.NEVER: "none",
+}
 
 
 def describe(spec: PPOJobSpec) -> Group:
@@ -53,6 +60,8 @@ def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     yield "steps", f"{length}, {_each(trainer.validate_every_steps, 'validation', spec.data.validation)}"
     place = f", in {checkpoint.path}" if checkpoint.path else ""
     yield "checkpoints", f"{_each(checkpoint.every_steps, 'one', True)}, {checkpoint.keep} kept{place}"
+    target = f", uploaded to {checkpoint.export_to}" if checkpoint.export_to else ""
+    yield "exports", f"{_EXPORTS[checkpoint.export]}{target}"
 
 
 def _updates(spec: PPOJobSpec, mini_batch: int) -> str:

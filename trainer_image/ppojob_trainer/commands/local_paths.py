@@ -1,14 +1,17 @@
 """The paths of a PPOJob on a machine without its volume.
 
 In a cluster `spec.storage.mountPath` is where the pods see the claim; `ppojob run` looks for such a path here as it is,
-then in local folders that stand for the volume. A path that is nowhere is refused before anything starts.
+then in local folders that stand for the volume. A path that is nowhere is refused before anything starts. Addresses
+stay: what they name is fetched.
 """
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from ppojob_api.v1alpha1.sources import is_address, is_repository_name
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError, SpecError
 
@@ -25,14 +28,12 @@ _FIELDS = (
     ("checkpoint", "resumeFrom"),
 )
 """Every field of the spec that is a path in the container; `workers[].path` is one too."""
-_NAMES_TOO = (("huggingFace", "path"), ("checkpoint", "resumeFrom"))
-"""Ends of the fields that may hold a name or an address instead of a path."""
 
 
 def with_absolute_paths(raw: Any, folder: Path) -> Any:
     """Return a raw PPOJob with its relative paths made absolute, as paths below `folder`.
 
-    Values that may name a data set of the hub, or a bucket, are unchanged unless they are paths that exist.
+    Addresses stay.
     """
     raw = deepcopy(raw)
     spec = raw.get("spec") if isinstance(raw, dict) else None
@@ -45,13 +46,13 @@ def with_absolute_paths(raw: Any, folder: Path) -> Any:
         given = holder.get(name)
         if isinstance(given, list):
             holder[name] = [_absolute(path, folder) for path in given]
-        elif isinstance(given, str) and ((folder / given).exists() or field[-2:] not in _NAMES_TOO):
+        elif isinstance(given, str):
             holder[name] = _absolute(given, folder)
     return raw
 
 
 def _absolute(path: Any, folder: Path) -> Any:
-    return str((folder / path).absolute()) if isinstance(path, str) else path
+    return path if not isinstance(path, str) or is_address(path) else str((folder / path).absolute())
 
 
 def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
@@ -85,22 +86,24 @@ class _Place:
 
     def __init__(self, field: tuple[str | int, ...], given: str, mount_path: str, storages: Sequence[Path]) -> None:
         self.given = given
+        self._may_be_a_repository = field[0] == "model" or "huggingFace" in field
         self._field = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in field)
         path = PurePosixPath(given)
         is_in_volume = path.is_relative_to(mount_path)
         below = path.relative_to(mount_path) if is_in_volume else path
         self._candidates = [Path(given), *(storage / below for storage in storages if is_in_volume)]
-        # A relative name may be one of a hub: whether it exists is the loader's question.
-        is_name = not path.is_absolute()
-        self.found = next((str(place.absolute()) for place in self._candidates if place.exists()), None)
-        self.found = given if self.found is None and is_name else self.found
+        found = next((str(place.absolute()) for place in self._candidates if place.exists()), None)
+        self.found = given if is_address(given) else found
 
     @property
     def error(self) -> FieldError:
         looked = ", ".join(map(str, self._candidates))
-        return FieldError(
-            self._field, self.given, f"is not on this machine (looked at {looked}): use --set {self._field}=<path here>"
-        )
+        words = f"is not on this machine (looked at {looked}): use --set {self._field}=<path here>"
+        # A relative path was made absolute.
+        name = os.path.relpath(self.given)
+        if self._may_be_a_repository and is_repository_name(name):
+            words += f"; if it is a repository of the Hugging Face Hub, write hf://{name}"
+        return FieldError(self._field, self.given, words)
 
 
 def _holder(raw: Any, field: tuple[str | int, ...]) -> dict[str, Any] | None:

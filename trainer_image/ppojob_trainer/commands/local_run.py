@@ -1,4 +1,4 @@
-"""The parts of `ppojob run` besides the training: the job file, the attempt number, Ctrl-C.
+"""The parts of `ppojob run` besides the training: the job file, the fetch, the attempt number, Ctrl-C.
 
 A run on one machine has no operator, so this module makes the operator's decisions.
 """
@@ -6,14 +6,16 @@ A run on one machine has no operator, so this module makes the operator's decisi
 import hashlib
 import json
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.sources import localized
 from ppojob_trainer.checkpoints import last_attempt
 from ppojob_trainer.commands.local_paths import localize
 from ppojob_trainer.commands.manifest import Manifest
@@ -35,8 +37,33 @@ def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
     root = output.absolute()
     storages = [storage.absolute()] if storage else [root / "storage", root.parent / "storage"]
     spec = resolve(localize(manifest.spec, storages))
+    # Beside the run's folder, other runs find what was fetched.
+    place = next((folder for folder in storages if folder.exists()), storages[-1])
+    spec, sources = localized(spec, str(place))
+    if sources:
+        spec = spec.model_copy(update={"storage": spec.storage.model_copy(update={"mount_path": str(place)})})
     uid = _uid(manifest)
-    return JobFile(namespace=manifest.namespace, name=manifest.name, uid=uid, root=str(root), spec=spec)
+    return JobFile(
+        namespace=manifest.namespace, name=manifest.name, uid=uid, root=str(root), spec=spec, sources=sources
+    )
+
+
+def fetch(job: JobFile, show: Callable[[str], None]) -> None:
+    """Fetch what the job names by address; `show` gets a line every few seconds.
+
+    Raises:
+        FetchError: it could not be fetched.
+    """
+    # huggingface_hub takes a second, and most runs have no address.
+    from ppojob_trainer.commands.fetch import State, fetch_all
+    from ppojob_trainer.commands.fetch.report import line_of, watched
+
+    Path(job.spec.storage.mount_path).mkdir(parents=True, exist_ok=True)
+    state = State()
+    with watched(state, lambda state: show(line_of(state))):
+        fetch_all(job, state, f"ppojob run {job.name} on {socket.gethostname()}")
+    for source in state.sources:
+        show(f"{source.address} is in {source.path}")
 
 
 def next_attempt(checkpoints: str) -> int:

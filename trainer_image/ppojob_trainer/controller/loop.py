@@ -13,6 +13,7 @@ saved if a step was finished since the last one. A requested checkpoint is saved
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ppojob_trainer.controller.errors import StoppedError
 from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, CheckpointPort, MonitorPort, Ports
+from ppojob_trainer.controller.ports import B, MonitorPort, Ports, Storage
 from ppojob_trainer.controller.ppo import PPO, Generated, Prepared
 from ppojob_trainer.controller.schedule import Schedule
 
@@ -39,7 +40,7 @@ class LoopSettings:
     """The settings of the spec that the loop reads, except the live settings.
 
     exports_final, exports_each: when the policy is written as a HuggingFace folder. saves_in_background: steps continue
-    while a checkpoint is written. num_gpus: of all pools.
+    while a checkpoint is written. num_gpus: of all pools. uploads: exports are uploaded to checkpoint.exportTo.
     """
 
     has_validation: bool
@@ -48,6 +49,7 @@ class LoopSettings:
     exports_each: bool
     num_gpus: int
     saves_in_background: bool = False
+    uploads: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class TrainingLoop(Generic[B]):
         self,
         ppo: PPO[B],
         ports: Ports[B],
-        checkpoints: CheckpointPort,
+        storage: Storage,
         monitor: MonitorPort,
         phases: Phases,
         schedule: Schedule,
@@ -73,7 +75,8 @@ class TrainingLoop(Generic[B]):
     ) -> None:
         self._ppo = ppo
         self._ports = ports
-        self._checkpoints = checkpoints
+        self._checkpoints = storage.checkpoints
+        self._exports = storage.exports
         self._monitor = monitor
         self._phases = phases
         self._generation = Generation(ports, phases)
@@ -88,6 +91,9 @@ class TrainingLoop(Generic[B]):
         # The checkpoint that is being written (at most one), and the last request that was answered with one.
         self._writing: asyncio.Task[None] | None = None
         self._request: str | None = None
+        # The step that was exported last, and the upload of an export (at most one).
+        self._exported_step = 0
+        self._uploading: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """Run until the last step is done or the monitor reports a stop request."""
@@ -99,15 +105,14 @@ class TrainingLoop(Generic[B]):
                 logger.info("stopping after step %d", self._step)
             await self._settle()
             if self._monitor.is_stopping and self._step < self._monitor.total_steps:
-                await self._save()
-                await self._written()
+                await self._save_stopped()
                 return Outcome(self._step, is_finished=False)
-            await self._finish()
-            return Outcome(self._step, is_finished=True)
+            return Outcome(self._step, is_finished=await self._finish())
         finally:
             self._drop(self._ahead)
             self._drop(self._closing)
             self._drop(self._writing)
+            self._drop(self._uploading)
             self._ppo.close()
 
     async def _restore(self) -> None:
@@ -121,6 +126,9 @@ class TrainingLoop(Generic[B]):
         # The engines start with the initial weights.
         await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
         self._monitor.resumed(step)
+        left = self._exports.newest(step) if self._settings.uploads else None
+        if left is not None:
+            self._uploading = asyncio.create_task(self._upload(left))
 
     async def _steps(self) -> None:
         if self._step == 0 and self._settings.validates_first and self._validates:
@@ -166,8 +174,11 @@ class TrainingLoop(Generic[B]):
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
         if self._is_due(step, self._monitor.settings.checkpoint_every_steps) or self._is_requested():
             metrics["timing_s/save_checkpoint"] = await self._save()
-            self._monitor.set_activity(Activity.TRAINING)
+        # Before the export, whose model card has the metrics of all steps.
         self._monitor.record(step, metrics)
+        if self._saved_step == step:
+            await self._export_each()
+            self._monitor.set_activity(Activity.TRAINING)
         self._phases.forget(step - 1)
 
     async def _settle(self) -> None:
@@ -181,17 +192,61 @@ class TrainingLoop(Generic[B]):
         generated = await (ahead if ahead is not None else self._ppo.generate(step))
         return await self._ppo.prepare(generated)
 
-    async def _finish(self) -> None:
+    async def _save_stopped(self) -> None:
+        is_saved = self._saved_step == self._step
         await self._save()
         await self._written()
-        if self._settings.exports_final:
-            await self._export()
+        if not is_saved:
+            await self._export_each()
+
+    async def _finish(self) -> bool:
+        """Save and export the last step; return False if a stop was requested before the export was uploaded."""
+        await self._save()
+        await self._written()
+        try:
+            if self._settings.exports_final and self._exported_step != self._step:
+                await self._export()
+            await self._uploaded()
+        except StoppedError:
+            logger.info("stopping before the export is uploaded; the next attempt uploads it")
+            return False
         self._monitor.set_activity(Activity.FINISHED)
+        return True
+
+    async def _export_each(self) -> None:
+        """Export the step of a checkpoint, if the job exports all of them and no stop comes during the last upload."""
+        if self._settings.exports_each:
+            # The step is done and saved: whoever waits for that need not know that its export was dropped.
+            with contextlib.suppress(StoppedError):
+                await self._export()
 
     async def _export(self) -> None:
+        """Export the policy, and begin to upload it.
+
+        Raises:
+            StoppedError: an earlier upload was still running, whose export this one may delete.
+        """
+        await self._uploaded()
         self._monitor.set_activity(Activity.EXPORTING)
-        path = await self._phases.run(Phase.EXPORT, "actor", self._step, self._checkpoints.export())
+        step, keep = self._step, self._monitor.settings.checkpoint_keep
+        path = await self._phases.run(Phase.EXPORT, "actor", step, self._exports.export(step, keep))
+        self._exported_step = step
         self._monitor.exported(path)
+        if self._settings.uploads:
+            self._uploading = asyncio.create_task(self._upload(step))
+
+    async def _upload(self, step: int) -> None:
+        self._monitor.uploaded(await self._exports.upload(step))
+
+    async def _uploaded(self) -> None:
+        """Wait until nothing is being uploaded; a stop drops the upload, and the next attempt makes it.
+
+        Raises:
+            StoppedError: it was dropped.
+        """
+        uploading, self._uploading = self._uploading, None
+        if uploading is not None:
+            await self._or_stop(_awaited(uploading))
 
     @property
     def _validates(self) -> bool:
@@ -229,8 +284,6 @@ class TrainingLoop(Generic[B]):
         self._writing = asyncio.create_task(self._commit(step, state, keep, self._request))
         if not in_background:
             await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._written())
-        if self._settings.exports_each:
-            await self._export()
         return self._phases.now() - start
 
     async def _commit(self, step: int, state: Mapping[str, Any], keep: int, request: str | None) -> None:
@@ -284,3 +337,7 @@ class TrainingLoop(Generic[B]):
             task.cancel()
             # Retrieve its exception: if it failed by itself, that is not the error that ended the run.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def _awaited(task: asyncio.Task[T]) -> T:
+    return await task

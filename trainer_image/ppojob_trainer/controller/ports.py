@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
+from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.workers import HookPoint
 
 Metrics = Mapping[str, float]
@@ -292,9 +293,44 @@ class CheckpointPort(Protocol):
         """Wait until the checkpoint is written, add the run's `state`, and make it the newest. Return its location."""
         ...
 
-    async def export(self) -> Path:
-        """Write the policy as a HuggingFace folder; return the folder's path."""
+
+@dataclass(frozen=True)
+class Uploaded:
+    """The result of an upload: the address of the complete export, or why there is none."""
+
+    address: str | None
+    failure: UploadFailure | None = None
+
+
+class ExportPort(Protocol):
+    """Exports the policy as a HuggingFace folder, and uploads it."""
+
+    async def export(self, step: int, keep: int) -> Path:
+        """Write the policy after `step` to the storage; return the folder's path.
+
+        Args:
+            keep: how many exports are kept, if the job exports several steps.
+        """
         ...
+
+    def newest(self, step: int) -> int | None:
+        """Return the newest exported step up to `step`, whose upload an earlier attempt may have dropped; None: none.
+
+        A job with one export makes it again.
+        """
+        ...
+
+    async def upload(self, step: int) -> Uploaded:
+        """Upload the export of `step`. An upload that failed is a result, no error."""
+        ...
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a run leaves behind."""
+
+    checkpoints: CheckpointPort
+    exports: ExportPort
 
 
 class MonitorPort(Protocol):
@@ -342,4 +378,8 @@ class MonitorPort(Protocol):
 
     def exported(self, path: Path) -> None:
         """Report where the policy was exported."""
+        ...
+
+    def uploaded(self, result: Uploaded) -> None:
+        """Report how an upload ended."""
         ...

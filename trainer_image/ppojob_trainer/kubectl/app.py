@@ -1,4 +1,4 @@
-"""The program `kubectl-ppo`, which kubectl runs as `kubectl ppo`: status, logs, metrics, pictures, and why a job waits.
+"""The program `kubectl-ppo`, run by kubectl as `kubectl ppo`: shows and controls PPOJobs, and fetches their results.
 
 Slow packages are imported by the commands that need them. All commands except `suspend`, `resume` and `checkpoint` only
 read. If a job has no pod, a pod is created that reads its storage (see run_folder.py).
@@ -6,7 +6,7 @@ read. If a job has no pod, a pod is created that reads its storage (see run_fold
 
 import json
 import os
-import re
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kubectl ppo",
-    help="Show and control PPOJobs: status, logs, metrics, plots, and why a job waits.",
+    help="Show and control PPOJobs: status, logs, metrics, plots, trained models, and why a job waits.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -40,7 +40,6 @@ _RAY_PORT = RAY_HEAD_PORTS["dashboard"]
 _TENSORBOARD_PORT = 6006
 _KIND = f"{PLURAL}.ppojob.dev"
 _SELECTOR = "ppojob.dev/job"
-_PROCESS_PATTERN = r"[a-z][-a-z0-9_]{0,62}"
 _SHOWN_METRICS = ("critic/score/mean", "actor/ppo_kl", "response_length/mean", "timing_s/step", "perf/throughput")
 _TOKEN_WORDS = "its token: kubectl get secret {secret} -n {namespace} -o jsonpath='{{.data.auth_token}}' | base64 -d"
 
@@ -92,8 +91,7 @@ def logs(
     """Print the log of the driver, or of a role's processes; also after the job has ended."""
     with _refusals(), _folder(_cluster(context, namespace), name) as (job, folder):
         number = job.get("status", {}).get("attempt", 0) if attempt is None else attempt
-        pattern = log_pattern(folder, role, rank, number)
-        if code := folder.tail(pattern, lines=tail, follow=follow):
+        if code := folder.tail(folder.log_pattern(role, rank, number), lines=tail, follow=follow):
             raise typer.Exit(code)
 
 
@@ -152,6 +150,33 @@ def plot(
             typer.echo(plot_timing(folders, output or Path("timing.png"), names))
         else:
             typer.echo(draw(folders, output or Path("plot.png"), names))
+
+
+@app.command()
+def model(
+    name: Name,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="New or empty folder for the model.", show_default=False)
+    ],
+    namespace: Namespace = None,
+    context: Context = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, help="Which export of a job with checkpoint.export: Each.", show_default="the newest"),
+    ] = None,
+) -> None:
+    """Copy the trained model to this machine, as a HuggingFace folder, and print how to serve it."""
+    from ppojob_trainer.kubectl import model_files
+    from ppojob_trainer.kubectl.run_folder import LONG_READER_SECONDS, open_folder
+
+    with _refusals():
+        cluster, target = _cluster(context, namespace), output.expanduser().absolute()
+        model_files.refuse_used(target)
+        job = _job(cluster, name)
+        source = model_files.exported_folder(job, step)
+        with open_folder(cluster, job, LONG_READER_SECONDS) as folder, model_files.transfer(str(source)) as on_progress:
+            size = model_files.fetch(folder, source, target, on_progress)
+        typer.echo(f"{target}: {size:,} bytes, from {source}\nvllm serve {shlex.quote(str(target))}")
 
 
 @app.command("explain-pending")
@@ -261,19 +286,6 @@ def checkpoint(
 def main() -> None:
     """Run the program."""
     app()
-
-
-def log_pattern(folder: "RunFolder", role: str, rank: int | None, attempt: int) -> str:
-    """Return the shell pattern of a process' logs.
-
-    Raises:
-        ValueError: the role is no word that a log could be named after.
-    """
-    # It becomes part of a shell's command.
-    if not re.fullmatch(_PROCESS_PATTERN, role):
-        raise ValueError(f"--role {role!r} is no role: use driver, actor, rollout, ref, critic, reward, or your own")
-    which = role if role == "driver" else f"{role}-{'*' if rank is None else rank}"
-    return str(folder.files.log_of(which, attempt=attempt))
 
 
 def _set_suspend(cluster: Cluster, name: str, wanted: bool, wait: int) -> None:

@@ -4,16 +4,20 @@
 """
 
 import json
+import os
+import selectors
 import subprocess
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 Raw = dict[str, Any]
 """An object of the API server as decoded JSON."""
 
 _LIMIT_SECONDS = 120.0
 _INTERRUPTED = 130
+_PIECE_BYTES = 1024 * 1024
 
 
 class KubectlError(RuntimeError):
@@ -32,6 +36,9 @@ class Cluster(Protocol):
 
     def output(self, *arguments: str, stdin: str | None = None) -> bytes:
         """Return what a kubectl command prints."""
+
+    def stream(self, *arguments: str, into: Callable[[bytes], object]) -> bytes:
+        """Pass what a kubectl command prints on to `into`, piece by piece; return what it says on stderr."""
 
     def attach(self, *arguments: str) -> int:
         """Run a kubectl command on the user's own terminal; return its exit status."""
@@ -72,6 +79,30 @@ class Kubectl:
             raise KubectlError(_words(arguments, done.stderr))
         return done.stdout
 
+    def stream(self, *arguments: str, into: Callable[[bytes], object]) -> bytes:
+        """Pass what a kubectl command prints on to `into`, piece by piece; return what it says on stderr.
+
+        It may take as long as it likes, but must not be silent for `_LIMIT_SECONDS`.
+
+        Raises:
+            KubectlError: with kubectl's words.
+        """
+        with _found(), tempfile.TemporaryFile() as errors:
+            command = [*self._command, *arguments]
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+                try:
+                    assert process.stdout is not None, "it is a pipe"
+                    _pass_on(process.stdout, command, into)
+                    code = process.wait(_LIMIT_SECONDS)
+                finally:
+                    # If `into` fails, nobody reads the rest.
+                    process.kill()
+            errors.seek(0)
+            said = errors.read()
+        if code != 0:
+            raise KubectlError(_words(arguments, said))
+        return said
+
     def attach(self, *arguments: str) -> int:
         """Run a kubectl command on the user's own terminal until it ends or is interrupted; return its exit status.
 
@@ -87,6 +118,19 @@ class Kubectl:
                 return _INTERRUPTED
 
 
+def _pass_on(pipe: IO[bytes], command: Sequence[str], into: Callable[[bytes], object]) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            if not selector.select(_LIMIT_SECONDS):
+                raise subprocess.TimeoutExpired(command, _LIMIT_SECONDS)
+            # Not `pipe.read`, which would wait for the whole piece.
+            piece = os.read(pipe.fileno(), _PIECE_BYTES)
+            if not piece:
+                return
+            into(piece)
+
+
 @contextmanager
 def _found() -> Iterator[None]:
     try:
@@ -94,7 +138,7 @@ def _found() -> Iterator[None]:
     except FileNotFoundError as error:
         raise KubectlError("kubectl is not on PATH: install it, or add its folder") from error
     except subprocess.TimeoutExpired as error:
-        raise KubectlError(f"kubectl did not end within {_LIMIT_SECONDS:g} s: is the cluster reachable?") from error
+        raise KubectlError(f"kubectl did not answer within {_LIMIT_SECONDS:g} s: is the cluster reachable?") from error
 
 
 def _words(arguments: Sequence[str], said: bytes) -> str:

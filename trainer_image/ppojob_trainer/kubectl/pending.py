@@ -16,6 +16,7 @@ _HEAD = "head"
 _MAX_EVENTS = 3
 _BEFORE_THE_PODS = {
     constants.Condition.ACCEPTED: ("False", "Unknown"),
+    constants.Condition.SOURCES_FETCHED: ("False",),
     # Unknown: it runs without the queue.
     constants.Condition.ADMITTED: ("False",),
 }
@@ -104,7 +105,7 @@ def _groups(sight: Sight) -> Iterator[str]:
 
 def _group(pod: Raw) -> str:
     labels = pod["metadata"].get("labels", {})
-    return str(labels.get(constants.LABEL_POOL, _HEAD))
+    return str(labels.get(constants.LABEL_POOL) or labels.get(constants.LABEL_TASK) or _HEAD)
 
 
 def _is_ready(pod: Raw) -> bool:

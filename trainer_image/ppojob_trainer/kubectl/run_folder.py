@@ -1,13 +1,15 @@
 """A job's folder in its storage, read from outside: through the head pod, or through a pod made to read the claim.
 
-`app.py` calls it for logs, metrics and TensorBoard. The reading pod has no rights, mounts the claim read-only, ends by
-itself and is deleted after the command; it needs the user's right to create pods.
+`app.py` calls it for logs, metrics and TensorBoard, `model_files.py` for an exported model. The reading pod has no
+rights, mounts the claim read-only, ends by itself and is deleted after the command. It needs the user's right to create
+pods.
 """
 
 import json
+import re
 import shlex
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,13 +20,30 @@ from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.kubectl.client import Cluster, KubectlError, NotThereError, Raw
 from ppojob_trainer.telemetry.run_files import RunFiles
 
-_READER_SECONDS = 900
-_TENSORBOARD_SECONDS = 8 * 3600
+READER_SECONDS = 900
+LONG_READER_SECONDS = 8 * 3600
 _READY_SECONDS = 90
+_PROCESS = re.compile(r"[a-z][-a-z0-9_]{0,62}")
 _STORAGE = "storage"
 _READER = "reader"
 _NO_FILE = 44
 """A distinct exit status for a missing file, to distinguish it from an exec that failed."""
+
+
+# Not a pipe of tee and sha256sum: a container's user may not open its own output by name.
+_COPY_PART = """
+import hashlib, sys
+path, start, left, digest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), hashlib.sha256()
+with open(path, "rb") as file:
+    file.seek(start)
+    while piece := file.read(min(left, 1 << 20)):
+        sys.stdout.buffer.write(piece)
+        digest.update(piece)
+        left -= len(piece)
+sys.stdout.flush()
+print(digest.hexdigest(), file=sys.stderr)
+"""
+"""A program of the pod: a part of a file goes to stdout, and its SHA-256 to stderr."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,46 @@ class RunFolder:
                 raise NotThereError(f"{path} is not there: the run has not written it yet") from error
             raise
 
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Return the sizes in bytes of all files below a folder, by their names below it.
+
+        Raises:
+            NotThereError: there is no such folder.
+            KubectlError: it cannot be read.
+        """
+        quoted = shlex.quote(str(folder))
+        found = f"cd {quoted} 2>/dev/null || exit {_NO_FILE}; find . -type f -printf '%s %P\\n'"
+        try:
+            lines = self.cluster.output(*self._exec(found)).decode().splitlines()
+        except KubectlError as error:
+            if f"exit code {_NO_FILE}" in str(error):
+                raise NotThereError(f"{folder} is not there") from error
+            raise
+        return {name: int(size) for size, _, name in (line.partition(" ") for line in lines)}
+
+    def copy(self, path: Path, start: int, length: int, into: Callable[[bytes], object]) -> str:
+        """Pass a part of a file on to `into`; return what the pod says on stderr, its SHA-256 of the part included.
+
+        Raises:
+            KubectlError: it cannot be read, or the connection was cut.
+        """
+        command = shlex.join(["exec", "python", "-c", _COPY_PART, str(path), str(start), str(length)])
+        return self.cluster.stream(*self._exec(command), into=into).decode(errors="replace")
+
+    def log_pattern(self, role: str, rank: int | None, attempt: int) -> str:
+        """Return the shell pattern of the logs of a role's processes.
+
+        Raises:
+            ValueError: the role is no word that a log could be named after.
+        """
+        # It becomes part of a shell's command.
+        if not _PROCESS.fullmatch(role):
+            raise ValueError(
+                f"--role {role!r} is no role: use driver, actor, rollout, ref, critic, reward, or your own"
+            )
+        which = role if role == "driver" else f"{role}-{'*' if rank is None else rank}"
+        return str(self.files.log_of(which, attempt=attempt))
+
     def tail(self, pattern: str, *, lines: int, follow: bool) -> int:
         """Print the ends of the files that a pattern names; return the exit status.
 
@@ -78,8 +137,8 @@ class RunFolder:
 
 
 @contextmanager
-def open_folder(cluster: Cluster, job: Raw) -> Iterator[RunFolder]:
-    """Find a pod that mounts the job's folder, or create a temporary one.
+def open_folder(cluster: Cluster, job: Raw, seconds: int = READER_SECONDS) -> Iterator[RunFolder]:
+    """Find a pod that mounts the job's folder, or create one that exists for at most `seconds`.
 
     Raises:
         NotThereError: the job has not started.
@@ -94,7 +153,7 @@ def open_folder(cluster: Cluster, job: Raw) -> Iterator[RunFolder]:
         # KubeRay keeps Ray's own container first, whatever else the pod has.
         yield RunFolder(cluster, namespace, head["metadata"]["name"], head["spec"]["containers"][0]["name"], files)
         return
-    with made(cluster, reader_pod(job)) as pod:
+    with made(cluster, reader_pod(job, seconds)) as pod:
         yield RunFolder(cluster, namespace, pod, _READER, files)
 
 
@@ -141,10 +200,9 @@ def running_head(cluster: Cluster, job: Raw) -> Raw | None:
 
 def tensorboard_pod(job: Raw, port: int) -> Raw:
     """Return a reading pod that serves TensorBoard to itself alone: only a port that is forwarded leads there."""
-    pod = reader_pod(job)
+    pod = reader_pod(job, LONG_READER_SECONDS)
     serve = ["tensorboard", f"--logdir={files_of(job).tensorboard}", "--host=127.0.0.1", f"--port={port}"]
     answers = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
-    pod["spec"]["activeDeadlineSeconds"] = _TENSORBOARD_SECONDS
     pod["spec"]["containers"][0] |= {
         "command": serve,
         "readinessProbe": {"exec": {"command": ["python", "-c", answers]}, "periodSeconds": 2, "timeoutSeconds": 5},
@@ -153,15 +211,15 @@ def tensorboard_pod(job: Raw, port: int) -> Raw:
     return pod
 
 
-def reader_pod(job: Raw) -> Raw:
-    """Return a pod of the job's image that only sees its storage, for a while."""
+def reader_pod(job: Raw, seconds: int) -> Raw:
+    """Return a pod of the job's image that only sees its storage, for at most `seconds`."""
     metadata, spec = job["metadata"], job["spec"]
     mount = spec["storage"].get("mountPath", "/data")
     claim = {"claimName": spec["storage"]["claimName"], "readOnly": True}
     container = {
         "name": _READER,
         "image": spec["image"],
-        "command": ["sleep", str(_READER_SECONDS)],
+        "command": ["sleep", str(seconds)],
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": _STORAGE, "mountPath": mount, "readOnly": True}],
@@ -176,7 +234,7 @@ def reader_pod(job: Raw) -> Raw:
         },
         "spec": {
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": _READER_SECONDS,
+            "activeDeadlineSeconds": seconds,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},

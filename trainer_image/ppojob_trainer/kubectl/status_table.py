@@ -135,11 +135,28 @@ def _pools(pools: Sequence[Raw]) -> Table:
 
 
 def _places(status: Raw) -> list[str]:
-    """Return where the newest results are, what the trainer recommends, and whose the job is."""
+    """Return what was fetched, where the newest results are, what the trainer recommends, and whose the job is."""
     checkpoint, model, operator = status.get("checkpoint"), status.get("model"), status.get("operator")
     return [
+        *([f"fetch           {_fetch(status['fetch'])}"] if status.get("fetch") else []),
+        *(
+            f"source          {each['address']}, {_size(each['bytes'])}, in {each['path']}"
+            for each in status.get("sources", [])
+        ),
         *([f"checkpoint      step {checkpoint['step']}, {checkpoint['path']}"] if checkpoint else []),
         *([f"model           {model['path']}"] if model else []),
+        *([f"uploaded        {model['address']}"] if model and "address" in model else []),
         *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
         *([f"operator        {operator['namespace']}, version {operator['version']}"] if operator else []),
     ]
+
+
+def _fetch(fetch: Raw) -> str:
+    """Return how far the fetch of models and data is."""
+    of = _size(fetch["totalBytes"]) if "totalBytes" in fetch else "?"
+    words = f"{_size(fetch.get('bytes', 0))} of {of}"
+    return "; ".join(filter(None, (words, fetch.get("address"), fetch.get("message"))))
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.2f} GB"

@@ -1,15 +1,13 @@
-"""Checkpoints and the export: the ranks write shards, the store decides which checkpoint is valid.
+"""Checkpoints: the ranks write shards, the store decides which checkpoint is valid.
 
-Implements `controller.ports.CheckpointPort` for `run`. The exported folder appears complete, by a rename.
+Implements `controller.ports.CheckpointPort` for `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -19,7 +17,6 @@ from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
-from ppojob_trainer.telemetry import RunFiles
 from ppojob_trainer.worker_groups.errors import WorkerFailedError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
@@ -38,19 +35,15 @@ class JobCheckpoints:
         self,
         store: CheckpointStore,
         groups: Groups,
-        files: RunFiles,
         spec: PPOJobSpec,
-        attempt: int,
         found: Checkpoint | None,
     ) -> None:
         """`found` is the checkpoint to resume from: the store's `resume_point`."""
         self._store = store
         self._groups = groups
-        self._files = files
         pool_of = pools_of_roles(spec)
         self._is_shared = pool_of.get("critic") == pool_of["actor"]
         self._limit_s = float(spec.trainer.phase_timeout_seconds)
-        self._attempt = attempt
         self._found = found
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
@@ -116,15 +109,6 @@ class JobCheckpoints:
                 raise PhaseTimeoutError("write_checkpoint", "actor", self._limit_s) from error
             raise
 
-    async def export(self) -> Path:
-        """See `CheckpointPort`."""
-        target = self._files.model
-        aside = target.with_name(f".{target.name}.tmp-{self._attempt}")
-        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
-        await self._groups.actor.group.call(ActorWorker.export, aside)
-        await asyncio.to_thread(_replace, aside, target)
-        return target
-
     def _calls(self, of_actor: Any, of_critic: Any, location: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
         calls = [self._groups.actor.group.call(of_actor, below(location, _ACTOR), *args)]
         if self._groups.critic is not None:
@@ -145,13 +129,3 @@ async def _in_turn(calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
     finally:
         for call in waiting:
             call.close()
-
-
-def _replace(source: Path, target: Path) -> None:
-    """Replace a folder by another; a rename alone cannot replace a folder that is not empty."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    source.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

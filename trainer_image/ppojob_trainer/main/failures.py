@@ -22,6 +22,7 @@ from ppojob_trainer.checkpoints import (
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
+from ppojob_trainer.exports import UploadCredentialsError, UploadRefusedError
 from ppojob_trainer.main.connection import RayNotStartedError
 from ppojob_trainer.rewards import RewardError, RewardFunctionError, RewardImportError, RewardRefusedError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
@@ -82,6 +83,9 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     # The machine's own credentials can be unavailable for a while, so a retry may help.
     (CredentialsMissingError, Reason.BUCKET_REFUSED, FailureKind.USER),
     (BucketUnreachableError, Reason.BUCKET_UNREACHABLE, FailureKind.INFRASTRUCTURE),
+    # Only before a run begins: later an upload that fails is reported, and ends nothing.
+    (UploadCredentialsError, Reason.UPLOAD_REFUSED, FailureKind.USER),
+    (UploadRefusedError, Reason.UPLOAD_REFUSED, FailureKind.PERMANENT),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
     (TrackerMissingError, Reason.TRAINER_FAILED, FailureKind.PERMANENT),
     (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),

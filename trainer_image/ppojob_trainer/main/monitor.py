@@ -20,6 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.secrecy import shown
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.layout import layout_of
+from ppojob_trainer.controller.ports import Uploaded
 from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
 from ppojob_trainer.main.leaving import LeavingPods
 from ppojob_trainer.telemetry import (
@@ -195,6 +196,15 @@ class Monitor:
         """See `MonitorPort`."""
         logger.info("the policy is in %s", path)
         self._progress.set_model(str(path))
+        self._report()
+
+    def uploaded(self, result: Uploaded) -> None:
+        """See `MonitorPort`."""
+        if result.failure is None:
+            logger.info("the policy is uploaded: %s", result.address)
+        else:
+            logger.error("%s: %s", result.failure.reason, result.failure.message)
+        self._progress.set_upload(result.address, result.failure)
         self._report()
 
     def _recommend(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -23,10 +23,12 @@ from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, open_store
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import is_one_update, schedule_of
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
+from ppojob_trainer.main.exports import JobExports, check_target
 from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.main.groups import Groups, launch, make_ready
 from ppojob_trainer.main.monitor import Monitor
@@ -74,6 +76,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         store.claim(adopts=resume_from is not None)
         # Before anything starts, so that a broken checkpoint costs no GPU time.
         found = store.resume_point(job.resume, resume_from)
+        check_target(job)
         with connected(job.spec):
             return asyncio.run(_Attempt(job, attempt, files, store, stop, found).run())
     except Exception as error:
@@ -181,9 +184,10 @@ class _Attempt:
             is_one_update=is_one_update(spec),
         )
         ppo = PPO(ports, schedule, phases, settings, kl)
-        saved = JobCheckpoints(self._store, self._groups, self._files, spec, self._attempt, self._found)
+        saved = JobCheckpoints(self._store, self._groups, spec, self._found)
+        exports = JobExports(self._job, self._groups, self._files, self._attempt, self._monitor.phase_is_done)
         of_loop = loop_settings(spec, saves_in_background=self._saves_in_background)
-        loop = TrainingLoop(ppo, ports, saved, self._monitor, phases, schedule, of_loop)
+        loop = TrainingLoop(ppo, ports, Storage(saved, exports), self._monitor, phases, schedule, of_loop)
         return await loop.run()
 
     def _end(self) -> None:
@@ -205,6 +209,7 @@ def loop_settings(spec: PPOJobSpec, *, saves_in_background: bool) -> LoopSetting
         exports_each=spec.checkpoint.export is ExportPolicy.EACH,
         num_gpus=sum(pool.gpus for pool in spec.pools),
         saves_in_background=saves_in_background,
+        uploads=spec.checkpoint.export_to is not None,
     )
 
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice
+from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, UploadFailure
 from ppojob_trainer.telemetry.eta import Eta
 from ppojob_trainer.telemetry.records import Record
 
@@ -38,6 +38,8 @@ class RunProgress:
         self._first_step_time: str | None = None
         self._checkpoint: CheckpointStatus | None = None
         self._model_path: str | None = None
+        self._model_address: str | None = None
+        self._upload_failure: UploadFailure | None = None
         self._recommendation: str | None = None
         self._layout_advice: list[LayoutAdvice] | None = None
 
@@ -79,6 +81,11 @@ class RunProgress:
         """Set the path of the exported policy."""
         self._model_path = path
 
+    def set_upload(self, address: str | None, failure: UploadFailure | None) -> None:
+        """Set how the last upload ended; a failed one leaves the address of the upload before."""
+        self._model_address = address or self._model_address
+        self._upload_failure = failure
+
     def set_recommendation(self, text: str, layouts: Sequence[LayoutAdvice] = ()) -> None:
         """Set the recommendation for the layout, and the layouts that its text names."""
         self._recommendation, self._layout_advice = text, list(layouts)
@@ -105,6 +112,8 @@ class RunProgress:
             pools=self._pools(),
             checkpoint=self._checkpoint,
             model_path=self._model_path,
+            model_address=self._model_address,
+            upload_failure=self._upload_failure,
             recommendation=self._recommendation,
             layout_advice=self._layout_advice,
             trainer_version=version("ppojob"),

@@ -1,7 +1,8 @@
 """Sends the progress to the operator's status endpoint, from a separate thread.
 
-The trainer's loop passes the newest report and reads the newest reply; neither waits for the network. An unavailable
-endpoint costs one log line a minute and nothing else. The reporter repeats only the loop's last report.
+The trainer's loop, or the fetch of models and data, passes the newest report and reads the newest reply; neither waits
+for the network. An unavailable endpoint costs one log line a minute and nothing else. The reporter repeats only the
+last report that it was given.
 """
 
 import logging
@@ -16,13 +17,15 @@ import httpx
 from pydantic import ValidationError
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, wait_random_exponential
 
-from ppojob_api.v1alpha1.progress import ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.progress import FetchReport, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import Reporting
 
 _log = logging.getLogger(__name__)
 _FENCED_OUT = {409: "a newer attempt runs", 410: "the PPOJob is gone"}
 _REQUEST_TIMEOUT_S = 10.0
 _SECONDS_BETWEEN_COMPLAINTS = 60.0
+
+Report = ProgressReport | FetchReport
 
 
 class _NotDeliveredError(Exception):
@@ -37,8 +40,8 @@ class ProgressReporter:
         """Set once the operator answered that a newer attempt replaced this one: stop at once, save nothing."""
         self._reporting = reporting
         self._changed = threading.Condition()
-        self._report: ProgressReport | None = None
-        self._delivered: ProgressReport | None = None
+        self._report: Report | None = None
+        self._delivered: Report | None = None
         self._reply = ProgressReply()
         self._is_urgent = False
         self._num_sent = 0
@@ -56,7 +59,7 @@ class ProgressReporter:
         """Start to send."""
         self._thread.start()
 
-    def update(self, report: ProgressReport, *, now: bool = False) -> None:
+    def update(self, report: Report, *, now: bool = False) -> None:
         """Replace the last report by `report`; with `now` it is sent at once, not at the next interval."""
         with self._changed:
             self._report, self._is_urgent = report, self._is_urgent or now
@@ -141,7 +144,7 @@ class ProgressReporter:
             return False
         return ssl.create_default_context(cafile=self._reporting.ca_path)
 
-    def _take(self, answer: httpx.Response, report: ProgressReport) -> None:
+    def _take(self, answer: httpx.Response, report: Report) -> None:
         if answer.status_code in _FENCED_OUT:
             _log.error("fenced out: %s (%s %s)", _FENCED_OUT[answer.status_code], answer.status_code, answer.text[:500])
             self.fenced_out.set()
@@ -158,4 +161,4 @@ class ProgressReporter:
     def _complain(self, error: BaseException | None) -> None:
         if time.monotonic() - self._complained_at >= _SECONDS_BETWEEN_COMPLAINTS:
             self._complained_at = time.monotonic()
-            _log.warning("progress did not arrive at %s, the training goes on: %s", self._reporting.url, error)
+            _log.warning("progress did not arrive at %s, the work goes on: %s", self._reporting.url, error)

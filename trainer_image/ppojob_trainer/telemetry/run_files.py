@@ -55,6 +55,15 @@ class RunFiles:
         """The exported policy, a HuggingFace folder."""
         return self.root / "model"
 
+    @property
+    def models(self) -> Path:
+        """Folder of the exports with `checkpoint.export: Each`."""
+        return self.root / "models"
+
+    def model_of(self, step: int) -> Path:
+        """Return the policy that was exported after a step, with `checkpoint.export: Each`."""
+        return self.models / f"step-{step}"
+
     def leaving(self, cluster: str) -> Path:
         """Return the file by which the pods of a RayCluster report that they are being deleted."""
         return self.root / f"leaving-{cluster}"

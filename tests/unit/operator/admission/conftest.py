@@ -12,7 +12,7 @@ CLAIM = {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteMany"]
 
 
 class FakeCluster:
-    """LookPort and TrustPort in memory; `errors` are raised one by one by whatever is asked."""
+    """ReferencePort and TrustPort in memory; `errors` are raised one by one by whatever is asked."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Mapping[str, Any]] = {}
@@ -22,7 +22,7 @@ class FakeCluster:
         self.errors: list[Exception] = []
         self.before: Callable[[], Any] | None = None
 
-    async def look_for(self, reference: Reference, namespace: str) -> Mapping[str, Any] | None:
+    async def read_reference(self, reference: Reference, namespace: str) -> Mapping[str, Any] | None:
         self.asked.append(f"{reference.kind.value} {reference.name}")
         if self.before:
             await self.before()

@@ -40,7 +40,7 @@ class Asking:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.outcomes: list[str] = []
-        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, look_seconds=0.2)
+        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, read_timeout_seconds=0.2)
         self.client = TestClient(TestServer(endpoint.application()))
 
     async def post(self, body: Any) -> tuple[int, Any]:
@@ -111,13 +111,13 @@ async def test_a_claim_is_judged_as_reconcile_does(ask: Asking, cluster: FakeClu
 
 
 async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: Asking, cluster: FakeCluster) -> None:
-    where = "spec.storage.claimName: 'data': whether it is there could not be looked at"
+    where = "spec.storage.claimName: 'data': could not check whether it exists"
     for error in (ApiUnavailable("503 at 10.0.0.1"), ApiRefused("403 of account x")):
         cluster.errors = [error]
         assert await ask(review(job())) == (
             True,
             "",
-            [f"{where} (the API server did not answer, or the operator may not ask)"],
+            [f"{where} (the API server did not answer, or the operator may not read it)"],
         )
     cluster.before = asyncio.Event().wait
     assert await ask(review(job())) == (True, "", [f"{where} (no answer within 0.2 s)"])
@@ -234,7 +234,7 @@ async def test_another_spec_for_a_job_that_has_ended_is_taken_with_a_remark(ask:
     allowed, _, warnings = await ask(review(job(spec(trainer={"totalSteps": 5}), ENDED), job(status=ENDED)))
 
     assert allowed
-    assert warnings == ["the job has ended, and nothing comes of another spec: create another PPOJob"]
+    assert warnings == ["the job has finished, and a change of its spec has no effect: create another PPOJob"]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ async def test_who_asks_about_something_else_is_let_through_and_told(ask: Asking
     allowed, _, [warning] = await ask(review({"spec": {}}, **changes))
 
     assert allowed
-    assert warning == "this webhook judges new and changed PPOJobs only: look at the rules of its configuration"
+    assert warning == "this webhook validates new and changed PPOJobs only: check the rules of its configuration"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ async def test_who_asks_about_something_else_is_let_through_and_told(ask: Asking
         (b"\xff", "Invalid JSON"),
         ({}, "apiVersion: Field required"),
         ({**review(job()), "apiVersion": "admission.k8s.io/v1beta1"}, "only admission.k8s.io/v1 AdmissionReview"),
-        ({**review(job()), "kind": "Review"}, "only admission.k8s.io/v1 AdmissionReview is answered"),
+        ({**review(job()), "kind": "Review"}, "only admission.k8s.io/v1 AdmissionReview is supported"),
         ({**review(job()), "request": None}, "request: "),
         (review(job(), uid=""), "request.uid: "),
         (review("no object"), "request.object: "),

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim
 from ppojob_operator.reconcile.references import judge, judge_claim, named
-from tests.unit.api.test_doubts import among
+from tests.unit.api.test_spec_warnings import among
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
 PAGE = Path("docs/admission.md").read_text()
@@ -46,12 +46,12 @@ def test_the_page_quotes_what_is_said() -> None:
         *template_problems(host_network, KEY, UID),
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOncePod",))).refusals,
         *judge_claim(parsed(), Claim("data", "Lost")).refusals,
-        *judge(naming, KEY.namespace, dict.fromkeys(named(naming))).doubts,
-        *doubts(doubtful),
-        *doubts(parsed(pools=actors())),
-        *doubts(parsed(pools=actors(podTemplate=among("H200", "A100")))),
-        *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOnce",))).doubts,
-        *judge_claim(apart, Claim("data", "Bound", ("ReadWriteOnce",))).doubts,
+        *judge(naming, KEY.namespace, dict.fromkeys(named(naming))).warnings,
+        *spec_warnings(doubtful),
+        *spec_warnings(parsed(pools=actors())),
+        *spec_warnings(parsed(pools=actors(podTemplate=among("H200", "A100")))),
+        *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOnce",))).warnings,
+        *judge_claim(apart, Claim("data", "Bound", ("ReadWriteOnce",))).warnings,
     ]
 
     assert [line for line in PAGE.splitlines() if line.startswith("spec.")] == list(map(str, made))

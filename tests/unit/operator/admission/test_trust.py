@@ -80,5 +80,5 @@ async def test_a_configuration_that_is_gone_is_named_and_waited_for(
     await asyncio.sleep(INTERVAL)
     await keeping.end()
 
-    assert caplog.text.count("there is no ValidatingWebhookConfiguration configuration: the chart makes it") == 1
+    assert caplog.text.count("there is no ValidatingWebhookConfiguration configuration: install it with the chart") == 1
     assert cluster.webhooks == {"one": "first"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_operator.handlers.changes import Changes, cluster_view, job_view, pod_view
+from ppojob_operator.handlers.changes import Changes, cluster_view, fetch_job_view, job_view, pod_view
 
 JOB = {
     "metadata": {"uid": "u", "generation": 1, "resourceVersion": "1"},
@@ -47,6 +47,8 @@ def changed(raw: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
         ("status.metrics", [{"name": "critic/score/mean", "value": "1"}], False),
         ("status.layoutAdvice", [{"pools": []}], False),
         ("status.phase", "Restarting", False),
+        ("status.fetch", {"bytes": 2}, False),
+        ("status.sources", [{"address": "hf://a/b"}], True),
         ("status.conditions", [], False),
         ("status.progress.activity", "Finished", True),
         ("status.checkpoint", {"step": 2}, True),
@@ -86,6 +88,21 @@ def test_of_a_pod_matters_what_the_policies_see(path: str, value: object, is_new
 )
 def test_of_a_cluster_matters_what_the_policies_see(path: str, value: object, is_new: bool) -> None:
     assert (cluster_view(changed(CLUSTER, path, value)) != cluster_view(CLUSTER)) == is_new
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "is_new"),
+    [
+        ("status.active", 2, False),
+        ("status.conditions", [{"type": "Complete", "status": "True"}], True),
+        ("status.conditions", [{"type": "Failed", "status": "True", "message": "no"}], True),
+        ("metadata.deletionTimestamp", "2026-01-01T00:00:00Z", True),
+    ],
+)
+def test_of_the_job_that_fetches_matters_whether_it_has_ended(path: str, value: object, is_new: bool) -> None:
+    raw = {"metadata": {"name": "products-fetch"}, "status": {"active": 1}}
+
+    assert (fetch_job_view(changed(raw, path, value)) != fetch_job_view(raw)) == is_new
 
 
 def test_only_what_is_new_is_told_but_for_a_watch_that_begins_anew() -> None:

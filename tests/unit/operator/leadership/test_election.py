@@ -191,7 +191,7 @@ async def test_a_leader_that_is_cut_off_stops_before_another_one_leads(
 
             assert now() - cut_at <= TIMES.renew_deadline + 0.1
             assert not second.works
-            with pytest.raises(ApiUnavailable, match="replica first does not lead"):
+            with pytest.raises(ApiUnavailable, match="replica first is not the leader"):
                 first.election.check()
             await until(lambda: second.works)
             leases.cut_off.clear()

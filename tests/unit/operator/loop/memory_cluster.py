@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ppojob_operator.claims import own_identity
+from ppojob_operator.adoption import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
@@ -38,6 +38,7 @@ class MemoryCluster:
         self.in_look: set[JobKey] = set()
         self.clusters: dict[JobKey, list[Manifest]] = {}
         self.pods: dict[JobKey, list[Manifest]] = {}
+        self.fetch_jobs: dict[JobKey, Manifest] = {}
         self.configs: dict[JobKey, Mapping[str, str]] = {}
 
     def _call(self, name: str, key: JobKey) -> None:
@@ -64,6 +65,13 @@ class MemoryCluster:
         self._call("list_pods", key)
         return self.pods.get(key, [])
 
+    async def read_fetch_job(self, key: JobKey) -> Manifest | None:
+        self._call("read_fetch_job", key)
+        return self.fetch_jobs.get(key)
+
+    async def delete_fetch_job(self, key: JobKey) -> None:
+        self.deleted.append(f"{key.name}-fetch")
+
     async def read_claim(self, namespace: str, name: str) -> Manifest | None:
         return {"metadata": {"name": name}, "status": {"phase": "Bound"}}
 
@@ -77,6 +85,8 @@ class MemoryCluster:
         self.applied.append(manifest["kind"])
         if manifest["kind"] == "ConfigMap":
             self.configs[key] = manifest["data"]
+        if manifest["kind"] == "Job":
+            self.fetch_jobs[key] = manifest
         if manifest["kind"] == "RayCluster":
             self.clusters[key] = [manifest]
 
@@ -94,6 +104,8 @@ class MemoryCluster:
         self.deleted.append(job.key.name)
 
     async def emit(self, job: Job, event: EventRecord) -> None:
+        if error := self.errors.get(("emit", job.key)):
+            raise error
         self.events.append(event.reason)
 
     def verdict(self, key: JobKey, kind: str) -> tuple[str, str]:

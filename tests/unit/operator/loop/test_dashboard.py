@@ -57,7 +57,7 @@ def answering(status: int, body: Any) -> Handler:
 
 async def test_a_look_understands_rays_list_and_leaves_out_what_nobody_submitted() -> None:
     async with dashboard(answering(200, [LISTED, DRIVER])) as (client, address):
-        found = await client.look(address)
+        found = await client.list_jobs(address)
 
     expected = RayJob(
         "ppojob-u-0", RayState.FAILED, "broken", "JOB_ENTRYPOINT_COMMAND_ERROR", 1, {"attempt": "0"}, "n1"
@@ -73,7 +73,7 @@ async def test_the_token_goes_along() -> None:
         return web.json_response([])
 
     async with dashboard(handler) as (client, address):
-        await client.look(address)
+        await client.list_jobs(address)
 
     assert seen == ["Bearer secret-token"]
 
@@ -88,7 +88,7 @@ async def test_the_token_goes_along() -> None:
 )
 async def test_what_is_wrong_is_said_and_never_the_token(status: int, body: Any, words: str) -> None:
     async with dashboard(answering(status, body)) as (client, address):
-        found = await client.look(address)
+        found = await client.list_jobs(address)
 
     assert found.jobs == ()
     assert words in found.problem
@@ -101,14 +101,14 @@ async def test_a_dashboard_that_hangs_has_a_limit() -> None:
         raise AssertionError
 
     async with dashboard(handler, timeout=0.1) as (client, address):
-        found = await client.look(address)
+        found = await client.list_jobs(address)
 
     assert found.problem.endswith("/api/jobs/: no answer within 0.1 s")
 
 
 async def test_a_dashboard_that_is_not_there_is_named() -> None:
     async with aiohttp.ClientSession() as session:
-        found = await Dashboard(session, timeout=1).look(Address("http://127.0.0.1:9", "t"))
+        found = await Dashboard(session, timeout=1).list_jobs(Address("http://127.0.0.1:9", "t"))
 
     assert "127.0.0.1:9" in found.problem
 
@@ -221,7 +221,7 @@ async def test_a_redirect_is_not_followed_and_its_target_not_shown() -> None:
         raise web.HTTPFound("/secret")
 
     async with dashboard(redirecting) as (client, address):
-        found = await client.look(address)
+        found = await client.list_jobs(address)
 
     assert asked == ["/api/jobs/"]
     assert found.jobs == ()
@@ -242,7 +242,7 @@ async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         return answer
 
     async with dashboard(endless) as (client, address):
-        found = await client.look(address)
+        found = await client.list_jobs(address)
 
     assert "the answer has more than 100000 bytes" in found.problem
     assert sent < 100_000_000

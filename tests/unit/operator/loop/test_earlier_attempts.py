@@ -37,7 +37,7 @@ async def test_earlier_attempts_are_ended_before_the_next_one_is_sent(
     observed = Observed(Surroundings("https://operator", "PEM", b"k" * 32))
     plan = Plan(stop_submissions=("s-0", "s-1"), submission=Submission("s-2", "python", {}, {}, "c"))
 
-    await loop._carry_out(read_job(cluster.jobs[GOOD]), observed, plan)
+    await loop._execute(read_job(cluster.jobs[GOOD]), observed, plan)
 
     assert dashboard.asked == ["stop s-0", "stop s-1", "submit s-2"]
-    assert ("s-0 could not be ended in Ray: POST /api/jobs/s-0/stop: 500 no agent" in caplog.text) == bool(error)
+    assert ("s-0 could not be stopped in Ray: POST /api/jobs/s-0/stop: 500 no agent" in caplog.text) == bool(error)

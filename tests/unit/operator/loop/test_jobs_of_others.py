@@ -20,15 +20,15 @@ class SharedCluster(MemoryCluster):
 async def test_of_a_job_of_another_operator_nothing_is_read_written_or_counted() -> None:
     loop = make_loop(cluster := SharedCluster(GOOD, BAD))
     for key in (GOOD, BAD):
-        await loop.look(key)
+        await loop.reconcile(key)
     cluster.jobs[BAD]["status"]["operator"] = {**OURS.to_wire(), "namespace": "elsewhere"}
     cluster.calls.clear()
 
-    assert await loop.look(BAD) == "left"
+    assert await loop.reconcile(BAD) == "left"
 
     assert cluster.calls == [("read_job", BAD)]
     assert cluster.events[-1] == Reason.OTHER_OPERATOR
     assert (loop.num_left_alone, [state.phase for state in loop.job_states().values()]) == (1, ["Starting"])
     del cluster.jobs[BAD]
-    assert await loop.look(BAD) == "gone"
+    assert await loop.reconcile(BAD) == "gone"
     assert loop.num_left_alone == 0

@@ -21,8 +21,8 @@ async def test_the_policies_hear_since_when_this_operator_leads(monkeypatch: pyt
     before = datetime.now(UTC)
     loop = make_loop(MemoryCluster(GOOD))
 
-    await loop.look(GOOD)
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
 
     first, again = seen
     assert first is not None

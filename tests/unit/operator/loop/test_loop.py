@@ -26,27 +26,53 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_look_applies_writes_the_status_and_tells() -> None:
     cluster = MemoryCluster(GOOD)
 
-    assert await make_loop(cluster).look(GOOD) == "ok"
+    assert await make_loop(cluster).reconcile(GOOD) == "ok"
 
     assert cluster.applied == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
     assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.VALID
     assert cluster.events == [Reason.VALID]
 
 
+async def test_an_event_that_cannot_be_written_is_written_at_the_next_reconcile() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["emit", GOOD] = ApiUnavailable("503")
+    with pytest.raises(ApiUnavailable):
+        await loop.reconcile(GOOD)
+    assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.VALID
+
+    del cluster.errors["emit", GOOD]
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
+
+    assert cluster.events == [Reason.VALID]
+
+
+async def test_an_event_that_is_refused_keeps_nothing_from_being_done(caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    cluster.errors["emit", GOOD] = ApiRefused("403 the namespace is being deleted")
+
+    assert await loop.reconcile(GOOD) == "ok"
+
+    del cluster.errors["emit", GOOD]
+    await loop.reconcile(GOOD)
+    assert cluster.events == []
+    assert "403 the namespace is being deleted" in caplog.text
+
+
 async def test_a_job_that_is_gone_is_forgotten() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     assert [state.phase for state in loop.job_states().values()] == ["Starting"]
     del cluster.jobs[GOOD]
 
-    assert await loop.look(GOOD) == "gone"
+    assert await loop.reconcile(GOOD) == "gone"
     assert loop.job_states() == {}
 
 
 async def test_what_is_noted_is_looked_at() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD))
-    loop.note(GOOD)
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
+    loop.enqueue(GOOD)
 
     await run_for(loop, 0.5)
 
@@ -58,8 +84,8 @@ async def test_what_is_noted_is_looked_at() -> None:
 async def test_the_trouble_of_one_job_is_its_own(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD), workers=1)
     cluster.errors["read_job", BAD] = error
-    loop.note(BAD)
-    loop.note(GOOD)
+    loop.enqueue(BAD)
+    loop.enqueue(GOOD)
 
     await run_for(loop, 0.6)
 
@@ -70,7 +96,7 @@ async def test_the_trouble_of_one_job_is_its_own(error: Exception, caplog: pytes
 async def test_after_an_error_there_is_a_pause_that_grows() -> None:
     loop = make_loop(cluster := MemoryCluster(BAD))
     cluster.errors["read_job", BAD] = ApiUnavailable("503")
-    loop.note(BAD)
+    loop.enqueue(BAD)
 
     await run_for(loop, 2.5)
 
@@ -84,11 +110,11 @@ async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCapt
             raise AssertionError
 
     loop = make_loop(Hanging(GOOD), pass_timeout=0.1)
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
     await run_for(loop, 0.5)
 
-    assert "the look took more than 0.1 s" in caplog.text
+    assert "the reconcile took more than 0.1 s" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [ApiRefused, ApiFailed])
@@ -98,7 +124,7 @@ async def test_what_the_api_server_refuses_is_said_in_the_status(kind: type[ApiE
     cluster.errors["apply", GOOD] = kind(words)
 
     with pytest.raises(kind):
-        await loop.look(GOOD)
+        await loop.reconcile(GOOD)
 
     assert cluster.verdict(GOOD, Condition.POOLS_READY) == (Reason.CLUSTER_REFUSED, words)
     assert Reason.CLUSTER_REFUSED in cluster.events
@@ -107,7 +133,7 @@ async def test_what_the_api_server_refuses_is_said_in_the_status(kind: type[ApiE
 async def test_a_defect_of_the_operator_is_a_condition_of_the_job() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     cluster.errors["apply", GOOD] = AttributeError("'list' object has no attribute 'items'")
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
     await run_for(loop, 2.0)
 
@@ -118,19 +144,19 @@ async def test_a_defect_of_the_operator_is_a_condition_of_the_job() -> None:
     assert cluster.calls.count(("apply", GOOD)) == 2
 
     del cluster.errors["apply", GOOD]
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     assert cluster.verdict(GOOD, Condition.PROGRESSING)[0] != Reason.OPERATOR_FAULT
 
 
 async def test_a_job_that_was_deleted_is_none_that_the_watch_missed() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.3)
     # Two sweeps find it, and the watch reports it.
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
     await run_for(loop, 1.0)
     del cluster.jobs[GOOD]
 
-    loop.note(GOOD)
-    await loop.look(GOOD)
+    loop.enqueue(GOOD)
+    await loop.reconcile(GOOD)
 
     assert loop.watch_problem() is None
 
@@ -140,7 +166,7 @@ async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> 
     cluster.errors["apply", GOOD] = ApiUnavailable("503")
 
     with pytest.raises(ApiUnavailable):
-        await loop.look(GOOD)
+        await loop.reconcile(GOOD)
 
     assert cluster.jobs[GOOD]["status"]["conditions"] == []
 
@@ -173,12 +199,12 @@ async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None
     cluster.errors["write_status", GOOD] = ApiUnavailable("503")
 
     with pytest.raises(ApiUnavailable):
-        await loop.look(GOOD)
+        await loop.reconcile(GOOD)
     assert cluster.deleted == []
     assert cluster.events == []
 
     del cluster.errors["write_status", GOOD]
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     assert cluster.deleted == ["good-old"]
 
 
@@ -190,22 +216,22 @@ async def test_a_status_for_an_object_that_is_gone_harms_nobody() -> None:
     cluster = Vanishing(GOOD)
     cluster.jobs[GOOD]["status"] = {"operator": OURS.to_wire()}
 
-    assert await make_loop(cluster).look(GOOD) == "ok"
+    assert await make_loop(cluster).reconcile(GOOD) == "ok"
     assert cluster.events == []
 
 
 async def test_jobs_that_no_watch_told_of_are_found_and_the_watch_is_blamed() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD), idle_interval=0.2)
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
 
     await run_for(loop, 0.3)
     assert ("read_job", BAD) in cluster.calls
     assert loop.watch_problem() is None, "the watch has the time between two sweeps"
 
     await run_for(loop, 0.7)
-    assert loop.watch_problem() == "the watch never told of 1 jobs that exist, such as ns/bad"
+    assert loop.watch_problem() == "the watch never reported 1 jobs that exist, such as ns/bad"
 
-    loop.note(BAD)
+    loop.enqueue(BAD)
     assert loop.watch_problem() is None
 
 
@@ -229,7 +255,7 @@ async def pods_read_by(cluster: MemoryCluster, loop: Loop, num_looks: int = 1) -
     """Return how often some looks at the good job list its pods."""
     before = cluster.calls.count(("list_pods", GOOD))
     for _ in range(num_looks):
-        await loop.look(GOOD)
+        await loop.reconcile(GOOD)
     return cluster.calls.count(("list_pods", GOOD)) - before
 
 
@@ -240,14 +266,14 @@ async def test_objects_of_which_no_watch_told_are_not_read_again() -> None:
     assert await pods_read_by(cluster, loop, 5) == 0
     assert cluster.calls.count(("read_job", GOOD)) == 7
 
-    loop.note(GOOD)
+    loop.enqueue(GOOD)
     assert await pods_read_by(cluster, loop, 2) == 1
 
 
 async def test_a_config_map_that_somebody_deleted_is_missed_at_once_before_the_trainer_has_it() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
-    await loop.look(GOOD)
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
     del cluster.configs[GOOD]
 
     assert await pods_read_by(cluster, loop) == 0
@@ -257,15 +283,15 @@ async def test_a_config_map_that_somebody_deleted_is_missed_at_once_before_the_t
 async def test_what_a_watch_tells_during_a_look_is_read_by_the_next() -> None:
     class Changing(MemoryCluster):
         async def read_claim(self, namespace: str, name: str) -> Manifest | None:
-            loop.note(GOOD)
+            loop.enqueue(GOOD)
             return await super().read_claim(namespace, name)
 
         async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
-            loop.note(GOOD)
+            loop.enqueue(GOOD)
             return await super().read_config(key)
 
     loop = make_loop(cluster := Changing(GOOD))
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert await pods_read_by(cluster, loop, 3) == 3
 
@@ -283,8 +309,8 @@ async def test_a_job_that_is_not_admitted_is_read_anew_each_time() -> None:
 
 async def test_the_sweep_has_everything_read_anew() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.2)
-    await loop.look(GOOD)
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
     before = cluster.calls.count(("list_pods", GOOD))
 
     await run_for(loop, 0.7)
@@ -294,8 +320,8 @@ async def test_the_sweep_has_everything_read_anew() -> None:
 
 async def test_after_an_error_everything_is_read_anew() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
-    await loop.look(GOOD)
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
     cluster.errors["read_job", GOOD] = ApiUnavailable("503")
     before = cluster.calls.count(("list_pods", GOOD))
     loop._queue.add(GOOD)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.virtual_time
 async def test_kueue_is_asked_at_each_look_of_a_job_that_waits_in_a_queue() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     cluster.jobs[GOOD]["spec"] = {**SPEC, "runPolicy": {"queueName": "gpus"}}
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
     cluster.clusters[GOOD] = [{**cluster.clusters[GOOD][0], "spec": {"suspend": True}}]
     cluster.clusters[GOOD][0]["metadata"]["uid"] = "uid-of-the-cluster"
 
@@ -19,7 +19,7 @@ async def test_kueue_is_asked_at_each_look_of_a_job_that_waits_in_a_queue() -> N
         condition = {"type": "QuotaReserved", "status": "False", "message": words}
         metadata = {"labels": {"kueue.x-k8s.io/job-uid": "uid-of-the-cluster"}}
         cluster.workloads = [{"metadata": metadata, "status": {"conditions": [condition]}}]
-        await loop.look(GOOD)
+        await loop.reconcile(GOOD)
         assert cluster.verdict(GOOD, Condition.ADMITTED) == ("Queued", f"the job waits in the queue gpus: {words}")
     assert cluster.calls.count(("list_workloads", GOOD)) == 3
 
@@ -29,8 +29,8 @@ async def test_without_kueue_a_job_with_a_queue_says_so_and_another_one_does_not
     cluster.jobs[GOOD]["spec"] = {**SPEC, "runPolicy": {"queueName": "gpus"}}
     cluster.workloads = None
 
-    await loop.look(GOOD)
-    await loop.look(BAD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(BAD)
 
     assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.KUEUE_MISSING
     assert ("list_workloads", BAD) not in cluster.calls

@@ -64,9 +64,9 @@ async def test_the_loop_tells_the_policies_when_it_saw_the_report(monkeypatch: p
     monkeypatch.setattr(loop, "_clock", lambda: at(next(moments)))
     cluster.jobs[GOOD]["status"] = {"operator": OURS.to_wire(), "progress": {"attempt": 0, "report": 7}}
 
-    await loop.look(GOOD)
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
+    await loop.reconcile(GOOD)
     cluster.jobs[GOOD]["status"]["progress"]["report"] = 8
-    await loop.look(GOOD)
+    await loop.reconcile(GOOD)
 
     assert told == [at(0), at(0), at(20)]

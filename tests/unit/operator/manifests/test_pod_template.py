@@ -169,7 +169,7 @@ def ray_container(**fields: Any) -> dict[str, Any]:
         (
             {"spec": {"containers": [{"name": "ray-worker", "lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}]}},
             "spec.containers[0].lifecycle.preStop",
-            "put yours into a container of its own",
+            "put yours into a separate container",
         ),
         ({"metadata": {"name": "x"}}, "metadata.name", "only labels and annotations"),
         ({"metadata": {"labels": {"ray.io/cluster": "x"}}}, "metadata.labels.ray.io/cluster", "choose another"),

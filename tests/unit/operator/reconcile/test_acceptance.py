@@ -58,7 +58,7 @@ def test_without_kuberay_the_job_waits_and_goes_on_when_it_comes() -> None:
 
     world.settle()
     assert world.verdict(Condition.ACCEPTED) == ("Unknown", Reason.KUBERAY_MISSING)
-    assert world.plan().look_again_after is not None
+    assert world.plan().requeue_after is not None
 
     world.see(is_kuberay_served=True).look()
     assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
@@ -111,10 +111,10 @@ def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -
     world.edit(checkpoint={"everySteps": 5}).settle()
     mended = world.condition(Condition.ACCEPTED).message
 
-    assert "; doubtful: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
+    assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
     assert "; spec.storage.claimName: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
     assert said in world.words
-    assert mended == "the spec is valid and its claim is there; the trainer checks the paths when it starts"
+    assert mended == "the spec is valid and its claim exists; the trainer checks the paths when it starts"
 
 
 def test_the_claim_is_not_asked_for_again_once_the_job_was_admitted() -> None:
@@ -137,7 +137,7 @@ def test_a_running_job_whose_spec_is_no_longer_understood_fails_and_gives_its_po
 
 def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     world = World().run()
-    world.is_going = True
+    world.is_deleting = True
 
     plan = world.wait(9999).look()
 

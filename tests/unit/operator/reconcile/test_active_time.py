@@ -26,7 +26,7 @@ def test_it_goes_on_after_a_suspension_and_does_not_count_that() -> None:
     assert world.status["startTime"] == "2026-03-02T12:01:40Z"
     world.wait(179).trainer_reports().settle()
     assert world.status["phase"] == Phase.RUNNING
-    assert world.plan().look_again_after == 1
+    assert world.plan().requeue_after == 1
     world.wait(1).settle()
 
     assert world.verdict(Condition.FAILED) == EXCEEDED

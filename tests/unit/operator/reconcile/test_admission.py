@@ -40,7 +40,7 @@ class Queue:
     def evicts(self) -> "Queue":
         """Let Kueue take the quota away: KubeRay deletes the pods, and their hooks hold them."""
         self._suspend(True)
-        pods = tuple(replace(pod, is_going=True) for pod in self.world.observed.pods)
+        pods = tuple(replace(pod, is_deleting=True) for pod in self.world.observed.pods)
         self.world.see(pods=pods)
         return self.says(eviction=PREEMPTED)
 
@@ -65,12 +65,12 @@ def test_a_job_waits_in_its_queue_and_says_what_for() -> None:
     assert world.verdict(Condition.ADMITTED) == ("False", Reason.QUEUED)
     assert world.condition(Condition.ADMITTED).message == f"the job waits in the queue gpus: {NO_ROOM}"
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
-    assert world.plan().look_again_after == 30
+    assert world.plan().requeue_after == 30
     assert "startTime" not in world.status
 
 
 def test_kueue_is_asked_again_soon_until_it_has_said_what_for() -> None:
-    assert Queue().world.plan().look_again_after == 3
+    assert Queue().world.plan().requeue_after == 3
 
 
 def test_the_cluster_is_made_once_and_nothing_that_kueue_owns_is_written() -> None:
@@ -139,13 +139,13 @@ def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -
     world = queue.pods_are_gone().says(waits_for=NO_ROOM, eviction=PREEMPTED).settle()
 
     assert world.status["phase"] == Phase.QUEUED
-    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was let in before: {PREEMPTED}")
+    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was admitted before: {PREEMPTED}")
     assert world.status["attempt"] == 1
     assert world.status["retries"] == NO_RETRIES
     assert "lastFailure" not in world.status
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()], "it keeps its place"
-    [told] = [words for words in world.words if "was pre-empted and its pods are gone" in words]
-    assert told.endswith("it goes on from its checkpoint of step 7")
+    [told] = [words for words in world.words if "was pre-empted and its pods are deleted" in words]
+    assert told.endswith("it resumes from its checkpoint of step 7")
 
 
 def test_it_goes_on_when_it_is_let_in_again() -> None:

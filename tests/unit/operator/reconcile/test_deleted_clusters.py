@@ -27,7 +27,7 @@ def test_before_there_is_a_trainer_it_is_made_again_and_told_once() -> None:
 
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()]
     assert world.said.count(Reason.CLUSTER_RESTORED) == 1
-    assert f"RayCluster {first_cluster()} was deleted by somebody else and is made again" in world.words
+    assert f"RayCluster {first_cluster()} was deleted by another client and is re-created" in world.words
     assert (world.status["attempt"], world.status["retries"]["total"]) == (0, 0)
     assert delete(world).settle().said.count(Reason.CLUSTER_RESTORED) == 2
 
@@ -66,7 +66,7 @@ def test_under_a_trainer_it_ends_the_attempt_and_counts_against_no_limit() -> No
     assert world.status["retries"] == {"user": 0, "infrastructure": 0, "deleted": 1, "total": 1}
     assert world.status["lastFailure"]["reason"] == Reason.CLUSTER_DELETED
     [words] = [words for words in world.words if f"somebody deleted the RayCluster {first_cluster()}" in words]
-    assert words.endswith("; the next one counts against no limit")
+    assert words.endswith("; the next one does not count against a limit")
     assert Reason.CLUSTER_DELETED in world.said
 
     assert restart(world).status["phase"] == Phase.RUNNING

@@ -115,3 +115,15 @@ def test_what_the_pass_has_written_replaces_what_was_read() -> None:
     assert (state.phase, state.gpus) == ("Restarting", {"desired": 4, "ready": 2})
     assert state.last_failure == ("OutOfMemory", seconds(40))
     assert state.progress_ratio == 0.25
+
+
+def test_a_download_is_no_wait_and_a_wait_begins_after_it() -> None:
+    conditions = [condition("Accepted", "True", 0), condition("SourcesFetched", "False", 1)]
+    assert state_of({"phase": "Fetching", "conditions": conditions}).waiting_since is None
+
+    conditions = [
+        condition("Accepted", "True", 0),
+        condition("SourcesFetched", "True", 50),
+        condition("Submitted", "False", 1),
+    ]
+    assert state_of({"phase": "Starting", "conditions": conditions}).waiting_since == seconds(50)

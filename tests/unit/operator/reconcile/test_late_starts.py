@@ -37,7 +37,7 @@ def after_a_lost_head() -> World:
 def test_a_job_that_has_run_waits_on_for_room_and_says_since_when() -> None:
     world = after_a_lost_head()
     assert world.wait(59).settle().verdict(Condition.PROGRESSING) == ("False", Reason.RESTARTING)
-    assert world.plan().look_again_after == 1
+    assert world.plan().requeue_after == 1
 
     for _ in range(100):
         world.wait(DAY / 100).settle()
@@ -45,9 +45,9 @@ def test_a_job_that_has_run_waits_on_for_room_and_says_since_when() -> None:
     assert world.verdict(Condition.PROGRESSING) == DELAYED
     message = world.condition(Condition.PROGRESSING).message
     assert message.startswith(
-        "attempt 1 waits since 2026-03-04 12:00:10 UTC to be started; it waits on, nothing is lost"
+        "attempt 1 has waited to start since 2026-03-04 12:00:10 UTC; it keeps waiting, nothing is lost"
     )
-    assert "from its checkpoint of step 700: InsufficientGPUs: pool critic wants 1" in message
+    assert "from its checkpoint of step 700: InsufficientGPUs: pool critic requests 1" in message
     assert world.said.count(Reason.STARTUP_DELAYED) == 1
     assert (world.status["phase"], world.status["attempt"]) == (Phase.RESTARTING, 1)
     assert world.plan().status is None, "it is written once"
@@ -186,11 +186,11 @@ def test_without_room_for_more_pods_autobalance_goes_back_to_the_spec() -> None:
 
     assert "effectivePools" not in world.status
     assert [group["replicas"] for group in world.made[-1]["spec"]["workerGroupSpecs"]] == [1, 2]
-    [words] = [words for words in world.words if "goes back" in words]
+    [words] = [words for words in world.words if "reverts" in words]
     assert words.startswith(
-        "autoBalance goes back to the nodes of the spec (pool critic: nodes 3 -> 2), because there is"
+        "autoBalance reverts to the nodes of the spec (pool critic: nodes 3 -> 2), because there is"
     )
-    assert "InsufficientGPUs: pool critic wants 1" in words
+    assert "InsufficientGPUs: pool critic requests 1" in words
     assert world.status["retries"]["total"] == 0
     begin(world)
     assert (world.status["phase"], world.status["attempt"]) == (Phase.RUNNING, 2)

@@ -19,12 +19,12 @@ def test_pools_that_never_come_fail_the_job_with_their_reason_and_words() -> Non
 
     world.wait(59).settle()
     assert world.status["phase"] == Phase.STARTING
-    assert world.plan().look_again_after == 1
+    assert world.plan().requeue_after == 1
 
     world.wait(1).settle()
     assert world.verdict(Condition.FAILED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
     message = world.condition(Condition.FAILED).message
-    assert "within 60 s (spec.runPolicy.startupDeadlineSeconds): InsufficientGPUs: pool critic wants 1" in message
+    assert "within 60 s (spec.runPolicy.startupDeadlineSeconds): InsufficientGPUs: pool critic requests 1" in message
     assert world.status["lastFailure"]["reason"] == Reason.STARTUP_DEADLINE_EXCEEDED
     assert world.observed.clusters == ()
 
@@ -175,7 +175,7 @@ def test_the_next_attempt_is_not_stalled_by_what_the_last_one_reported() -> None
 def test_a_finished_job_is_deleted_when_its_time_is_over() -> None:
     world = World(runPolicy={"ttlSecondsAfterFinished": 100}).run().ray_says(RayState.SUCCEEDED).settle()
 
-    assert world.wait(99).look().look_again_after == 1
+    assert world.wait(99).look().requeue_after == 1
     assert not world.is_deleted
     world.wait(1).look()
 
@@ -187,7 +187,7 @@ def test_without_a_time_a_finished_job_stays() -> None:
 
     plan = world.wait(10_000_000).look()
 
-    assert plan.look_again_after is None
+    assert plan.requeue_after is None
     assert not world.is_deleted
 
 

@@ -13,7 +13,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
     ("clusters", "reason", "words"),
     [
         ((), Reason.CLUSTER_DELETED, "somebody deleted"),
-        ((Cluster(first_cluster(), is_going=True),), Reason.CLUSTER_DELETED, "somebody deleted"),
+        ((Cluster(first_cluster(), is_deleting=True),), Reason.CLUSTER_DELETED, "somebody deleted"),
         ((Cluster(first_cluster(), is_suspended=True),), Reason.HEAD_LOST, "was suspended"),
     ],
 )

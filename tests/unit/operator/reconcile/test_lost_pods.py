@@ -52,7 +52,9 @@ def test_a_failure_of_the_program_while_pods_were_lost_is_the_clusters_fault() -
     world.trainer_fails(Reason.TRAINER_FAILED, FailureKind.USER).settle()
 
     assert world.status["lastFailure"]["reason"] == Reason.POD_LOST
-    assert "pool critic has other pods than the trainer began with" in world.status["lastFailure"]["message"]
+    assert (
+        "pool critic has other pods than those that the trainer started with" in world.status["lastFailure"]["message"]
+    )
     assert world.status["retries"]["infrastructure"] == 1
 
 
@@ -174,7 +176,7 @@ def test_a_driver_that_still_runs_is_ended_before_the_next_one_is_sent() -> None
     world.wait(30).pods_become(ready=True, pool="critic", suffix="-new")
     for _ in range(5):
         assert world.wait(3).look().submission is None
-    assert world.condition(Condition.SUBMITTED).message == f"Ray has not ended ppojob-{UID}-0 yet"
+    assert world.condition(Condition.SUBMITTED).message == f"Ray has not stopped ppojob-{UID}-0 yet"
 
     world.hangs = False
     world.look()

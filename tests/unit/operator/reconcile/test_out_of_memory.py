@@ -12,7 +12,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
 
 def killed(container: str) -> Trouble:
     """Return what is said of a pod whose container wanted too much memory."""
-    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     return Trouble(Reason.OUT_OF_MEMORY, words, container, 137)
 
 
@@ -28,17 +28,19 @@ OOM = killed("ray-worker")
         ("head", "logger", "raise the memory limit of that container in podTemplate of the head"),
     ],
 )
-@pytest.mark.parametrize("is_going", [False, True])
-def test_a_pod_beyond_its_memory_is_the_users_to_mend(group: str, container: str, remedy: str, is_going: bool) -> None:
+@pytest.mark.parametrize("is_deleting", [False, True])
+def test_a_pod_beyond_its_memory_is_the_users_to_fix(
+    group: str, container: str, remedy: str, is_deleting: bool
+) -> None:
     world = World().run().pods_become(ready=False, pool=group, trouble=killed(container))
-    if is_going:
+    if is_deleting:
         world.pod_leaves(group)
 
     world.trainer_reports().settle()
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (Reason.OUT_OF_MEMORY, 137)
-    words = f"container {container} went beyond its memory limit of 64Gi and was killed"
+    words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     assert failure["message"] == f"pod {first_cluster()}-{group}: {words}: {remedy}"
     assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
     assert "rayCluster" not in world.status

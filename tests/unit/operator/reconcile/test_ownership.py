@@ -27,20 +27,20 @@ MINE, CLAIMED, TAKEN, LEFT = "mine", "claimed", "taken over", "left alone"
 def job_of(world: World, owner: OperatorStatus | None, wish: str | None = None) -> Job:
     """Return the world's job, which is an operator's."""
     job = read_job(world.raw)
-    return replace(job, status=job.status.model_copy(update={"operator": owner}), operator_wish=wish)
+    return replace(job, status=job.status.model_copy(update={"operator": owner}), requested_owner=wish)
 
 
-def outcome(claim: ownership.Claim) -> str:
+def outcome(adoption: ownership.Adoption) -> str:
     """Return in a word what is to be done, after a look at whether it agrees with itself."""
-    if not claim.is_ours:
-        assert claim.status is None
-        assert claim.told is not None
-        assert claim.told.reason == Reason.OTHER_OPERATOR
+    if not adoption.is_ours:
+        assert adoption.status is None
+        assert adoption.event is not None
+        assert adoption.event.reason == Reason.OTHER_OPERATOR
         return LEFT
-    if claim.status is None:
+    if adoption.status is None:
         return MINE
-    assert claim.status.operator == OURS
-    return TAKEN if claim.told is not None and claim.told.reason == Reason.TAKEN_OVER else CLAIMED
+    assert adoption.status.operator == OURS
+    return TAKEN if adoption.event is not None and adoption.event.reason == Reason.TAKEN_OVER else CLAIMED
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_only_a_lease_upon_which_it_depends_is_asked_for(
 
 def told(job: Job, other: OtherLease | None = ALIVE) -> str:
     """Return what people are told of a job."""
-    event = ownership.judge(job, OURS, other, PATIENCE).told
+    event = ownership.judge(job, OURS, other, PATIENCE).event
     assert event is not None
     return event.message
 
@@ -128,29 +128,31 @@ def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
 
     assert told(job) == (
         "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
-        "(ppojob-leader, version 2) leaves it alone: limit one of them by watchNamespace, uninstall it, or hand the "
-        "job over (ppojob.dev/operator)"
+        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespace, uninstall it, or hand "
+        "the job over (ppojob.dev/operator)"
     )
-    assert "leaves it alone, and may not look whether that one still runs: limit" in told(job, UNSEEN)
-    assert told(job, DEAD).endswith("version 3): its Lease has shown no sign of life for 120 s")
-    assert "gives the job to the operator in namespace theirs; the one in ours" in told(job_of(World(), OURS, "theirs"))
+    assert "does not reconcile it, and may not read the other's Lease: limit" in told(job, UNSEEN)
+    assert told(job, DEAD).endswith("version 3): its Lease has not been renewed for 120 s")
+    assert "assigns the job to the operator in namespace theirs; the one in ours" in told(
+        job_of(World(), OURS, "theirs")
+    )
 
 
 def test_an_annotation_that_names_nobody_is_told_with_its_value_and_the_remedy() -> None:
     job = job_of(World(), OURS, "Not a name")
 
     assert told(job).startswith(
-        "metadata.annotations[ppojob.dev/operator]: 'Not a name': write the namespace of the operator that is to run"
+        "metadata.annotations[ppojob.dev/operator]: 'Not a name': write the namespace of the operator that should run"
     )
 
 
-@pytest.mark.parametrize("is_going", [True, False])
-def test_a_job_that_is_over_or_going_is_not_written_for_its_owners_sake(is_going: bool) -> None:
+@pytest.mark.parametrize("is_deleting", [True, False])
+def test_a_job_that_is_over_or_going_is_not_written_for_its_owners_sake(is_deleting: bool) -> None:
     world = World()
-    if not is_going:
+    if not is_deleting:
         world.run().wait(1).trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
         assert world.verdict(Condition.FAILED)[0] == "True"
-    world.is_going = is_going
+    world.is_deleting = is_deleting
 
     assert outcome(ownership.judge(job_of(world, None), OURS, None, PATIENCE)) == MINE
     assert outcome(ownership.judge(job_of(world, THEIRS), OURS, ALIVE, PATIENCE)) == LEFT
@@ -158,11 +160,11 @@ def test_a_job_that_is_over_or_going_is_not_written_for_its_owners_sake(is_going
 
 def take_over(world: World) -> None:
     """Let the job be another operator's, and take it over."""
-    claim = ownership.judge(job_of(world, THEIRS), OURS, DEAD, PATIENCE)
-    assert claim.status is not None
+    adoption = ownership.judge(job_of(world, THEIRS), OURS, DEAD, PATIENCE)
+    assert adoption.status is not None
     # What the operator does not own stays.
-    world.status = {**world.status, **owned(claim.status)}
-    if claim.status.ray_cluster is None:
+    world.status = {**world.status, **owned(adoption.status)}
+    if adoption.status.ray_cluster is None:
         world.status.pop("rayCluster", None)
 
 

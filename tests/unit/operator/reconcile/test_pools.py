@@ -55,12 +55,12 @@ def test_workers_without_a_head_are_not_ready() -> None:
         (
             NO_GPUS,
             Reason.INSUFFICIENT_GPUS,
-            "pool critic wants 8 nvidia.com/gpu per node; 0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
+            "pool critic requests 8 nvidia.com/gpu per node; 0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
         ),
         (
             NO_NODE,
             Reason.UNSCHEDULABLE,
-            "pool critic wants 8 nvidia.com/gpu, 64 cpu and 512Gi memory per node on nodes with gpu-type=a100; "
+            "pool critic requests 8 nvidia.com/gpu, 64 cpu and 512Gi memory per node on nodes with gpu-type=a100; "
             "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector.",
         ),
         (
@@ -90,7 +90,7 @@ def test_devices_for_rdma_are_named_beside_the_gpus() -> None:
 
     world.settle()
 
-    message = "pool critic wants 8 nvidia.com/gpu and 8 rdma/hca per node; 0/1 nodes are available: "
+    message = "pool critic requests 8 nvidia.com/gpu and 8 rdma/hca per node; 0/1 nodes are available: "
     assert world.condition(Condition.POOLS_READY).message == f"{message}1 Insufficient rdma/hca."
 
 
@@ -103,7 +103,7 @@ def test_a_lack_of_claimed_devices_names_the_claims_template() -> None:
     world.settle().pods_become(ready=False, pool="actor", trouble=lacking).look()
 
     message = world.condition(Condition.POOLS_READY).message
-    assert message.startswith("pool actor wants a claim of template one-h200 per node; 0/2 nodes are available")
+    assert message.startswith("pool actor requests a claim of template one-h200 per node; 0/2 nodes are available")
 
 
 def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_condition() -> None:
@@ -119,14 +119,16 @@ def test_of_several_troubles_the_one_that_waiting_helps_least_names_the_conditio
 def test_while_pods_of_an_earlier_attempt_leave_the_new_ones_wait_for_their_room() -> None:
     world = starting(pools=GPU_POOLS).pods_become(ready=True).pods_become(ready=False, pool="critic", trouble=NO_GPUS)
     here = world.observed.pods
-    world.see(pods=(*here, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
+    world.see(pods=(*here, Pod("old-worker", "arithmetic-00000", "critic", is_deleting=True)))
 
     world.settle()
 
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
     message = world.condition(Condition.POOLS_READY).message
-    assert message.startswith("waits until the pods of an earlier attempt have left (old-worker); pool critic wants 8")
-    assert NO_GPUS.words in message
+    assert message.startswith(
+        "waits for the deletion of the pods of an earlier attempt (old-worker); pool critic requests 8"
+    )
+    assert NO_GPUS.message in message
     assert NO_GPUS.reason not in world.said
 
     world.see(pods=here).settle()
@@ -135,7 +137,7 @@ def test_while_pods_of_an_earlier_attempt_leave_the_new_ones_wait_for_their_room
 
 def test_an_image_that_cannot_be_pulled_waits_for_no_leaving_pod() -> None:
     world = starting().pods_become(ready=False, pool="critic", trouble=NO_IMAGE)
-    world.see(pods=(*world.observed.pods, Pod("old-worker", "arithmetic-00000", "critic", is_going=True)))
+    world.see(pods=(*world.observed.pods, Pod("old-worker", "arithmetic-00000", "critic", is_deleting=True)))
 
     world.settle()
 
@@ -147,7 +149,7 @@ def test_a_head_in_trouble_names_the_condition_too() -> None:
 
     world.settle()
 
-    assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.words}"
+    assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.message}"
 
 
 def test_a_cluster_that_kuberay_cannot_fill_says_so_in_its_words() -> None:

@@ -16,7 +16,7 @@ REFUSED = 'FailedCreateHeadPod\npods "q-head-rs8cg" is forbidden: exceeded quota
 
 RAY = "ray-worker"
 OOM = Trouble(
-    Reason.OUT_OF_MEMORY, "container ray-worker went beyond its memory limit of 64Gi and was killed", RAY, 137
+    Reason.OUT_OF_MEMORY, "container ray-worker exceeded its memory limit of 64Gi and was terminated", RAY, 137
 )
 
 
@@ -155,7 +155,7 @@ def test_a_pod_whose_node_does_not_answer_is_known_by_its_containers(
 
     found = pod({"phase": "Running", "conditions": conditions}).disruption
 
-    assert (found == Trouble(Reason.NODE_LOST, "its node does not answer")) is is_lost
+    assert (found == Trouble(Reason.NODE_LOST, "its node does not respond")) is is_lost
 
 
 def test_a_gpu_may_have_another_name() -> None:
@@ -199,7 +199,7 @@ def test_a_pod_without_a_pool_is_the_head() -> None:
     found = read_pod(raw)
 
     assert found.pool is None
-    assert found.is_going
+    assert found.is_deleting
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_cluster_with_a_head_names_its_service() -> None:
 
     found = read_cluster(raw)
 
-    assert (found.head_service, found.is_going, found.is_suspended) == ("c-head-svc", True, False)
+    assert (found.head_service, found.is_deleting, found.is_suspended) == ("c-head-svc", True, False)
 
 
 @pytest.mark.parametrize(

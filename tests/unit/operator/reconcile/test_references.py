@@ -74,7 +74,7 @@ def test_what_is_missing_is_a_doubt_because_it_may_come_a_moment_later() -> None
     verdict = judge(parsed(), "rl-team", dict.fromkeys(wanted))
 
     assert verdict.refusals == ()
-    assert list(map(str, verdict.doubts)) == [
+    assert list(map(str, verdict.warnings)) == [
         "spec.storage.claimName: 'data': there is no such claim in namespace rl-team: create it, or name another",
         "spec.head.podTemplate.spec.runtimeClassName: 'nvidia': there is no such RuntimeClass: create it, or name "
         "another",
@@ -87,7 +87,7 @@ def test_what_is_there_is_fine() -> None:
 
     verdict = judge(parsed(), "rl-team", {claim_of(parsed()): claim, reference: {"metadata": {"name": "urgent"}}})
 
-    assert (verdict.refusals, verdict.doubts) == ((), ())
+    assert (verdict.refusals, verdict.warnings) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_claim_is_refused_only_where_the_job_could_never_run_with_it(
 ) -> None:
     verdict = judge_claim(parsed(**changes), Claim("data", "Bound", modes))
 
-    said = verdict.refusals if refused else verdict.doubts
-    assert len(verdict.refusals) + len(verdict.doubts) == bool(words)
+    said = verdict.refusals if refused else verdict.warnings
+    assert len(verdict.refusals) + len(verdict.warnings) == bool(words)
     assert all(words in str(field) for field in said)
     assert len(said) == bool(words)
 

@@ -51,15 +51,15 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda spec: actor(spec).update(replicas=3), f"{ACTOR}.replicas was 3 in place of 1"),
-        (lambda spec: actor(spec).update(maxReplicas=9), f"{ACTOR}.maxReplicas was 9 in place of 1"),
+        (lambda spec: actor(spec).update(replicas=3), f"{ACTOR}.replicas was 3 instead of 1"),
+        (lambda spec: actor(spec).update(maxReplicas=9), f"{ACTOR}.maxReplicas was 9 instead of 1"),
         (
             lambda spec: head(spec)["resources"]["limits"].update(memory="1Gi"),
-            "spec.headGroupSpec.template.spec.containers[ray-head].resources.limits.memory was 1Gi in place of 8Gi",
+            "spec.headGroupSpec.template.spec.containers[ray-head].resources.limits.memory was 1Gi instead of 8Gi",
         ),
         (
             lambda spec: container(spec).update(image="other:2"),
-            f"{ACTOR}.template.spec.containers[ray-worker].image was other:2 in place of trainer:1",
+            f"{ACTOR}.template.spec.containers[ray-worker].image was other:2 instead of trainer:1",
         ),
         (
             lambda spec: spec["workerGroupSpecs"].pop(),
@@ -71,7 +71,7 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
         ),
         (
             lambda spec: spec.update(enableInTreeAutoscaling=True),
-            "spec.enableInTreeAutoscaling was True in place of False",
+            "spec.enableInTreeAutoscaling was True instead of False",
         ),
     ],
     ids=["replicas", "maximum", "head's memory", "image", "group lost", "group added", "autoscaler"],
@@ -120,13 +120,13 @@ def test_a_spec_that_was_written_once_is_not_compared() -> None:
     [
         (
             lambda spec: spec["authOptions"].update(mode="disabled"),
-            "spec.authOptions.mode was disabled in place of token",
+            "spec.authOptions.mode was disabled instead of token",
         ),
         (lambda spec: spec.pop("authOptions"), "spec.authOptions was removed"),
         (lambda spec: head(spec)["env"].clear(), f"{HEAD}.env[RAY_USAGE_STATS_ENABLED] was removed"),
         (
             lambda spec: head(spec)["securityContext"].update(allowPrivilegeEscalation=True),
-            f"{HEAD}.securityContext.allowPrivilegeEscalation was True in place of False",
+            f"{HEAD}.securityContext.allowPrivilegeEscalation was True instead of False",
         ),
         (
             lambda spec: head(spec)["securityContext"].pop("allowPrivilegeEscalation"),
@@ -138,21 +138,21 @@ def test_a_spec_that_was_written_once_is_not_compared() -> None:
         ),
         (
             lambda spec: actor(spec)["template"]["spec"].update(serviceAccountName="admin"),
-            f"{ACTOR}.template.spec.serviceAccountName was admin in place of arithmetic-trainer",
+            f"{ACTOR}.template.spec.serviceAccountName was admin instead of arithmetic-trainer",
         ),
         (lambda spec: tolerations(spec).pop(), f"{ACTOR}.template.spec.tolerations[1]"),
         (lambda spec: head(spec).pop("lifecycle"), f"{HEAD}.lifecycle was removed"),
         (
             lambda spec: volume(spec, "storage").update(persistentVolumeClaim={"claimName": "other"}),
-            f"{ACTOR}.template.spec.volumes[storage].persistentVolumeClaim.claimName was other in place of data",
+            f"{ACTOR}.template.spec.volumes[storage].persistentVolumeClaim.claimName was other instead of data",
         ),
         (
             lambda spec: volume(spec, "shared-memory")["emptyDir"].update(sizeLimit="1Mi"),
-            f"{ACTOR}.template.spec.volumes[shared-memory].emptyDir.sizeLimit was 1Mi in place of",
+            f"{ACTOR}.template.spec.volumes[shared-memory].emptyDir.sizeLimit was 1Mi instead of",
         ),
         (
             lambda spec: actor(spec)["rayStartParams"].update({"num-gpus": "0"}),
-            f"{ACTOR}.rayStartParams.num-gpus was 0 in place of 2",
+            f"{ACTOR}.rayStartParams.num-gpus was 0 instead of 2",
         ),
     ],
 )
@@ -231,10 +231,10 @@ def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> 
         template["spec"]["tolerations"].append({"key": "spot", "operator": "Exists"})
 
     world = World(runPolicy={"queueName": "gpus"}).settle()
-    made_of = world.made[-1]["metadata"]["annotations"][ANNOTATION_MADE_OF]
+    created_from = world.made[-1]["metadata"]["annotations"][ANNOTATION_MADE_OF]
     edited(world, lets_in)
     [cluster] = world.observed.clusters
-    world.see(clusters=(replace(cluster, made_of=made_of),))
+    world.see(clusters=(replace(cluster, created_from=created_from),))
     assert world.plan().apply == ()
 
     [cluster] = world.observed.clusters
@@ -243,5 +243,5 @@ def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> 
     assert world.plan().apply == (world.made[-1],)
 
     # As an older operator made it, or before runPolicy was edited: Kueue would evict it for the difference.
-    world.see(clusters=(replace(cluster, spec=spec, made_of="other"),))
+    world.see(clusters=(replace(cluster, spec=spec, created_from="other"),))
     assert world.plan().apply == ()

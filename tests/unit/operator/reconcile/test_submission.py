@@ -139,8 +139,8 @@ def test_a_dashboard_that_does_not_answer_is_waited_for(ray: Ray | None) -> None
 
     assert plan.submission is None
     assert world.verdict(Condition.SUBMITTED) == ("False", Reason.NOT_SUBMITTED)
-    assert plan.look_again_after is not None
-    assert plan.look_again_after <= 5
+    assert plan.requeue_after is not None
+    assert plan.requeue_after <= 5
 
 
 def test_a_dashboard_that_refuses_the_trainer_is_quoted() -> None:
@@ -178,11 +178,11 @@ def test_a_dashboard_that_falls_silent_makes_progress_unknown_and_not_failed() -
 
 def test_a_trainer_that_says_it_has_finished_is_asked_about_soon() -> None:
     world = World().run()
-    assert world.look().look_again_after == 10
+    assert world.look().requeue_after == 10
 
     world.wait(5).trainer_reports("Finished").settle()
 
-    assert world.look().look_again_after == 1
+    assert world.look().requeue_after == 1
 
 
 def test_a_job_that_ended_well_is_complete_and_gives_its_pods_back() -> None:

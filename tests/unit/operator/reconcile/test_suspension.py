@@ -33,11 +33,11 @@ def test_the_trainer_is_asked_and_keeps_its_pods_until_it_has_ended() -> None:
 
     plan = world.look()
 
-    assert plan.look_again_after == 3
+    assert plan.requeue_after == 3
     assert world.status["phase"] == Phase.SUSPENDING
     assert world.status["stop"] == {"attempt": 0, "reason": Reason.SUSPENDING, "time": time(20)}
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.SUSPENDING)
-    assert "until 12:10:20 UTC" in world.condition(Condition.SUSPENDED).message
+    assert "by 12:10:20 UTC" in world.condition(Condition.SUSPENDED).message
     assert [cluster.name for cluster in world.wait(100).settle().observed.clusters] == [first_cluster()]
     assert world.status["attempt"] == 0
 
@@ -95,7 +95,7 @@ def test_nothing_is_done_or_written_while_it_is_suspended() -> None:
 
     plans = [world.wait(3600).look() for _ in range(5)]
 
-    assert all(plan.status is None and not plan.apply and plan.look_again_after is None for plan in plans)
+    assert all(plan.status is None and not plan.apply and plan.requeue_after is None for plan in plans)
 
 
 def test_a_trainer_that_does_not_end_in_its_grace_period_loses_its_pods() -> None:
@@ -103,7 +103,7 @@ def test_a_trainer_that_does_not_end_in_its_grace_period_loses_its_pods() -> Non
 
     world.wait(99).trainer_reports().settle()
     assert world.status["phase"] == Phase.SUSPENDING
-    assert world.plan().look_again_after == 1
+    assert world.plan().requeue_after == 1
     world.wait(1).trainer_reports().settle()
 
     assert world.status["phase"] == Phase.SUSPENDED

@@ -12,14 +12,14 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
 PREEMPTED = Trouble(Reason.PREEMPTED, "PreemptionByScheduler: preempting to accommodate a higher priority pod")
 LOST = Trouble(Reason.NODE_LOST, "DeletionByTaintManager: deleting due to NoExecute taint")
 DEAD = Trouble(Reason.POD_FAILED, "container ray-worker ended: Error, exit code 7", "ray-worker", 7)
-LOG = "in /data/ppojob/rl-team/arithmetic/logs/attempt-0/driver.log"
+LOG = "/data/ppojob/rl-team/arithmetic/logs/attempt-0/driver.log"
 
 
-def take(world: World, group: str, trouble: Trouble, *, is_going: bool = True) -> World:
+def take(world: World, group: str, trouble: Trouble, *, is_deleting: bool = True) -> World:
     """Let somebody take a pod away ("head" is the head's): its hook holds it."""
 
     def taken(pod: Pod) -> Pod:
-        return replace(pod, disruption=trouble, is_going=is_going) if (pod.pool or "head") == group else pod
+        return replace(pod, disruption=trouble, is_deleting=is_deleting) if (pod.pool or "head") == group else pod
 
     return world.see(pods=tuple(map(taken, world.observed.pods)))
 
@@ -34,7 +34,7 @@ def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_sto
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (trouble.reason, 130)
-    lost = f"pod {first_cluster()}-critic: {trouble.words}; pool critic has only 0 of its 1 pods ready; "
+    lost = f"pod {first_cluster()}-critic: {trouble.message}; pool critic has only 0 of its 1 pods ready; "
     assert failure["message"] == f"{lost}the trainer: Interrupted: stopped in order after step 3"
     assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
 
@@ -48,7 +48,7 @@ def test_who_took_a_worker_is_remembered_when_its_pod_is_gone() -> None:
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["message"]) == (Reason.PREEMPTED, said)
-    assert PREEMPTED.words in said
+    assert PREEMPTED.message in said
 
 
 def test_who_took_pods_of_an_earlier_attempt_is_not_remembered() -> None:
@@ -82,8 +82,8 @@ def test_what_the_trainer_found_wrong_stays_its_own_though_a_pod_is_taken_away()
 
 
 def test_a_pod_that_is_to_be_taken_away_and_still_runs_is_no_loss() -> None:
-    world = take(World().run(), "head", PREEMPTED, is_going=False)
-    take(world, "critic", PREEMPTED, is_going=False)
+    world = take(World().run(), "head", PREEMPTED, is_deleting=False)
+    take(world, "critic", PREEMPTED, is_deleting=False)
 
     world.settle()
 
@@ -103,22 +103,22 @@ def test_a_head_that_is_taken_away_is_held_and_names_the_failure_when_it_is_gone
 
     failure = world.status["lastFailure"]
     assert failure["reason"] == trouble.reason
-    assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} is gone: pod")
-    assert trouble.words in failure["message"]
+    assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} was deleted: pod")
+    assert trouble.message in failure["message"]
     assert failure["message"].endswith(LOG)
     assert world.status["retries"]["infrastructure"] == 1
 
 
 def test_a_silent_head_whose_node_does_not_answer_is_a_lost_node() -> None:
     world = World().run().pods_become(ready=False, pool="head")
-    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not answer"), is_going=False)
+    take(world, "head", Trouble(Reason.NODE_LOST, "its node does not respond"), is_deleting=False)
     world.settle()
 
     world.wait(121).settle()
 
     failure = world.status["lastFailure"]
     assert failure["reason"] == Reason.NODE_LOST
-    assert "its node does not answer" in failure["message"]
+    assert "its node does not respond" in failure["message"]
 
 
 def test_a_lost_worker_has_the_exit_code_of_its_container() -> None:
@@ -137,7 +137,7 @@ def test_a_lost_head_has_the_exit_code_of_its_container_and_the_place_of_the_dri
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (Reason.HEAD_LOST, 7)
-    assert failure["message"].endswith(f"what the driver has written is in the storage, {LOG}")
+    assert failure["message"].endswith(f"the driver's log is in the storage: {LOG}")
 
 
 def test_a_trainer_that_ray_lost_says_where_its_log_is() -> None:
@@ -146,4 +146,4 @@ def test_a_trainer_that_ray_lost_says_where_its_log_is() -> None:
     world.ray_says(RayState.FAILED, error_type="JOB_SUPERVISOR_ACTOR_DIED", message="The actor died\nmore").settle()
 
     message = world.status["lastFailure"]["message"]
-    assert message == f"Ray lost the trainer: The actor died; what the driver has written is in the storage, {LOG}"
+    assert message == f"Ray lost the trainer: The actor died; the driver's log is in the storage: {LOG}"

@@ -17,6 +17,7 @@ from ppojob_operator.manifests import naming
 from ppojob_operator.plan import (
     Claim,
     Cluster,
+    FetchJob,
     JobKey,
     Observed,
     Plan,
@@ -71,7 +72,7 @@ class World:
         self.log: str = ""
         self.refusal = ""
         """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
-        self.is_going = False
+        self.is_deleting = False
         self.is_deleted = False
         self.hangs = False
         """Ray does not end what it is asked to end."""
@@ -112,7 +113,7 @@ class World:
         """Let a pool's pods be deleted ("head" is the head's): their hook holds them."""
         return self.see(
             pods=tuple(
-                replace(pod, is_going=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
+                replace(pod, is_deleting=True) if (pod.pool or "head") == pool else pod for pod in self.observed.pods
             )
         )
 
@@ -172,9 +173,9 @@ class World:
             observed = replace(observed, dry_run=self.refusal)
             plan = decide(job, observed, self.now)
         assert plan.dry_run is None, "what was tried is to be tried again"
-        if plan.wanted_log:
+        if plan.read_log_of:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
-        assert not plan.wanted_log, "a log that was read is wanted again"
+        assert not plan.read_log_of, "a log that was read is wanted again"
         return plan
 
     def look(self) -> Plan:
@@ -193,12 +194,14 @@ class World:
         if plan.status is not None:
             theirs = {
                 name: self.status[name]
-                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint")
+                for name in ("progress", "recommendation", "layoutAdvice", "checkpoint", "model", "fetch", "sources")
                 if name in self.status
             }
             self.status = {**plan.status, **theirs}
         for name in plan.delete_clusters:
             self._release(name)
+        if plan.delete_fetch_job:
+            self.see(fetch_job=None, fetch_pods=())
         self.is_deleted = self.is_deleted or plan.delete_job
         self.said += [event.reason for event in plan.events]
         self.words += [event.message for event in plan.events]
@@ -208,7 +211,8 @@ class World:
         """Look until nothing changes any more at this moment."""
         for _ in range(limit):
             plan = self.look()
-            if plan.status is None and not plan.apply and not plan.submission and not plan.delete_clusters:
+            is_at_rest = not (plan.apply or plan.submission or plan.delete_clusters or plan.delete_fetch_job)
+            if plan.status is None and is_at_rest:
                 return self
         raise AssertionError(f"no rest after {limit} looks: {plan}")
 
@@ -226,6 +230,10 @@ class World:
             is_queued = constants.LABEL_QUEUE in manifest["metadata"]["labels"]
             fresh = Cluster(name, is_suspended=is_queued, head_service=f"{name}-head-svc", uid=f"uid of {name}")
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
+            self.made.append(dict(manifest))
+        if manifest["kind"] == "Job":
+            fresh_job = FetchJob(manifest["metadata"]["annotations"][constants.ANNOTATION_MADE_OF], self.now)
+            self.see(fetch_job=fresh_job)
             self.made.append(dict(manifest))
         if manifest["kind"] == "ConfigMap":
             self.see(config=manifest["data"])
@@ -248,7 +256,7 @@ class World:
             "generation": self.generation,
             "labels": self.labels,
         }
-        if self.is_going:
+        if self.is_deleting:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
         return {"metadata": metadata, "spec": self.spec, "status": self.status}
 

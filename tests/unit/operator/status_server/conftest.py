@@ -1,19 +1,55 @@
 """A PPOJob, its pod, and an API server that knows both, for the status server's tests."""
 
+import base64
 import copy
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_api.v1alpha1.progress import ProgressReply, progress_audience
 from ppojob_operator.api_server import ApiUnavailable, RawObject, StatusOf
-from ppojob_operator.status_server import JobIdentity, TokenIdentity
+from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity
+from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
+from ppojob_operator.status_server.intake import Intake
+from ppojob_operator.status_server.refusals import Refusal
+from ppojob_operator.status_server.writer import ProgressWriter
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
-TOKEN = "good-token"
 CLUSTER = "arithmetic-1a2b3"
+SOURCE = "10.0.0.1"
+Send = Callable[..., Awaitable[ProgressReply]]
+
+
+POD_CLAIM = {
+    "namespace": KEY.namespace,
+    "pod": {"name": "arithmetic-head", "uid": "pod-1"},
+    "serviceaccount": {"name": "arithmetic-trainer", "uid": "account-1"},
+}
+
+
+def make_token(signature: str = "good", *, kubernetes: Any = POD_CLAIM, **changes: Any) -> str:
+    """Return a token like a kubelet's for the job's head pod; `changes` replace claims, None removes one.
+
+    `kubernetes` is the claim of that name, which says which pod the token is for.
+    """
+    claims = {
+        "aud": [progress_audience(*KEY)],
+        "exp": 2**32,
+        "iss": "https://kubernetes.default.svc",
+        "kubernetes.io": kubernetes,
+        "sub": f"system:serviceaccount:{KEY.namespace}:arithmetic-trainer",
+        **changes,
+    }
+    present = {name: value for name, value in claims.items() if value is not None}
+    parts = [json.dumps({"alg": "RS256", "kid": "1"}), json.dumps(present), signature]
+    return ".".join(base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in parts)
+
+
+TOKEN = make_token()
 
 
 class FakeCluster:
@@ -170,3 +206,50 @@ def report() -> dict[str, Any]:
 @pytest.fixture
 def unavailable() -> ApiUnavailable:
     return ApiUnavailable("GET /x: no answer within 10 s")
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def writer(cluster: Any, clock: Clock) -> ProgressWriter:
+    return ProgressWriter(cluster, OperatorMetrics(), interval_seconds=10, clock=clock)
+
+
+@pytest.fixture
+def send(cluster: Any, clock: Clock, writer: ProgressWriter, report: dict[str, Any], authorization: str) -> Send:
+    reviews = TokenReviews(cluster, cache_seconds=60, clock=clock)
+    authenticator = Authenticator(cluster, reviews, lambda job: f"{job}-trainer", lambda job: f"{job}-fetch")
+    arrival = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
+    intake = Intake(cluster, authenticator, writer, write_limit_seconds=0.2, clock=lambda: arrival)
+
+    async def send(
+        namespace: str = "rl-team",
+        name: str = "arithmetic",
+        *,
+        header: str | None = authorization,
+        body: bytes | None = None,
+        **changes: Any,
+    ) -> ProgressReply:
+        sent = json.dumps({**report, **changes}).encode() if body is None else body
+        caller = await intake.identify(header, namespace, name, SOURCE)
+        return await intake.receive(caller, sent)
+
+    return send
+
+
+async def refusal_of(answer: Awaitable[ProgressReply]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        await answer
+    return caught.value

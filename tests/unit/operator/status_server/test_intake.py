@@ -1,69 +1,15 @@
 """Which reports are taken, and how the others are refused."""
 
-import copy
-import json
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.progress import Command, ProgressReply, progress_audience
+from ppojob_api.v1alpha1.progress import Command
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity
-from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
-from ppojob_operator.status_server.intake import Intake, parse_report
-from ppojob_operator.status_server.refusals import Refusal
+from ppojob_operator.status_server import JobIdentity
+from ppojob_operator.status_server.intake import parse_report
 from ppojob_operator.status_server.writer import ProgressWriter
-
-Send = Callable[..., Awaitable[ProgressReply]]
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def writer(cluster: Any, clock: Clock) -> ProgressWriter:
-    return ProgressWriter(cluster, OperatorMetrics(), interval_seconds=10, clock=clock)
-
-
-@pytest.fixture
-def send(cluster: Any, clock: Clock, writer: ProgressWriter, report: dict[str, Any], authorization: str) -> Send:
-    reviews = TokenReviews(cluster, cache_seconds=60, clock=clock)
-    authenticator = Authenticator(cluster, reviews, lambda job: f"{job}-trainer")
-    arrival = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
-    intake = Intake(cluster, authenticator, writer, write_limit_seconds=0.2, clock=lambda: arrival)
-
-    async def send(
-        namespace: str = "rl-team",
-        name: str = "arithmetic",
-        *,
-        header: str | None = authorization,
-        body: bytes | None = None,
-        **changes: Any,
-    ) -> ProgressReply:
-        sent = json.dumps({**report, **changes}).encode() if body is None else body
-        return await intake.receive(namespace, name, header, sent)
-
-    return send
-
-
-async def refusal_of(answer: Awaitable[ProgressReply]) -> Refusal:
-    with pytest.raises(Refusal) as caught:
-        await answer
-    return caught.value
+from tests.unit.operator.status_server.conftest import Send, refusal_of
 
 
 async def test_a_good_report_is_kept_for_the_status_and_answered(
@@ -93,6 +39,12 @@ async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
     assert status["progress"]["trainerVersion"] == "0.9.0"
 
 
+def advice(**changes: int) -> dict[str, Any]:
+    """Return advice on one pool; `changes` replace its size."""
+    pool = {"name": "actor", "nodes": 1, "gpusPerNode": 1, **changes}
+    return {"pools": [pool], "gpus": 1, "stepTimePercent": 3}
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -102,7 +54,27 @@ async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
         (b"\xff\xfe", "body: "),
         (b"{}", "uid: Field required; attempt: Field required; activity: Field required; totalSteps: Field required"),
         ({"step": -1}, "step: "),
+        ({"step": 10**30}, "step: "),
+        ({"step": 2**31}, "step: "),
+        ({"totalSteps": 2**31}, "totalSteps: "),
+        ({"attempt": 2**31}, "attempt: "),
+        ({"number": 2**53}, "number: "),
+        ({"phases": 2**53}, "phases: "),
+        ({"etaSeconds": 1e30}, "etaSeconds: "),
+        ({"step": 3.0}, "step: "),
+        ({"step": True}, "step: "),
+        ({"checkpoint": {"step": 2**31, "path": "/x", "time": "2026-01-31T12:00:00Z"}}, "checkpoint.step: "),
+        ({"checkpoint": {"step": -1, "path": "/x", "time": "2026-01-31T12:00:00Z"}}, "checkpoint.step: "),
+        ({"layoutAdvice": [advice(nodes=4097)]}, "layoutAdvice[0].pools[0].nodes: "),
+        ({"layoutAdvice": [advice(gpusPerNode=65)]}, "layoutAdvice[0].pools[0].gpusPerNode: "),
+        ({"layoutAdvice": [{**advice(), "gpus": 2**31}]}, "layoutAdvice[0].gpus: "),
+        ({"layoutAdvice": [{**advice(), "stepTimePercent": 10**30}]}, "layoutAdvice[0].stepTimePercent: "),
+        ({"layoutAdvice": [{**advice(), "stepTimePercent": -101}]}, "layoutAdvice[0].stepTimePercent: "),
         ({"activity": "Dreaming"}, "activity: "),
+        ({"reward": 10**400}, "reward: "),
+        ({"metrics": {"actor/lr": float("inf")}}, "metrics.actor/lr: "),
+        ({"metrics": {"actor/lr": float("nan")}}, "metrics.actor/lr: "),
+        ({"metrics": {"m" * 254: 1.0}}, "metrics."),
         ({"reward": float("nan")}, "reward: "),
         ({"metrics": {f"m{n}": 1.0 for n in range(65)}}, "metrics: "),
         ({"pools": [{"name": "actor", "busyFraction": 1.5}]}, "pools[0].busyFraction: "),
@@ -121,134 +93,6 @@ async def test_a_malformed_report_is_refused_with_the_field_that_is_wrong(
     assert (refusal.status, refusal.reason) == (400, "Malformed")
     assert refusal.message.startswith(words)
     assert refusal.message.endswith("send a ProgressReport of ppojob.dev/v1alpha1 as JSON")
-
-
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer  ", "Basic dXNlcg==", "good-token"])
-async def test_a_request_without_a_token_is_refused(send: Send, cluster: Any, header: str | None) -> None:
-    refusal = await refusal_of(send(header=header))
-
-    assert (refusal.status, refusal.headers) == (401, {"WWW-Authenticate": "Bearer"})
-    assert cluster.reviews == 0
-
-
-async def test_a_token_for_another_audience_is_refused_and_not_repeated_in_the_answer(send: Send) -> None:
-    refusal = await refusal_of(send(header="Bearer secret-of-another"))
-
-    assert (refusal.status, refusal.reason) == (401, "Unauthenticated")
-    assert "ppojob.dev/rl-team/arithmetic/uid-1" in refusal.message
-    assert "secret" not in refusal.message
-
-
-async def test_the_token_of_one_job_is_worth_nothing_for_another(send: Send, cluster: Any, job: dict[str, Any]) -> None:
-    other = copy.deepcopy(job)
-    other["metadata"] |= {"name": "other", "uid": "uid-2"}
-    cluster.jobs["rl-team", "other"] = other
-
-    refusal = await refusal_of(send(name="other", uid="uid-2"))
-
-    assert refusal.status == 401
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"audiences": ()}, "not valid"),
-        ({"username": "system:serviceaccount:rl-team:default"}, "system:serviceaccount:rl-team:default"),
-        ({"username": "system:serviceaccount:elsewhere:arithmetic-trainer"}, "rl-team:arithmetic-trainer"),
-        ({"pod_uid": None}, "not bound to a pod"),
-        ({"pod_name": None}, "not bound to a pod"),
-        ({"pod_uid": "pod-0"}, "gone"),
-        ({"pod_name": "no-such-pod"}, "gone"),
-    ],
-)
-async def test_a_token_of_somebody_else_is_refused(
-    send: Send, cluster: Any, identity: TokenIdentity, key: JobIdentity, change: dict[str, Any], words: str
-) -> None:
-    cluster.tokens["good-token", progress_audience(*key)] = replace(identity, **change)
-
-    refusal = await refusal_of(send())
-
-    assert refusal.status == (401 if "audiences" in change else 403)
-    assert words in refusal.message
-
-
-async def test_a_job_with_a_service_account_of_the_users_is_reported_for_by_that_one_alone(
-    send: Send, cluster: Any, job: dict[str, Any], identity: TokenIdentity, key: JobIdentity
-) -> None:
-    job["spec"]["serviceAccountName"] = "bucket-reader"
-    assert (await refusal_of(send())).status == 403
-
-    own = replace(identity, username="system:serviceaccount:rl-team:bucket-reader")
-    cluster.tokens["good-token", progress_audience(*key)] = own
-    # Another token in the same words would be answered from memory.
-    cluster.tokens["second-token", progress_audience(*key)] = own
-
-    assert (await send(header="Bearer second-token")).command is Command.NONE
-
-
-@pytest.mark.parametrize(
-    ("labels", "phase"),
-    [({}, "Running"), ({"ppojob.dev/job": "other"}, "Running"), (None, "Succeeded"), (None, "Failed")],
-)
-async def test_a_pod_that_is_not_the_jobs_or_has_ended_is_refused(
-    send: Send, pod: dict[str, Any], labels: dict[str, str] | None, phase: str
-) -> None:
-    pod["status"]["phase"] = phase
-    if labels is not None:
-        pod["metadata"]["labels"] = labels
-
-    assert (await refusal_of(send())).status == 403
-
-
-def by(*clusters: str) -> list[dict[str, Any]]:
-    """Return owner references of a pod."""
-    return [{"kind": "RayCluster", "name": name, "controller": True} for name in clusters]
-
-
-@pytest.mark.parametrize(
-    ("label", "owners"),
-    [
-        ("arithmetic-0f0f0", by("arithmetic-0f0f0")),  # Of an earlier attempt.
-        ("arithmetic-1a2b3", by("arithmetic-0f0f0")),
-        ("arithmetic-0f0f0", by("arithmetic-1a2b3")),
-        ("arithmetic-1a2b3", []),
-        ("arithmetic-1a2b3", [{"kind": "ReplicaSet", "name": "arithmetic-1a2b3"}]),
-        ("arithmetic-1a2b3", by("arithmetic-1a2b3", "arithmetic-0f0f0")),
-        (None, by("arithmetic-1a2b3")),
-    ],
-)
-async def test_a_pod_of_another_ray_cluster_than_the_attempts_is_refused(
-    send: Send, pod: dict[str, Any], label: str | None, owners: list[dict[str, Any]]
-) -> None:
-    pod["metadata"]["labels"]["ray.io/cluster"] = label
-    pod["metadata"]["ownerReferences"] = owners
-
-    refusal = await refusal_of(send())
-
-    assert (refusal.status, refusal.reason) == (403, "Forbidden")
-    assert refusal.message.endswith("reports of rl-team/arithmetic come from arithmetic-1a2b3")
-
-
-async def test_between_two_ray_clusters_nobody_reports_and_an_old_trainer_hears_that_it_was_replaced(
-    send: Send, job: dict[str, Any]
-) -> None:
-    del job["status"]["rayCluster"]
-
-    assert (await refusal_of(send(attempt=1))).reason == "StaleAttempt"
-    assert (await refusal_of(send())).status == 403
-
-
-async def test_a_pod_in_its_grace_period_may_still_report_its_last_checkpoint(send: Send, pod: dict[str, Any]) -> None:
-    pod["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
-
-    assert (await send()).command is Command.NONE
-
-
-async def test_a_pod_that_is_gone_is_refused_though_its_token_is_remembered(send: Send, cluster: Any) -> None:
-    await send()
-    cluster.pods.clear()
-
-    assert (await refusal_of(send())).status == 403
 
 
 async def test_a_job_that_is_gone_is_named(send: Send, cluster: Any) -> None:
@@ -320,34 +164,52 @@ async def test_an_api_server_that_does_not_answer_lets_the_trainer_go_on(
     refusal = await refusal_of(send())
 
     assert (refusal.status, refusal.headers) == (503, {"Retry-After": "10"})
-    assert "go on training" in refusal.message
+    assert "continue training" in refusal.message
     assert (await send()).settings
 
 
-async def test_a_token_is_reviewed_once_in_a_while(send: Send, cluster: Any, clock: Clock) -> None:
-    for clock.now in (0, 30, 59.9):
-        await send()
-    assert cluster.reviews == 1
+@pytest.mark.parametrize("number", [0, 1, 16])
+async def test_a_report_that_is_older_than_the_stored_one_is_refused(
+    send: Send, job: dict[str, Any], number: int
+) -> None:
+    job["status"]["progress"] = {"attempt": 2, "report": 17}
 
-    clock.now = 60
-    await send()
-    assert cluster.reviews == 2
+    refusal = await refusal_of(send(number=number))
 
-
-async def test_a_refused_token_is_remembered_for_a_shorter_time(send: Send, cluster: Any, clock: Clock) -> None:
-    for clock.now in (0, 9.9, 10.0):
-        assert (await refusal_of(send(header="Bearer bad"))).status == 401
-
-    assert cluster.reviews == 2
+    assert (refusal.status, refusal.reason) == (422, "StaleReport"), "409 and 410 would stop a trainer"
+    assert refusal.message.startswith(f"report {number} of PPOJob rl-team/arithmetic is older than report 17")
 
 
-async def test_a_flood_of_tokens_does_not_grow_the_memory(cluster: Any, key: JobIdentity) -> None:
-    reviews = TokenReviews(cluster, cache_seconds=60)
+async def test_a_report_that_was_delayed_does_not_replace_a_newer_one_that_is_not_written_yet(
+    send: Send, cluster: Any, writer: ProgressWriter
+) -> None:
+    await send(number=18, step=13)
+    assert (await refusal_of(send(number=17))).reason == "StaleReport"
 
-    for number in range(5000):
-        await reviews.review(f"token-{number}", progress_audience(*key))
+    assert await writer.flush(1) == 0
+    assert [status["progress"]["step"] for _, status in cluster.writes] == [13]
 
-    assert len(reviews._cached) == 4096
+
+@pytest.mark.parametrize(
+    "stored", [{"attempt": 1, "report": 99}, {"attempt": 2, "report": 17}, {"attempt": 3, "report": 99}, {}]
+)
+async def test_a_report_that_is_newer_or_was_sent_twice_is_taken(
+    send: Send, job: dict[str, Any], stored: dict[str, int]
+) -> None:
+    job["status"]["progress"] = stored
+
+    assert (await send()).settings
+    assert (await send()).settings
+
+
+async def test_steps_beyond_the_total_are_taken_because_the_total_may_be_lowered(
+    send: Send, cluster: Any, writer: ProgressWriter
+) -> None:
+    await send(step=150)
+
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert (status["progress"]["step"], status["progress"]["percentage"]) == (150, 100)
 
 
 async def test_the_last_report_is_answered_only_once_it_is_written(send: Send, cluster: Any) -> None:

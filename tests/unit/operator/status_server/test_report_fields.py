@@ -1,5 +1,6 @@
 """What a report becomes in the status, and what the trainer is told."""
 
+import itertools
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -104,6 +105,7 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         ({"activity": "Saving"}, "2026-01-31T12:35:06Z"),
         ({"checkpoint": {"step": 12, "path": "/c", "time": "2026-01-31T12:30:00Z"}}, "2026-01-31T12:35:06Z"),
         ({"modelPath": "/data/model"}, "2026-01-31T12:35:06Z"),
+        ({"modelPath": "/data/model", "modelAddress": "s3://bucket/model"}, "2026-01-31T12:35:06Z"),
     ],
 )
 def test_when_the_trainer_got_on_last_is_kept_over_reports_that_say_the_same(
@@ -286,7 +288,7 @@ def test_a_job_without_a_status_is_not_over() -> None:
         (2, 17, True),  # The trainer sent it twice, because the first answer was lost.
         (2, 18, True),
         (1, 99, False),  # Of an attempt that was replaced.
-        (2, 0, True),  # A trainer that does not number them.
+        (2, 0, False),  # Not numbered, though the same attempt has numbered reports.
     ],
 )
 def test_an_older_report_never_replaces_a_newer_one(
@@ -296,6 +298,14 @@ def test_an_older_report_never_replaces_a_newer_one(
     late = ProgressReport.model_validate({**report, "attempt": attempt, "number": number})
 
     assert (progress_status(late, job, NOW - timedelta(hours=1)) is not None) is is_written
+
+
+def test_reports_of_a_trainer_that_does_not_number_them_follow_each_other(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    job["status"] |= status_of({**report, "number": 0}, job)
+
+    assert status_of({**report, "number": 0, "step": 13}, job)["progress"]["step"] == 13
 
 
 def test_the_next_attempt_begins_to_count_its_reports_anew(report: dict[str, Any], job: dict[str, Any]) -> None:
@@ -308,3 +318,29 @@ def test_a_report_of_an_attempt_that_never_began_hides_no_other(report: dict[str
     job["status"] |= status_of({**report, "attempt": 10**9}, job)  # An older operator took it.
 
     assert status_of({**report, "number": 1}, job)["progress"]["attempt"] == 2
+
+
+FAILURE = {"reason": "UploadFailed", "message": "the store is away"}
+
+
+def test_the_upload_of_an_export_is_beside_its_path(report: dict[str, Any], job: dict[str, Any]) -> None:
+    """A failed upload leaves the address of the one before; the next one that ends well removes the failure."""
+
+    numbers = itertools.count(report["number"])
+
+    def model_after(**found: Any) -> Any:
+        job["status"] |= status_of({**report, "number": next(numbers), **found}, job)
+        return job["status"]["model"]
+
+    first = {"modelPath": "/data/models/step-8", "modelAddress": "s3://bucket/step-8"}
+    assert model_after(**first) == {"path": "/data/models/step-8", "address": "s3://bucket/step-8"}
+    later = {**first, "modelPath": "/data/models/step-16", "uploadFailure": FAILURE}
+    failed = {"path": "/data/models/step-16", "address": "s3://bucket/step-8", "uploadFailure": FAILURE}
+    assert model_after(**later) == failed
+    assert model_after() == failed, "another attempt does not know it"
+    done = {"modelPath": "/data/models/step-16", "modelAddress": "s3://bucket/step-16"}
+    assert model_after(**done) == {"path": "/data/models/step-16", "address": "s3://bucket/step-16"}
+
+
+def test_an_upload_without_an_export_is_not_written(report: dict[str, Any], job: dict[str, Any]) -> None:
+    assert "model" not in status_of({**report, "modelAddress": "s3://bucket/step-8"}, job)

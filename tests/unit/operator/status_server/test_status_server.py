@@ -25,10 +25,12 @@ from ppojob_operator.status_server import (
     StatusServer,
     StatusServerSettings,
 )
-from tests.unit.operator.status_server.conftest import FakeCluster
+from ppojob_operator.status_server.limits import RequestLimits
+from tests.unit.operator.status_server.conftest import TOKEN, FakeCluster, make_token
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
+NAMES: Any = {"service_account_name": "{}-trainer".format, "fetch_job_name": "{}-fetch".format}
 
 
 def free_port() -> int:
@@ -124,7 +126,7 @@ async def serving(
         settings,
         port=cluster,
         secrets=cluster,
-        service_account_name=lambda job: f"{job}-trainer",
+        **NAMES,
         health=health,
         metrics=_metrics(),
     )
@@ -211,13 +213,14 @@ async def test_a_huge_body_is_refused_before_it_is_read(
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    cluster: Any, settings: StatusServerSettings
+    cluster: Any, settings: StatusServerSettings, authorization: str
 ) -> None:
     async with serving(cluster, replace(settings, request_timeout_seconds=0.5)) as running:
         reader, writer = await asyncio.open_connection(
             "localhost", running.port, ssl=running.tls, server_hostname="localhost"
         )
-        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        headers = f"Host: x\r\nAuthorization: {authorization}\r\nContent-Length: 100"
+        writer.write(f"POST {PATH} HTTP/1.1\r\n{headers}\r\n\r\n{{".encode())
         async with asyncio.timeout(LIMIT):
             answer = await reader.readuntil(b"}")
         writer.close()
@@ -232,7 +235,7 @@ async def test_more_reports_than_the_operator_can_work_on_are_sent_away(
     gate = asyncio.Event()
     cluster.before_write = gate.wait
     last = {**report, "activity": "Finished"}
-    async with serving(cluster, replace(settings, max_requests=2)) as running:
+    async with serving(cluster, replace(settings, requests=RequestLimits(total=2))) as running:
         posts = [asyncio.create_task(running.post(last, authorization)) for _ in range(3)]
         async with asyncio.timeout(LIMIT):
             [refused], busy = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
@@ -255,12 +258,13 @@ async def test_tokens_are_never_logged(
     cluster.errors["apply_progress"] = iter([ApiUnavailable("no answer")])
     async with serving(cluster, settings) as running:
         await running.post(report, authorization)
-        await running.post(report, "Bearer bad-secret")
+        await running.post(report, f"Bearer {make_token('bad')}")
         await running.post(b"bad-secret", "Bearer bad-secret", path=PATH.replace("arith", "%0afaked"))
 
     assert "Unauthenticated" in caplog.text
     assert "secret" not in caplog.text
-    assert "good-token" not in caplog.text
+    assert TOKEN not in caplog.text
+    assert make_token("bad") not in caplog.text
     assert "\nfaked" not in caplog.text
 
 
@@ -328,7 +332,7 @@ async def test_a_port_that_is_taken_ends_the_server(cluster: Any, settings: Stat
             settings,
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
+            **NAMES,
             health=Health(),
             metrics=OperatorMetrics(),
         )
@@ -344,7 +348,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
             replace(settings, port=free_port(), probe_port=free_port(), certificate_check_seconds=0.01),
             port=cluster,
             secrets=cluster,
-            service_account_name=str,
+            **NAMES,
             health=running.health,
             metrics=OperatorMetrics(),
         )
@@ -354,9 +358,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
 
 async def test_a_right_that_is_missing_is_named_at_the_start(cluster: Any, settings: StatusServerSettings) -> None:
     cluster.errors["read_secret"] = iter([ApiUnavailable("starting"), ApiRefused("403 secrets is forbidden")])
-    server = StatusServer(
-        settings, port=cluster, secrets=cluster, service_account_name=str, health=Health(), metrics=OperatorMetrics()
-    )
+    server = StatusServer(settings, port=cluster, secrets=cluster, **NAMES, health=Health(), metrics=OperatorMetrics())
 
     with pytest.raises(CertificateError, match=r"system/ppojob-operator-certificates: give .* get and update"):
         await server.prepare()
@@ -373,7 +375,7 @@ def test_the_address_for_trainers_is_the_services_or_the_one_that_is_given(
         replace(settings, public_url=public_url),
         port=cluster,
         secrets=cluster,
-        service_account_name=str,
+        **NAMES,
         health=Health(),
         metrics=OperatorMetrics(),
     )

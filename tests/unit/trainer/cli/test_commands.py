@@ -52,6 +52,7 @@ def test_a_good_file_says_what_it_resolves_to(file: Path) -> None:
         "updates actor 2 a step (8 prompts each), critic 2 a step (8 prompts each)",
         "steps 100, no validation",
         "checkpoints one every 50, 2 kept",
+        "exports after the last step",
     ):
         assert expected in lines
 
@@ -74,9 +75,9 @@ def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
     fine = _ppojob("validate", file)
 
     assert result.exit_code == 0
-    [doubt] = [line for line in result.stdout.splitlines() if line.startswith("doubtful: ")]
-    assert doubt.startswith("doubtful: spec.checkpoint.everySteps: 0: no checkpoint before the end: after a failure")
-    assert "doubtful" not in fine.stdout
+    [warning] = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: spec.checkpoint.everySteps: 0: no checkpoint before the end: after a failure")
+    assert "warning" not in fine.stdout
 
 
 def test_a_job_without_a_critic_has_no_line_for_it(file: Path) -> None:

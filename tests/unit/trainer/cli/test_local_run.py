@@ -118,13 +118,29 @@ def test_an_address_is_left_as_it_is(storage: Path) -> None:
     assert (checkpoint.path, checkpoint.resume_from) == (named["path"], named["resumeFrom"])
 
 
-def test_a_name_on_a_hub_is_left_to_the_loader(storage: Path) -> None:
-    source = {"huggingFace": {"path": "some-org/some-data"}}
+@pytest.mark.parametrize(
+    ("field", "name", "is_told"), [("model", "Qwen/Qwen3-8B", True), ("model", "a/b/c", False), ("data", "a/b", True)]
+)
+def test_a_name_of_the_hub_gets_the_form_of_its_address(storage: Path, field: str, name: str, is_told: bool) -> None:
+    path = str(Path(name).absolute())
+    source = {"huggingFace": {"path": path}}
+    changes: dict[Any, Any] = {("spec", "model", "actor", "path"): path} if field == "model" else {}
 
-    found = localize(_manifest({("spec", "data", "train"): source}).spec, [storage]).data.train.hugging_face
+    with pytest.raises(SpecError, match="is not on this machine") as refused:
+        localize(_manifest(changes or {("spec", "data", "train"): source}).spec, [storage])
 
-    assert found is not None
-    assert found.path == "some-org/some-data"
+    assert (f"if it is a repository of the Hugging Face Hub, write hf://{name}" in str(refused.value)) == is_told
+
+
+def test_what_an_address_names_is_fetched_beside_the_runs_folder(tmp_path: Path, storage: Path) -> None:
+    source = {"huggingFace": {"path": "hf://some-org/some-data"}}
+
+    job = job_file(_manifest({("spec", "data", "train"): source}), tmp_path / "run", None)
+
+    assert job.spec.data.train.hugging_face is not None
+    assert job.spec.data.train.hugging_face.path == str(storage / "sources/hf/datasets/some-org/some-data/main")
+    assert [source.address for source in job.sources] == ["hf://some-org/some-data"]
+    assert job.spec.storage.mount_path == str(storage)
 
 
 def test_the_job_is_resolved_and_has_its_folder(tmp_path: Path, storage: Path) -> None:

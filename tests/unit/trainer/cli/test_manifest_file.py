@@ -25,24 +25,31 @@ def good(tmp_path: Path) -> Path:
 
 
 def test_relative_paths_are_those_of_the_folder_only_where_one_is_given(tmp_path: Path, good: Path) -> None:
-    sets = ["model.actor.path=models/small"]
+    sets = ["model.actor.path=own/models/small"]
 
-    assert load(good, sets, folder=tmp_path).spec.model.actor.path == str(tmp_path / "models" / "small")
-    with pytest.raises(SpecError, match=r"spec\.model\.actor\.path: 'models/small': must begin with /"):
+    assert load(good, sets, folder=tmp_path).spec.model.actor.path == str(tmp_path / "own" / "models" / "small")
+    with pytest.raises(SpecError, match=r"spec\.model\.actor\.path: 'own/models/small': must be an absolute path"):
         load(good, sets)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_what_may_be_a_name_of_the_hub_is_a_path_only_where_it_exists(tmp_path: Path, is_there: bool) -> None:
+def _with_data_set(folder: Path, path: str) -> Path:
     manifest = copy.deepcopy(GOOD)
-    manifest["spec"]["data"]["train"] = {"huggingFace": {"path": "openai/gsm8k"}}
-    if is_there:
-        (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    manifest["spec"]["data"]["train"] = {"huggingFace": {"path": path}}
+    return _file(folder, yaml.safe_dump(manifest))
 
-    source = load(_file(tmp_path, yaml.safe_dump(manifest)), folder=tmp_path).spec.data.train.hugging_face
+
+def test_the_page_of_a_data_set_gets_the_form_of_its_address(tmp_path: Path) -> None:
+    page = "https://huggingface.co/datasets/openai/gsm8k"
+
+    with pytest.raises(SpecError, match=r"spec\.data\.train\.huggingFace\.path: .*write hf://openai/gsm8k"):
+        load(_with_data_set(tmp_path, page), folder=tmp_path)
+
+
+def test_an_address_is_no_relative_path(tmp_path: Path) -> None:
+    source = load(_with_data_set(tmp_path, "hf://openai/gsm8k"), folder=tmp_path).spec.data.train.hugging_face
 
     assert source is not None
-    assert source.path == (str(tmp_path / "openai" / "gsm8k") if is_there else "openai/gsm8k")
+    assert source.path == "hf://openai/gsm8k"
 
 
 # YAML.

@@ -12,11 +12,12 @@ from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.maths.kl import AdaptiveKLController
 from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, World, fake_ports
-from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeMonitor
+from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeExports, FakeMonitor
 
 SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "reward_model": "c"}
 
@@ -28,11 +29,21 @@ class Run:
     world: World
     monitor: FakeMonitor
     checkpoints: FakeCheckpoints
+    exports: FakeExports
     loop: TrainingLoop[FakeBatch]
     ppo: PPO[FakeBatch]
 
     async def __call__(self) -> Outcome:
         return await self.world.time.run(self.loop.run())
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """What a run exports: each checkpoint or the last; seconds of an upload (None: none); steps left by an attempt."""
+
+    is_each: bool = False
+    upload_s: float | None = None
+    left: tuple[int, ...] = ()
 
 
 MakeRun = Callable[..., Run]
@@ -54,9 +65,12 @@ def make_run() -> MakeRun:
         found: tuple[int, Mapping[str, Any]] | None = None,
         **ports: Any,
     ) -> Run:
+        export: Exporting = ports.pop("export", Exporting())
         world = World()
         if write_s is not None:
             world.durations["write"] = write_s
+        if export.upload_s is not None:
+            world.durations["upload"] = export.upload_s
         live = LiveSettings(
             total_steps=steps,
             validate_every_steps=validate_every,
@@ -64,6 +78,7 @@ def make_run() -> MakeRun:
             checkpoint_keep=1,
         )
         monitor, checkpoints = FakeMonitor(live), FakeCheckpoints(world, found)
+        exports = FakeExports(world, export.left)
         # As `pools_of_phases` has it: these two are on CPU cores.
         on_gpus = {role: pool for role, pool in pool_of.items() if role not in ("data", "reward")}
         phases = Phases(on_gpus, 1000.0, clock=lambda: world.time.now)
@@ -75,12 +90,13 @@ def make_run() -> MakeRun:
             has_validation=True,
             validates_first=True,
             exports_final=True,
-            exports_each=False,
+            exports_each=export.is_each,
+            uploads=export.upload_s is not None,
             num_gpus=3,
             saves_in_background=write_s is not None,
         )
-        loop = TrainingLoop(ppo, plugged, checkpoints, monitor, phases, schedule, loop_settings)
-        return Run(world, monitor, checkpoints, loop, ppo)
+        loop = TrainingLoop(ppo, plugged, Storage(checkpoints, exports), monitor, phases, schedule, loop_settings)
+        return Run(world, monitor, checkpoints, exports, loop, ppo)
 
     return make
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
-from ppojob_trainer.controller.ports import Metrics
+from ppojob_trainer.controller.ports import Metrics, Uploaded
 from tests.unit.trainer.controller.fake_ports import World
 
 
@@ -21,7 +21,6 @@ class FakeCheckpoints:
         self.staged: dict[int, tuple[float, float]] = {}
         self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
         self.in_background: list[int] = []
-        self.num_exports = 0
 
     async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
         return self.found
@@ -39,10 +38,28 @@ class FakeCheckpoints:
         self.saved[step] = (state, *self.staged[step])
         return f"step-{step}"
 
-    async def export(self) -> Path:
+
+class FakeExports:
+    """Remembers what was exported; an upload takes the time of the phase `upload`."""
+
+    def __init__(self, world: World, left: tuple[int, ...] = ()) -> None:
+        self.world = world
+        self.left = left
+        self.results: list[Uploaded] = []
+        """How the next uploads end; after that: well."""
+        self.num_exports = 0
+
+    async def export(self, step: int, keep: int) -> Path:
         await self.world.phase("export")
         self.num_exports += 1
         return Path("model")
+
+    def newest(self, step: int) -> int | None:
+        return max((left for left in self.left if left <= step), default=None)
+
+    async def upload(self, step: int) -> Uploaded:
+        await self.world.phase("upload", step)
+        return self.results.pop(0) if self.results else Uploaded(f"s3://bucket/step-{step}")
 
 
 class FakeMonitor:
@@ -58,6 +75,7 @@ class FakeMonitor:
         self.checkpoint_request: str | None = None
         self.answers: list[str | None] = []
         self.exports: list[Path] = []
+        self.uploads: list[Uploaded] = []
 
     @property
     def total_steps(self) -> int:
@@ -85,3 +103,6 @@ class FakeMonitor:
 
     def exported(self, path: Path) -> None:
         self.exports.append(path)
+
+    def uploaded(self, result: Uploaded) -> None:
+        self.uploads.append(result)

@@ -158,7 +158,7 @@ async def test_a_stop_before_the_updates_drops_the_step_and_saves_the_one_before
     assert (outcome.step, outcome.is_finished) == (1, False)
     assert list(run.checkpoints.saved) == [1]
     assert "update_actor 2" not in run.world.names()
-    assert run.checkpoints.num_exports == 0
+    assert run.exports.num_exports == 0
 
 
 @pytest.mark.parametrize("phase", ["update_actor 2", "update_critic 2", "push 2"])

@@ -18,7 +18,7 @@ def condition(kind: str, status: str, reason: str, message: str) -> dict[str, st
 
 
 ACCEPTED = condition("Accepted", "True", "Valid", "good")
-NOT_READY = condition("PoolsReady", "False", "InsufficientGPUs", f"pool critic wants 8; {NO_GPUS}")
+NOT_READY = condition("PoolsReady", "False", "InsufficientGPUs", f"pool critic requests 8; {NO_GPUS}")
 
 
 def pod(name: str, pool: str | None, **status: Any) -> dict[str, Any]:
@@ -51,6 +51,23 @@ def said(**sight: Any) -> list[str]:
     return explain(Sight(**{**defaults, **sight}))
 
 
+def test_models_and_data_come_before_the_pods() -> None:
+    fetching = condition("SourcesFetched", "False", "Fetching", "1.00 of 2.00 GB are in the storage")
+
+    assert said(job=job(phase="Fetching", conditions=[ACCEPTED, fetching, NOT_READY]))[1:] == [
+        "  Fetching: 1.00 of 2.00 GB are in the storage"
+    ]
+
+
+def test_a_pod_that_has_fetched_is_no_head() -> None:
+    fetched = pod("products-fetch-x", None, phase="Succeeded")
+    fetched["metadata"]["labels"]["ppojob.dev/task"] = "fetch"
+
+    lines = said(job=job(phase="Starting", conditions=[ACCEPTED, NOT_READY]), pods=[fetched, ready("head", None)])
+
+    assert "head: 1 of 1 pods ready, 1 there" in lines
+
+
 def test_each_pool_says_what_it_waits_for() -> None:
     pools = [{"name": "actor", "desiredNodes": 1}, {"name": "critic", "desiredNodes": 2}]
     waiting = {"name": "ray-worker", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such tag"}}}
@@ -69,7 +86,7 @@ def test_each_pool_says_what_it_waits_for() -> None:
 
     assert lines == [
         "products: Pending, 30m old",
-        f"  InsufficientGPUs: pool critic wants 8; {NO_GPUS}",
+        f"  InsufficientGPUs: pool critic requests 8; {NO_GPUS}",
         "RayCluster products-abc: suspended",
         "head: 1 of 1 pods ready, 1 there",
         "pool actor: 0 of 1 pods ready, 1 there",
@@ -155,11 +172,11 @@ def test_a_job_that_has_ended_waits_for_nothing() -> None:
 
 def test_with_all_pods_ready_it_says_what_comes_after() -> None:
     there = condition("PoolsReady", "True", "PodsReady", "all")
-    unsent = condition("Submitted", "False", "NotSubmitted", "Ray's dashboard does not take the trainer")
+    unsent = condition("Submitted", "False", "NotSubmitted", "Ray's dashboard does not accept the trainer")
 
     assert said(job=job(conditions=[ACCEPTED, there, unsent]))[1:] == [
         "  all pods are ready",
-        "  Submitted False: NotSubmitted: Ray's dashboard does not take the trainer",
+        "  Submitted False: NotSubmitted: Ray's dashboard does not accept the trainer",
     ]
 
 

@@ -87,7 +87,9 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
             pools=[{"name": "critic", "desiredNodes": 2, "readyNodes": 1, "gpus": 4, "message": "0/2 nodes [gpu]"}],
             lastFailure={"attempt": 2, "reason": "OutOfMemory", "message": "critic, rank 1"},
             checkpoint={"step": 4, "path": "/data/c/4"},
-            model={"path": "/data/model"},
+            model={"path": "/data/model", "address": "hf://team/products"},
+            fetch={"bytes": 1_500_000_000, "totalBytes": 3_000_000_000, "address": "hf://a/b", "message": "waits"},
+            sources=[{"address": "s3://c/d", "path": "/data/sources/s3/c/d-1", "bytes": 2_000_000_000}],
             recommendation="1 GPU would do",
             operator={"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "0.1.0"},
         )
@@ -97,8 +99,11 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
 
     for line in (
         ["Failed", "True", "OutOfMemory", "critic,", "rank", "1"],
+        ["uploaded", "hf://team/products"],
         ["critic", "1/2", "4", "-", "0/2", "nodes", "[gpu]"],
         ["last", "failure", "(attempt", "2):", "OutOfMemory:", "critic,", "rank", "1"],
+        ["fetch", "1.50", "GB", "of", "3.00", "GB;", "hf://a/b;", "waits"],
+        ["source", "s3://c/d,", "2.00", "GB,", "in", "/data/sources/s3/c/d-1"],
         ["checkpoint", "step", "4,", "/data/c/4"],
         ["model", "/data/model"],
         ["recommendation", "1", "GPU", "would", "do"],

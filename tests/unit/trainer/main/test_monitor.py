@@ -12,6 +12,7 @@ from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, Progre
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.checkpoints import FencedOutError
+from ppojob_trainer.controller.ports import Uploaded
 from ppojob_trainer.main import monitor as monitor_module
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.telemetry import RunFiles, TrackedRun
@@ -229,9 +230,11 @@ def test_a_step_reaches_the_operator_and_the_files(tmp_path: Path, reporter: Fak
     monitor.record(2, {"critic/score/mean": 0.5})
     monitor.saved(2, "/data/step-2", None)
     monitor.exported(tmp_path / "model")
+    monitor.uploaded(Uploaded("s3://bucket/model"))
     monitor.close()
 
     last = reporter.reports[-1]
+    assert (last.model_address, last.upload_failure) == ("s3://bucket/model", None)
     assert (last.step, last.reward, last.model_path) == (2, 0.5, str(tmp_path / "model"))
     assert last.checkpoint is not None
     assert last.checkpoint.step == 2

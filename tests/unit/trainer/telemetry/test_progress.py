@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, Activity
-from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
+from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize, UploadFailure
 from ppojob_trainer.telemetry import RunProgress
 from ppojob_trainer.telemetry.records import Record
 
@@ -91,6 +91,17 @@ def test_checkpoint_model_and_recommendation_are_carried(progress: RunProgress) 
     assert report.checkpoint is not None
     assert (report.checkpoint.step, report.checkpoint.time) == (4, "2023-11-14T22:13:20Z")
     assert (report.model_path, report.recommendation) == ("/data/x/model", "1 GPU would do")
+
+
+def test_a_failed_upload_leaves_the_address_of_the_one_before(progress: RunProgress) -> None:
+    failure = UploadFailure(reason="UploadFailed", message="the store is away")
+    progress.set_upload("s3://bucket/step-4", None)
+    progress.set_upload(None, failure)
+
+    assert (progress.report().model_address, progress.report().upload_failure) == ("s3://bucket/step-4", failure)
+
+    progress.set_upload("s3://bucket/step-8", None)
+    assert (progress.report().model_address, progress.report().upload_failure) == ("s3://bucket/step-8", None)
 
 
 def test_the_length_may_change(progress: RunProgress, clock: _Clock) -> None:

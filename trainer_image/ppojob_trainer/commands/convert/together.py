@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
+from ppojob_api.v1alpha1.sources import is_repository_name
 from ppojob_trainer.commands.convert.values import NotCarriedError, number, whole
 
 MOUNT = "/data"
@@ -63,7 +64,7 @@ def name(draft: Draft) -> None:
 
 
 def models(draft: Draft) -> None:
-    """Models are folders in the volume; verl also takes names on a hub."""
+    """Models are folders in the volume, or repositories of the Hugging Face Hub."""
     path = draft.take(f"{_MODEL}.path")
     target = "model.actor.path"
     if path is None:
@@ -301,11 +302,7 @@ def cluster(draft: Draft) -> None:
 
 def _model_path(draft: Draft, target: str, value: object) -> str:
     text = str(value)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        moved = f"{MOUNT}/models/{text.rsplit('/', 1)[1]}"
-        draft.to_fill.append((target, f"{text} is a name on a hub: put the model's folder into the volume, at {moved}"))
-        return moved
-    return draft.path(target, value)
+    return f"hf://{text}" if is_repository_name(text) else draft.path(target, value)
 
 
 TOGETHER: tuple[Callable[[Draft], None], ...] = (

@@ -1,4 +1,7 @@
-"""Where prompts come from, one kind a file; `open_source` picks the kind that the PPOJob gives."""
+"""Where prompts come from, one kind a file; `open_source` picks the kind that the PPOJob gives.
+
+`check_columns` reads one row of each file, before the trainer starts.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,22 @@ def open_source(source: DataSource) -> PromptSource:
         hub = source.hugging_face
         return load_hugging_face(hub.path, hub.name, hub.split, hub)
     raise DataError("the data has no source: set exactly one of reasoningGym, files and huggingFace")
+
+
+def check_columns(source: DataSource) -> None:
+    """Read the first row of each file of a source, or of its split.
+
+    Raises:
+        DataError: a file cannot be read, or a column is missing; names the columns that are there.
+    """
+    if source.files is not None:
+        from ppojob_trainer.data.sources.parquet_jsonl import check_jsonl, check_parquet
+
+        check = check_parquet if source.files.are_parquet else check_jsonl
+        for path in source.files.paths:
+            check(path, source.files)
+    if source.hugging_face is not None:
+        from ppojob_trainer.data.sources.hugging_face import check_hugging_face
+
+        hub = source.hugging_face
+        check_hugging_face(hub.path, hub.name, hub.split, hub)

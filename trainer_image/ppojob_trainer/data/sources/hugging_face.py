@@ -1,4 +1,4 @@
-"""Prompts from a data set that `datasets.load_dataset` reads: a name on the hub, or a folder."""
+"""Prompts from a data set in a folder that `datasets.load_dataset` reads."""
 
 from __future__ import annotations
 
@@ -50,15 +50,36 @@ def load_hugging_face(
     """Load one split of a data set.
 
     Args:
-        path: name on the hub (org/name) or a folder. `HF_HOME` says where the cache is, `HF_TOKEN` who asks.
+        path: its folder. `HF_HOME` says where the cache is.
         name: configuration; empty: the default.
 
     Raises:
         DataError: the data set, configuration or split is not there or cannot be read.
     """
-    title = f"{path}{f' ({name})' if name else ''}, split {split}"
+    title = _title(path, name, split)
     try:
         rows = datasets.load_dataset(path, name or None, split=split)
-    except Exception as error:  # reading the network, files and foreign formats raises many types
+    except Exception as error:  # reading files and foreign formats raises many types
         raise DataError(f"{title}: datasets.load_dataset failed with {type(error).__name__}: {error}") from error
     return HuggingFacePrompts(rows, title, columns)
+
+
+def check_hugging_face(path: str, name: str, split: str, columns: Columns) -> None:
+    """Read the first row of a split, without converting the others.
+
+    Raises:
+        DataError: it cannot be read, has no row, or a column is missing.
+    """
+    title = _title(path, name, split)
+    try:
+        rows = datasets.load_dataset(path, name or None, split=split, streaming=True)
+        row = next(iter(rows), None)
+    except Exception as error:  # reading files and foreign formats raises many types
+        raise DataError(f"{title}: datasets.load_dataset failed with {type(error).__name__}: {error}") from error
+    if row is None:
+        raise DataError(f"{title}: no rows")
+    record_from_row(row, columns, f"{title}, row 0", title)
+
+
+def _title(path: str, name: str, split: str) -> str:
+    return f"{path}{f' ({name})' if name else ''}, split {split}"

@@ -95,6 +95,40 @@ def read_jsonl(paths: Sequence[str], columns: Columns = VERL_COLUMNS) -> FilePro
     return FilePrompts([(path, _jsonl_rows(path)) for path in map(str, paths)], columns)
 
 
+def check_parquet(path: str, columns: Columns) -> None:
+    """Read the first row of a Parquet file.
+
+    Raises:
+        DataError: it cannot be read, has no row, or a column is missing.
+    """
+    try:
+        with pq.ParquetFile(_existing(path)) as file:
+            rows: list[Any] = next((batch.to_pylist() for batch in file.iter_batches(batch_size=1)), [])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    _check_first(path, rows, columns)
+
+
+def check_jsonl(path: str, columns: Columns) -> None:
+    """Read the first row of a JSON Lines file.
+
+    Raises:
+        DataError: it cannot be read, has no row, or a column is missing.
+    """
+    try:
+        with Path(_existing(path)).open(encoding="utf-8") as file:
+            line = next((line for line in file if line.strip()), "")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as JSON Lines in UTF-8: {error}") from error
+    _check_first(path, [_json_object(line, f"{path}, first line")] if line else [], columns)
+
+
+def _check_first(path: str, rows: Sequence[Any], columns: Columns) -> None:
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    record_from_row(rows[0], columns, f"{path}, row 0", Path(path).stem)
+
+
 def _names(rows: Sequence[Any]) -> Iterable[Any] | None:
     return rows.distinct("data_source") if isinstance(rows, _ArrowRows) else {row.get("data_source") for row in rows}
 

@@ -31,6 +31,7 @@ from ppojob_trainer.engines.fsdp.checkpoint import refuse_existing
 from ppojob_trainer.engines.fsdp.lora import ADAPTER_FOLDER, write_adapters
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.exports.target import MANIFEST
 
 T = TypeVar("T")
 
@@ -39,8 +40,12 @@ SHARD_BYTES: Final = 5 * 10**9
 
 _FILES: Final = "model{suffix}.safetensors"
 _LAYER: Final = re.compile(r".*?\blayers\.\d+\.")
-# The weights are not copied; everything else in the model's folder belongs to the tokenizer or to remote code.
-_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "config.json")
+# Everything else in the model's folder belongs to the tokenizer or to remote code, or is its card or licence.
+_NOT_COPIED: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "config.json"),
+    # Of a model that was itself exported to a bucket.
+    MANIFEST,
+)
 
 
 def export(
@@ -154,5 +159,5 @@ def _write_configs(language_model: PreTrainedModel, folder: Path) -> None:
 
 def _copy_companions(source: Path, folder: Path) -> None:
     for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
+        if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):
             shutil.copyfile(file, folder / file.name)

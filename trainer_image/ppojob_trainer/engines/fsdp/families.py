@@ -1,9 +1,9 @@
-"""Which model families are computed as HuggingFace computes them; all others are refused by name.
+"""Which model families are computed as HuggingFace computes them; settings that are not are refused by name.
 
-Called by `model` before anything is loaded. The forward pass on packed tokens is transformers' own up to three parts
-that are ours: attention, the output layer, and the loss. A setting that changes one of these is refused here, because
-it would otherwise be left out in silence, and so is a layer that looks at neighbouring tokens by other means than
-attention: it would see the sequence packed before it.
+Called by `model` before anything is loaded, and by `commands.fetch` before weights are downloaded. The forward pass on
+packed tokens is transformers' own up to three parts that are ours: attention, the output layer, and the loss. A setting
+that changes one of these is refused here, because it would otherwise be left out in silence, and so is a layer that
+looks at neighbouring tokens by other means than attention: it would see the sequence packed before it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppojob_trainer.engines.errors import ModelUnsupportedError
 
+TESTED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+"""Values of model_type that a test compares with transformers."""
 # Settings that change the result outside the supported computation, and their neutral values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "final_logit_softcapping": (None,),
@@ -40,6 +43,10 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     Raises:
         ModelUnsupportedError: names the family and the setting.
     """
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise ModelUnsupportedError(
+            f"{config.model_type} is no causal language model of transformers: use one. Tested: {', '.join(TESTED)}"
+        )
     if config.model_type in _PARTS:
         raise _refused(config, _PARTS[config.model_type])
     for name, neutral in _NEUTRAL.items():
@@ -56,4 +63,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def _refused(config: PretrainedConfig, what: str) -> ModelUnsupportedError:
-    return ModelUnsupportedError(f"{config.model_type} has {what}, which is not computed: use a model without it")
+    return ModelUnsupportedError(
+        f"{config.model_type} has {what}, which is not computed: use a model without it. Tested: {', '.join(TESTED)}"
+    )

@@ -157,7 +157,7 @@ def is_field(path: str) -> bool:
         ("actor_rollout_ref.actor.kl_loss_type=mse", "algorithm.kl.lossEstimator", "K2"),
         ("actor_rollout_ref.actor.checkpoint.async_save=True", "checkpoint.async", True),
         ("actor_rollout_ref.model.lora_rank=8", "model.actor.lora", {"rank": 8, "alpha": 16}),
-        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "model.actor.path", "/data/models/Qwen3-8B"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "model.actor.path", "hf://Qwen/Qwen3-8B"),
         ("critic.model.path=~/models/critic", "model.critic.path", "/data/models/critic"),
         ("critic.model.fsdp_config.param_offload=True", "model.critic.offload.parameters", True),
         ("trainer.resume_mode=disable", "checkpoint.resume", "Never"),

@@ -1,7 +1,7 @@
-"""What of a valid spec is worth a second thought: it can be run, and hardly anybody would want it so.
+"""Warnings about settings of a valid spec that are probably a mistake.
 
-`ppojob validate`, the operator (in the condition Accepted) and the admission webhook (in what kubectl prints) say it.
-Few and right: a doubt that a careful user would only wave away is none. It refuses nothing; `rules.py` does.
+`ppojob validate`, the admission webhook (in kubectl's output) and condition Accepted show them. A warning must almost
+always be right, because users ignore noise. Errors are in `rules.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 
 _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
-"""Resources that a GPU of every kind counts as."""
+"""Resource names that every GPU model has."""
 _MOVING_TAGS = ("", "latest")
 
 
-def doubts(spec: PPOJobSpec) -> Iterator[FieldError]:
-    """Yield the doubts about a spec: each field's path, its value, and what would be better."""
+def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
+    """Yield the warnings about a spec, each with the field's path, the value and what to do."""
     yield from _nothing_is_saved(spec)
     yield from _image_moves(spec)
     yield from _nothing_to_balance(spec)
@@ -53,7 +53,7 @@ def _reward_limit_is_no_limit(spec: PPOJobSpec) -> Iterator[FieldError]:
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.auto_balance.enabled and spec.run_policy.queue_name is not None:
-        remedy = "in a queue no pool is moved, because the job would have to queue anew: take one of the two out"
+        remedy = "in a queue, pools are not resized, because the job would have to queue again: use only one of the two"
         yield FieldError("spec.autoBalance.enabled", True, remedy)
         return
     is_bound = all((pool.min_nodes or pool.nodes) == (pool.max_nodes or pool.nodes) for pool in spec.pools)
@@ -81,14 +81,14 @@ def _kinds_are_mixed(pool: Pool, path: str) -> Iterator[FieldError]:
 
 
 def _node_terms(pod: Mapping[str, Any]) -> list[Any]:
-    """Return the terms of which a node must meet one. The template is the user's own: nobody has looked at it yet."""
+    """Return the node selector terms of a pod template, which is not validated yet."""
     affinity = _object(_object(pod, "affinity"), "nodeAffinity")
     terms = _object(affinity, "requiredDuringSchedulingIgnoredDuringExecution").get("nodeSelectorTerms")
     return terms if isinstance(terms, list) else []
 
 
 def _gpu_values(term: Any) -> list[str]:
-    """Return the values of a label about GPUs that a term lets a node have, where they are several."""
+    """Return the values that a term allows for a GPU label, if it allows several."""
     expressions = term.get("matchExpressions") if isinstance(term, Mapping) else None
     for expression in expressions if isinstance(expressions, list) else []:
         is_about_gpus = isinstance(expression, Mapping) and "gpu" in str(expression.get("key", "")).lower()

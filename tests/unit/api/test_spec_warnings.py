@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ppojob_api.v1alpha1.doubts import doubts
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD, with_changes
 from tests.examples import EXAMPLES, name_of
@@ -26,7 +26,7 @@ def among(*products: str) -> dict[str, Any]:
 
 def said_of(spec: dict[str, Any]) -> list[str]:
     _, _, parsed = parse_manifest(with_changes({("spec", name): value for name, value in spec.items()}))
-    return list(map(str, doubts(resolve(parsed))))
+    return list(map(str, spec_warnings(resolve(parsed))))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
-            "spec.autoBalance.enabled: True: in a queue no pool is moved",
+            "spec.autoBalance.enabled: True: in a queue, pools are not resized",
         ),
         ({"pools": [POOL, CRITIC]}, "spec.pools[0].nodeSelector: nothing says which GPU the 2 pods get"),
         (
@@ -96,10 +96,10 @@ def test_of_the_examples_only_missing_checkpoints_are_doubtful(path: Path) -> No
     """Those that run for minutes write none, so that their times are those of the steps."""
     jobs = [each for each in yaml.safe_load_all(path.read_text()) if each["kind"] == "PPOJob"]
 
-    assert {doubt.path for job in jobs for doubt in doubts(resolve(parse_manifest(job)[2]))} <= {
+    assert {doubt.path for job in jobs for doubt in spec_warnings(resolve(parse_manifest(job)[2]))} <= {
         "spec.checkpoint.everySteps"
     }
 
 
 def test_the_table_begins_from_a_spec_without_doubts() -> None:
-    assert list(doubts(resolve(parse_manifest(GOOD)[2]))) == []
+    assert list(spec_warnings(resolve(parse_manifest(GOOD)[2]))) == []

@@ -1,7 +1,7 @@
-"""Policy: which pods has the current attempt lost, and who took them?
+"""Policy: which pods has the current attempt lost, and why?
 
-`attempts.py` judges what that means. A pod tells who takes it while it leaves; from then on the condition PoolsReady
-remembers it, because the pod is soon gone.
+`attempts.py` judges whether the attempt has failed. A pod has the reason of its eviction only until it is deleted, so
+condition PoolsReady keeps it.
 """
 
 from datetime import timedelta
@@ -12,45 +12,45 @@ from ppojob_operator.plan import ALIVE, Pod, RayJob
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 SILENCE = timedelta(seconds=120)
-"""How long neither dashboard nor trainer may answer before the head counts as lost."""
+"""Time without responses of dashboard and trainer after which the head counts as lost."""
 _TAKEN = (Reason.PREEMPTED, Reason.NODE_LOST)
 
 
 def all_pods(situation: Situation) -> list[Pod]:
-    """Return the pods of the attempt with those that are being deleted: KubeRay is quick to clear up."""
+    """Return the pods of the attempt, including those that are being deleted."""
     return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name]
 
 
 def is_reporting(situation: Situation) -> bool:
-    """Return whether reports of the running attempt arrive, or it has had no time yet for the first one."""
+    """Return whether reports of the running attempt arrive, or the first one is not overdue yet."""
     since = situation.reported_at or situation.submitted_at
     return since is not None and situation.now - since <= SILENCE
 
 
 def is_held(situation: Situation) -> bool:
-    """Return whether pods are leaving and a trainer that reports makes their hook hold them.
+    """Return whether the preStop hook of pods that are being deleted waits for a trainer that reports.
 
-    Another attempt now would fence it out before its checkpoint.
+    A new attempt would fence this trainer out before it has saved its checkpoint.
     """
-    return any(pod.is_going for pod in all_pods(situation)) and is_reporting(situation)
+    return any(pod.is_deleting for pod in all_pods(situation)) and is_reporting(situation)
 
 
 def judge(situation: Situation) -> Finding | None:
-    """Return the condition PoolsReady of an attempt that has lost pods; None: it has not, or has not begun."""
+    """Return condition PoolsReady of an attempt that has lost pods; None: it has not, or was not submitted."""
     if situation.submitted_at is None:
         return None
     lost = "" if situation.ray_job is None else _lost_workers(situation, situation.ray_job)
-    is_head_leaving = any(pod.pool is None and pod.is_going and pod.disruption for pod in all_pods(situation))
+    is_head_leaving = any(pod.pool is None and pod.is_deleting and pod.disruption for pod in all_pods(situation))
     if not lost and not is_head_leaving:
         return None
     return taken(situation, lost) or Finding("False", Reason.POD_LOST, lost)
 
 
 def taken(situation: Situation, lost: str = "") -> Finding | None:
-    """Return who takes pods of the attempt away, or took them; None: nobody is known to. `lost` is what is missing."""
+    """Return the disruption of the attempt's pods, as a finding; None: none is known. `lost` names the lost pods."""
     for pod in all_pods(situation):
-        if pod.disruption is not None and (pod.is_going or not pod.is_ready):
-            words = f"pod {pod.name}: {pod.disruption.words}"
+        if pod.disruption is not None and (pod.is_deleting or not pod.is_ready):
+            words = f"pod {pod.name}: {pod.disruption.message}"
             return Finding("False", pod.disruption.reason, f"{words}; {lost}" if lost else words)
     before = situation.condition(Condition.POOLS_READY)
     is_known = before is not None and before.status == "False" and before.reason in _TAKEN
@@ -58,10 +58,10 @@ def taken(situation: Situation, lost: str = "") -> Finding | None:
 
 
 def are_replaced(situation: Situation) -> bool:
-    """Return whether the RayCluster is sound but for worker pods that are gone: KubeRay makes those anew.
+    """Return whether only deleted worker pods are missing from the RayCluster, which KubeRay re-creates.
 
-    A pod that the attempt began with and that is there, but not ready, may be on a node that was lost; it would be
-    waited for until Kubernetes gives the node up.
+    A pod that the attempt started with, and that exists but is not ready, may be on a lost node. Waiting for it would
+    take until Kubernetes evicts it.
     """
     head, since = situation.head, situation.submitted_at
     if head is None or not head.is_ready or since is None:
@@ -70,10 +70,10 @@ def are_replaced(situation: Situation) -> bool:
 
 
 def _lost_workers(situation: Situation, ray_job: RayJob) -> str:
-    """Return which pools have lost pods that the attempt began with; empty: none.
+    """Return which pools have lost pods that the attempt started with; empty: none.
 
-    A pod that is there and only not ready is not lost while a trainer that runs reports: the kubelet may have begun
-    anew, or a probe come too late under load.
+    A pod that is only not ready is not lost while the running trainer reports: the kubelet may have restarted, or a
+    probe timed out under load.
     """
     is_alive = ray_job.state in ALIVE and is_reporting(situation)
     lines = []
@@ -81,10 +81,10 @@ def _lost_workers(situation: Situation, ray_job: RayJob) -> str:
         pods = [pod for pod in situation.pods if pod.pool == pool.name]
         kept = [pod for pod in pods if pod.is_ready or (is_alive and pod.trouble is None)]
         num_ready = sum(pod.is_ready for pod in pods)
-        words = next((f" ({pod.trouble.words})" for pod in pods if pod.trouble), "")
+        words = next((f" ({pod.trouble.message})" for pod in pods if pod.trouble), "")
         known = ray_job.metadata.get(pods_key(pool.name))
         if len(kept) < pool.nodes:
             lines.append(f"pool {pool.name} has only {num_ready} of its {pool.nodes} pods ready{words}")
         elif known is not None and known != pods_digest(pod.name for pod in kept):
-            lines.append(f"pool {pool.name} has other pods than the trainer began with")
+            lines.append(f"pool {pool.name} has other pods than those that the trainer started with")
     return "; ".join(lines)

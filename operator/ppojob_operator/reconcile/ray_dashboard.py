@@ -1,4 +1,4 @@
-"""Policy: whom to ask. Before Ray's dashboard can be asked there must be a RayCluster with a head that is ready."""
+"""Policy: which Ray dashboard has the current attempt? There is one once the RayCluster's head pod is ready."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class DashboardTarget:
 
 
 def dashboard_target(job: Job, observed: Observed) -> DashboardTarget | None:
-    """Return whom to ask about the current attempt, or None: there is nobody yet, or no need any more."""
+    """Return the dashboard of the current attempt; None: the head is not ready, or the job has finished."""
     spec = spec_in_force(job)
-    if spec is None or job.is_going or is_finished(job.status):
+    if spec is None or job.is_deleting or is_finished(job.status):
         return None
     situation = Situation(job, spec, observed, parse_time(None))
     cluster, head = situation.cluster, situation.head

@@ -1,8 +1,8 @@
-"""Whose job is it? The loop asks before each look, so that of two operators that see a job only one does anything.
+"""Makes sure that only one operator reconciles a job. The loop calls `Adopter.adopt` before each reconcile.
 
-`reconcile.ownership` decides; here are its facts (the Leases of other operators, looked at rarely) and its deeds: the
-status says whose the job is before anything is made for it, and a job that is left alone is told of once. A job that is
-ours costs no call. It knows nothing else of a job.
+`reconcile.ownership` decides. This module reads the Leases of other operators, at most every ten seconds, writes the
+owner into `status.operator` before anything is created for the job, and emits one Event for a job of another operator.
+A job that this operator already owns costs no API call.
 """
 
 import logging
@@ -23,36 +23,36 @@ from ppojob_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 10.0
-"""For so long a Lease of another operator is not looked at again, however many jobs it has."""
+"""Seconds between two reads of another operator's Lease, however many jobs it owns."""
 
 
 def own_identity(settings: Settings) -> OperatorStatus:
-    """Return who this operator is: all replicas of a release are the same one."""
+    """Return the identity of this operator. All replicas of a release share it."""
     return OperatorStatus(namespace=settings.namespace, lease=settings.lease_name, version=version("ppojob"))
 
 
 @dataclass
 class _Seen:
-    """What is known of another operator's Lease. Times are of the monotonic clock."""
+    """The last observation of another operator's Lease. Times are of the monotonic clock."""
 
     lease: Lease | None
-    """None: we may not look at it."""
+    """None: the operator may not read it."""
     changed_at: float
     read_at: float
 
 
-class Claims:
-    """Which jobs are ours."""
+class Adopter:
+    """Adopts jobs, and remembers which ones belong to other operators."""
 
     def __init__(
         self, cluster: Cluster, own: OperatorStatus, patience: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Look after claims.
+        """Adopt jobs for one operator.
 
         Args:
             cluster: the API server.
-            own: who this operator is.
-            patience: how long another operator's Lease must show no sign of life, in seconds.
+            own: the identity of this operator.
+            patience: seconds without a renewal after which another operator's jobs are taken over.
             clock: seconds that only grow.
         """
         self._cluster = cluster
@@ -61,43 +61,43 @@ class Claims:
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._left_alone: set[JobKey] = set()
-        self._told: dict[JobKey, str] = {}
+        self._emitted: dict[JobKey, str] = {}
 
     @property
     def num_left_alone(self) -> int:
-        """How many jobs that this operator sees are left to another one."""
+        """Number of jobs that belong to another operator."""
         return len(self._left_alone)
 
-    async def claim(self, job: Job) -> Job | None:
-        """Return the job with a status that says that it is ours, or None: it is another operator's.
+    async def adopt(self, job: Job) -> Job | None:
+        """Return the job with this operator in its status, or None if it belongs to another operator.
 
         Raises:
-            ApiError: the claim could not be written, or another operator was quicker; look again.
+            ApiError: the owner could not be written, or another operator was faster; reconcile again.
         """
         rival = ownership.rival(job, self._own)
-        other = None if rival is None else await self._look_at(rival)
-        claim = ownership.judge(job, self._own, other, self._patience)
-        if not claim.is_ours:
+        other = None if rival is None else await self._observe_lease(rival)
+        adoption = ownership.judge(job, self._own, other, self._patience)
+        if not adoption.is_ours:
             self._left_alone.add(job.key)
-            await self._tell(job, claim.told)
+            await self._emit_once(job, adoption.event)
             return None
-        if claim.status is not None and not await self._cluster.write_status(job, owned(claim.status)):
-            raise ApiUnavailable(f"PPOJob {job.key} was deleted, or made anew, while it was being claimed")
+        if adoption.status is not None and not await self._cluster.write_status(job, owned(adoption.status)):
+            raise ApiUnavailable(f"PPOJob {job.key} was deleted or re-created while it was being adopted")
         self._left_alone.discard(job.key)
-        await self._tell(job, claim.told)
-        return job if claim.status is None else replace(job, status=claim.status)
+        await self._emit_once(job, adoption.event)
+        return job if adoption.status is None else replace(job, status=adoption.status)
 
     def forget(self, key: JobKey) -> None:
-        """Forget a job that is gone."""
+        """Forget a deleted job."""
         self._left_alone.discard(key)
-        self._told.pop(key, None)
+        self._emitted.pop(key, None)
 
-    async def _look_at(self, other: OperatorStatus) -> OtherLease | None:
+    async def _observe_lease(self, other: OperatorStatus) -> OtherLease | None:
         place, now = (other.namespace, other.lease), self._clock()
         seen = self._seen.get(place)
         if seen is None or now >= seen.read_at + _LEASE_SECONDS:
             seen = self._seen[place] = await self._read(place, seen, now)
-        # Up to the last look at it: what came since then is not known.
+        # Only up to the last read: a renewal may have followed.
         return None if seen.lease is None else OtherLease(seen.read_at - seen.changed_at, seen.lease.duration)
 
     async def _read(self, place: tuple[str, str], before: _Seen | None, now: float) -> _Seen:
@@ -105,21 +105,21 @@ class Claims:
             raw = await self._cluster.read_lease(*place)
         except ApiRefused:
             return _Seen(None, now, now)
-        # One that is missing says as little as one that nobody renews, and may be on its way back.
+        # A missing Lease counts as one that is not renewed; it may be created again soon.
         lease = Lease() if raw is None else Lease.read(raw)
         is_as_before = before is not None and before.lease == lease
         return _Seen(lease, before.changed_at if before is not None and is_as_before else now, now)
 
-    async def _tell(self, job: Job, event: EventRecord | None) -> None:
-        """Say in the log and in an Event what is so, once for as long as it is so."""
+    async def _emit_once(self, job: Job, event: EventRecord | None) -> None:
+        """Log and emit an Event, once until its reason changes."""
         if event is None:
-            self._told.pop(job.key, None)
+            self._emitted.pop(job.key, None)
             return
-        if self._told.get(job.key) == event.reason:
+        if self._emitted.get(job.key) == event.reason:
             return
-        self._told[job.key] = event.reason
+        self._emitted[job.key] = event.reason
         logger.log(logging.WARNING if event.is_warning else logging.INFO, "%s: %s", job.key, event.message)
         try:
             await self._cluster.emit(job, event)
         except ApiError as error:
-            logger.info("%s: the Event about it could not be written: %s", job.key, error)
+            logger.info("%s: the Event could not be written: %s", job.key, error)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from ppojob_operator import together
-from ppojob_operator.together import run_together
+from ppojob_operator import supervisor
+from ppojob_operator.supervisor import supervise
 
 
 async def waiting(stop: asyncio.Event) -> None:
@@ -31,14 +31,14 @@ async def test_all_parts_end_when_asked() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, stop.set)
 
-    await run_together(stop, {"a": waiting(stop), "b": waiting(stop)})
+    await supervise(stop, {"a": waiting(stop), "b": waiting(stop)})
 
 
 async def test_a_part_that_ends_by_itself_ends_the_process_and_the_others_in_order() -> None:
     stop = asyncio.Event()
 
     with pytest.raises(RuntimeError, match="a ended by itself"):
-        await run_together(stop, {"a": ending(), "b": waiting(stop)})
+        await supervise(stop, {"a": ending(), "b": waiting(stop)})
 
     assert stop.is_set()
 
@@ -47,18 +47,18 @@ async def test_a_part_that_breaks_is_named_with_its_cause() -> None:
     stop = asyncio.Event()
 
     with pytest.raises(RuntimeError, match="b failed") as caught:
-        await run_together(stop, {"a": waiting(stop), "b": failing()})
+        await supervise(stop, {"a": waiting(stop), "b": failing()})
 
     assert str(caught.value.__cause__) == "port taken"
 
 
 async def test_a_part_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.05)
     stop = asyncio.Event()
     stop.set()
 
     with pytest.raises(RuntimeError, match=r"b did not end in 0\.05 s"):
-        await run_together(stop, {"a": waiting(stop), "b": endless()})
+        await supervise(stop, {"a": waiting(stop), "b": endless()})
 
 
 async def test_all_parts_end_where_the_whole_is_cancelled() -> None:
@@ -71,7 +71,7 @@ async def test_all_parts_end_where_the_whole_is_cancelled() -> None:
             await asyncio.sleep(0.01)
             ended.append(name)
 
-    whole = asyncio.create_task(run_together(asyncio.Event(), {"a": careful("a"), "b": careful("b")}))
+    whole = asyncio.create_task(supervise(asyncio.Event(), {"a": careful("a"), "b": careful("b")}))
     await asyncio.sleep(0.01)
     whole.cancel()
 

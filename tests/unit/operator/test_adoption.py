@@ -1,4 +1,4 @@
-"""Claims: a job is ours before anything is made for it, and of another operator's nothing is touched."""
+"""Adopter: a job is ours before anything is made for it, and of another operator's nothing is touched."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Reason
 from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
-from ppojob_operator.claims import Claims, own_identity
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.plan import EventRecord, Job, Manifest
 from ppojob_operator.reconcile import read_job
@@ -60,8 +60,8 @@ class Lives:
         if self.event_error is not None:
             raise self.event_error
 
-    def claims(self) -> Claims:
-        return Claims(self, OURS, PATIENCE, clock=lambda: self.now)  # type: ignore[arg-type]
+    def adopter(self) -> Adopter:
+        return Adopter(self, OURS, PATIENCE, clock=lambda: self.now)  # type: ignore[arg-type]
 
     def renew(self) -> None:
         """Let the other operator show that it lives."""
@@ -71,33 +71,33 @@ class Lives:
 
 async def test_a_job_of_nobody_is_claimed_by_one_write_and_none_follow() -> None:
     lives = Lives()
-    claims = lives.claims()
+    adopter = lives.adopter()
 
-    claimed = await claims.claim(lives.job)
-    assert claimed is not None
-    assert claimed.status.operator == OURS
+    adopted = await adopter.adopt(lives.job)
+    assert adopted is not None
+    assert adopted.status.operator == OURS
     for _ in range(9):
-        assert await claims.claim(lives.job) is not None
+        assert await adopter.adopt(lives.job) is not None
 
     assert [status["operator"] for status in lives.writes] == [OURS.to_wire()]
-    assert (lives.lease_reads, lives.events, claims.num_left_alone) == ([], [], 0)
+    assert (lives.lease_reads, lives.events, adopter.num_left_alone) == ([], [], 0)
 
 
 async def test_a_job_of_another_operator_is_told_of_once_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
     lives = Lives(THEIRS)
-    claims = lives.claims()
+    adopter = lives.adopter()
 
     for _ in range(60):
         lives.now += 5
         lives.renew()
-        assert await claims.claim(lives.job) is None
+        assert await adopter.adopt(lives.job) is None
 
-    assert (lives.writes, lives.events, claims.num_left_alone) == ([], [Reason.OTHER_OPERATOR], 1)
+    assert (lives.writes, lives.events, adopter.num_left_alone) == ([], [Reason.OTHER_OPERATOR], 1)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.message.count("is run by the operator in namespace theirs") for record in warnings] == [1]
     assert len(lives.lease_reads) == 30, "at most every ten seconds"
-    claims.forget(KEY)
-    assert claims.num_left_alone == 0
+    adopter.forget(KEY)
+    assert adopter.num_left_alone == 0
 
 
 def given_back(lives: Lives) -> None:
@@ -115,46 +115,46 @@ def silent(lives: Lives) -> None:
 @pytest.mark.parametrize("end", [given_back, missing, silent])
 async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end: Callable[[Lives], None]) -> None:
     lives = Lives(THEIRS)
-    claims = lives.claims()
-    assert await claims.claim(lives.job) is None
+    adopter = lives.adopter()
+    assert await adopter.adopt(lives.job) is None
     end(lives)
 
     lives.now += 20  # Whatever changed is seen here, and waited for from here on.
-    assert await claims.claim(lives.job) is None
+    assert await adopter.adopt(lives.job) is None
     lives.now += PATIENCE - 21
-    assert await claims.claim(lives.job) is None
+    assert await adopter.adopt(lives.job) is None
     lives.now += 21
-    assert await claims.claim(lives.job) is not None
+    assert await adopter.adopt(lives.job) is not None
 
     assert lives.events == [Reason.OTHER_OPERATOR, Reason.TAKEN_OVER]
     assert lives.status["operator"] == OURS.to_wire()
-    assert claims.num_left_alone == 0
+    assert adopter.num_left_alone == 0
 
 
 async def test_the_time_since_the_last_look_at_a_lease_is_no_silence_of_its_holder() -> None:
     lives = Lives(THEIRS)
-    claims = Claims(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
+    adopter = Adopter(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
     lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
 
     for _ in range(9):
-        assert await claims.claim(lives.job) is None
+        assert await adopter.adopt(lives.job) is None
         lives.now += 1
     lives.now += 1
 
-    assert await claims.claim(lives.job) is not None
+    assert await adopter.adopt(lives.job) is not None
 
 
 async def test_where_the_lease_may_not_be_seen_a_job_is_not_taken_over_but_for_the_annotation() -> None:
     lives = Lives(THEIRS)
-    claims = lives.claims()
+    adopter = lives.adopter()
     lives.lease_error = ApiRefused("403 leases is forbidden")
     for _ in range(9):
         lives.now += 300
-        assert await claims.claim(lives.job) is None
+        assert await adopter.adopt(lives.job) is None
 
     lives.annotations = {ANNOTATION_OPERATOR: "ours"}
 
-    assert await claims.claim(lives.job) is not None
+    assert await adopter.adopt(lives.job) is not None
     assert lives.status["operator"] == OURS.to_wire()
 
 
@@ -163,7 +163,7 @@ async def test_an_api_server_that_does_not_answer_decides_nothing() -> None:
     lives.lease_error = ApiUnavailable("503")
 
     with pytest.raises(ApiUnavailable):
-        await lives.claims().claim(lives.job)
+        await lives.adopter().adopt(lives.job)
 
     assert (lives.writes, lives.events) == ([], [])
 
@@ -171,9 +171,9 @@ async def test_an_api_server_that_does_not_answer_decides_nothing() -> None:
 async def test_an_event_that_cannot_be_written_changes_nothing() -> None:
     lives = Lives(THEIRS)
     lives.event_error = ApiRefused("403 events is forbidden")
-    claims = lives.claims()
+    adopter = lives.adopter()
 
-    assert [await claims.claim(lives.job) for _ in range(3)] == [None] * 3
+    assert [await adopter.adopt(lives.job) for _ in range(3)] == [None] * 3
     assert lives.events == [Reason.OTHER_OPERATOR]
 
 
@@ -181,8 +181,8 @@ async def test_a_job_that_went_while_it_was_claimed_is_looked_at_again() -> None
     lives = Lives()
     lives.is_there = False
 
-    with pytest.raises(ApiUnavailable, match="was deleted, or made anew, while it was being claimed"):
-        await lives.claims().claim(lives.job)
+    with pytest.raises(ApiUnavailable, match="was deleted or re-created while it was being adopted"):
+        await lives.adopter().adopt(lives.job)
 
 
 class Server:

@@ -1,6 +1,6 @@
-"""Runs parts that belong together: all until one is asked to stop or ends, and then all end.
+"""Runs several tasks until they are asked to stop. If one ends early, all are stopped.
 
-`main.py` runs the process' parts so, and `term.py` those of the leader. It knows nothing of either.
+`main.py` runs the tasks of the process with it, `leader_tasks.py` those of the leader. It knows nothing about either.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from typing import Any
 _STOP_SECONDS = 25.0
 
 
-async def run_together(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
-    """Run the parts until `stop` is set; then give them time to end in order.
+async def supervise(stop: asyncio.Event, parts: dict[str, Coroutine[Any, Any, None]]) -> None:
+    """Run the tasks until `stop` is set; then wait for their graceful stop, for a limited time.
 
-    Where this is cancelled, the parts are cancelled and awaited.
+    If this is cancelled, the tasks are cancelled and awaited.
 
     Raises:
-        RuntimeError: a part ended by itself, or did not end in time.
+        RuntimeError: a task ended early, or did not end in time.
     """
     tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
     try:

@@ -1,0 +1,136 @@
+"""One fetcher for each folder: others wait, a dead one's lock is taken over, and who has lost it finds out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppojob_trainer.commands.fetch.lock import FolderLock, LockLostError
+from tests.unit.trainer.fetch.conftest import FAST
+
+
+def nobody(holder: str) -> None:
+    raise AssertionError(f"waited for {holder}")
+
+
+def test_a_lock_is_a_file_for_as_long_as_it_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / ".lock"
+
+    with FolderLock(path, "a/b", FAST).held(nobody):
+        assert json.loads(path.read_text())["holder"] == "a/b"
+
+    assert not path.exists()
+
+
+def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
+    path, waited = tmp_path / ".lock", []
+    first = FolderLock(path, "a/first", FAST)
+
+    with first.held(nobody):
+        ended = threading.Timer(1.0, lambda: None)
+
+        def second() -> None:
+            with FolderLock(path, "a/second", FAST).held(waited.append):
+                order.append("second")
+
+        order: list[str] = []
+        thread = threading.Thread(target=second)
+        thread.start()
+        ended.start()
+        ended.join()
+        order.append("first")
+    thread.join(20)
+
+    assert order == ["first", "second"]
+    assert set(waited) == {"a/first"}
+
+
+def test_a_living_holder_keeps_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = FolderLock(path, "a/first", FAST)
+
+    with lock.held(nobody):
+        with pytest.raises(_Enough), FolderLock(path, "a/second", FAST).held(_Patience(3 * FAST.stale)):
+            raise AssertionError("it has the lock")
+        lock.check()
+
+
+def test_the_lock_of_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
+
+    with FolderLock(path, "a/second", FAST).held(_Patience(10 * FAST.stale)):
+        assert json.loads(path.read_text())["holder"] == "a/second"
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_lock_is_taken_over_too(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+
+    with FolderLock(path, "a/second", FAST).held(_Patience(10 * FAST.stale)):
+        assert path.read_text()
+
+
+def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
+    path, inside, most = tmp_path / ".lock", [], []
+    path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
+
+    def run(number: int) -> None:
+        with FolderLock(path, f"a/{number}", FAST).held(lambda holder: None):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.2)
+            inside.remove(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert most == [1] * 6
+
+
+def test_who_was_frozen_for_too_long_finds_out(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = FolderLock(path, "a/frozen", FAST)
+
+    with lock.held(nobody):
+        path.write_text(json.dumps({"holder": "a/second", "id": "y", "heartbeat": 0}))
+        time.sleep(5 * FAST.beat)
+        with pytest.raises(LockLostError, match="taken over"):
+            lock.check()
+
+    assert json.loads(path.read_text())["holder"] == "a/second", "another's lock stays"
+
+
+def test_a_live_lock_that_was_caught_by_mistake_is_put_back(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    live = json.dumps({"holder": "a/quicker", "id": "y", "heartbeat": 0})
+    path.write_text(live)
+
+    FolderLock(path, "a/slower", FAST)._take_away("what it was before")
+
+    assert path.read_text() == live
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class _Enough(Exception):
+    """The waiter has waited long enough."""
+
+
+class _Patience:
+    """Called while a lock is waited for; ends the wait after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __call__(self, holder: str) -> None:
+        if time.monotonic() > self._end:
+            raise _Enough

@@ -1,0 +1,83 @@
+"""What is refused before a model's weights and after a data file were downloaded.
+
+It reuses the trainer's own checks: `engines.fsdp.families` and `data.sources`. It runs no code of a repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ppojob_api.v1alpha1.sources import Source, SourceKind
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.commands.fetch.errors import FetchRefusedError
+from ppojob_trainer.commands.fetch.listing import Listing
+from ppojob_trainer.commands.fetch.model_files import wanted
+
+CONFIG = "config.json"
+_REWARD_MODEL = "model.reward.path"
+
+
+def files_of(source: Source, listing: Listing) -> Listing:
+    """Return the files of a listing that are fetched.
+
+    Raises:
+        FetchRefusedError: a model has no configuration or no weights.
+    """
+    if source.kind is not SourceKind.MODEL:
+        return listing
+    names = set(wanted((file.name for file in listing.files), with_code=source.with_code))
+    if CONFIG not in names:
+        there = ", ".join(sorted(file.name for file in listing.files)[:20]) or "nothing"
+        raise FetchRefusedError(
+            f"spec.{source.fields[0]} {source.address} is no model in HuggingFace's format: it needs {CONFIG} and "
+            f"*.safetensors or pytorch_model*.bin; there is {there}"
+        )
+    return Listing(listing.revision, tuple(file for file in listing.files if file.name in names))
+
+
+def check_config(source: Source, folder: Path) -> None:
+    """Refuse a model that the trainer cannot compute, by its config.json alone.
+
+    Raises:
+        FetchRefusedError: names the family and the setting.
+    """
+    # transformers takes seconds to import, and data needs none of it.
+    from transformers import AutoConfig
+
+    from ppojob_trainer.engines.errors import ModelUnsupportedError
+    from ppojob_trainer.engines.fsdp.families import refuse_unsupported
+
+    if source.with_code and '"auto_map"' in (folder / CONFIG).read_text():
+        # Only the trainer runs the code by which this configuration is understood.
+        return
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if any(field != _REWARD_MODEL for field in source.fields):
+            refuse_unsupported(config)
+    except (ModelUnsupportedError, OSError, ValueError, KeyError) as error:
+        raise FetchRefusedError(f"spec.{source.fields[0]} {source.address}: {error}") from error
+
+
+def check_data(spec: PPOJobSpec, fetched: Iterable[Source]) -> None:
+    """Refuse data without the columns of the spec.
+
+    Args:
+        spec: with local paths.
+        fetched: what is in the storage now.
+
+    Raises:
+        FetchRefusedError: names the field and the columns that are there.
+    """
+    # It loads torch.
+    from ppojob_trainer.data.errors import DataError
+    from ppojob_trainer.data.sources import check_columns
+
+    fields = [field for source in fetched for field in source.fields]
+    for name, data in (("train", spec.data.train), ("validation", spec.data.validation)):
+        if data is None or not any(field.startswith(f"data.{name}.") for field in fields):
+            continue
+        try:
+            check_columns(data)
+        except DataError as error:
+            raise FetchRefusedError(f"spec.data.{name}: {error}") from error
