@@ -82,7 +82,8 @@ def _environment(site: Site, folder: Path) -> dict[str, str]:
 
 def _run(commands: dict[str, str], folder: Path, environment: dict[str, str]) -> dict[str, str]:
     """Run all sections in one shell, until one fails; return what each printed."""
-    script = "\n".join(f"echo '@@ {title}'\n{text}" for title, text in commands.items())
+    # What a command prints may end without a newline.
+    script = "\n".join(f"printf '\\n@@ %s\\n' '{title}'\n{text}" for title, text in commands.items())
     script, count = re.subn(r"^export IMAGE=.*$", 'export IMAGE="$IMAGE_OF_THE_TEST"', script, flags=re.MULTILINE)
     assert count == 1
     done = subprocess.run(
@@ -130,6 +131,7 @@ def test_the_model_that_was_copied_is_complete_and_was_trained(site: Site, follo
 
 
 def test_the_model_that_is_served_answers(followed: Followed) -> None:
-    answer: Any = json.loads(followed.printed["6. The trained model"].splitlines()[-1])
+    [line] = [line for line in followed.printed["6. The trained model"].splitlines() if line.startswith("{")]
+    answer: Any = json.loads(line)
     assert answer["model"] == "own-model"
     assert answer["choices"][0]["message"]["content"].strip()
