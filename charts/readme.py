@@ -30,7 +30,7 @@ class Value(NamedTuple):
 
 
 def values(text: str) -> Iterator[Value]:
-    """Yield the keys in their order: those with a default, and sections that have words of their own."""
+    """Yield the keys in their order: those with a default, and sections that have a description."""
     defaults, path, words = yaml.safe_load(text), list[str](), list[str]()
     for line in text.splitlines():
         if key := _KEY.match(line):

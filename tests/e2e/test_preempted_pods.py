@@ -160,7 +160,7 @@ def test_the_preemption_is_named_and_is_not_the_users(story: Story) -> None:
 
 
 def test_the_hook_held_the_pod_until_the_checkpoint_was_down(story: Story) -> None:
-    assert f"stopped in order after step {story.last_step}" in story.waiting["lastFailure"]["message"]
+    assert f"stopped gracefully after step {story.last_step}" in story.waiting["lastFailure"]["message"]
     assert story.resumed_after == story.last_step
 
 

@@ -189,7 +189,7 @@ def hold(
     limit: Annotated[float, typer.Option(min=0, help="Longest wait, in seconds.")],
     job: Annotated[Path, typer.Option(help="The job file.")] = Path(CONFIG_MOUNT_PATH) / JOB_FILE,
 ) -> None:
-    """Hold a Ray pod that is being deleted until its run has stopped in order (the pods' preStop hook)."""
+    """Hold a Ray pod that is being deleted until its run has stopped gracefully (the pods' preStop hook)."""
     from ppojob_trainer.commands.hold import hold as hold_pod
 
     if not hold_pod(job, limit):
@@ -255,7 +255,7 @@ def _train(job: JobFile, attempt: int) -> bool:
         if outcome.is_finished:
             typer.echo(f"all {outcome.step} steps are done")
         else:
-            typer.echo(f"stopped after step {outcome.step}: the same command goes on from the last checkpoint")
+            typer.echo(f"stopped after step {outcome.step}: the same command resumes from the last checkpoint")
         return outcome.is_finished
 
 

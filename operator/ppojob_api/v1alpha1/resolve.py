@@ -40,7 +40,7 @@ class Reporting(ApiModel):
     url: str
     """HTTPS address of the status endpoint, path included."""
     token_path: str = f"{constants.TOKEN_MOUNT_PATH}/{constants.TOKEN_FILE}"
-    """File with the service-account token; read anew for each report, because the kubelet renews it."""
+    """File with the service-account token; read again for each report, because the kubelet renews it."""
     ca_path: str = f"{constants.CONFIG_MOUNT_PATH}/{constants.CA_FILE}"
     """File with the certificate authority of the endpoint."""
     interval_seconds: int = Field(default=10, ge=1)
@@ -48,7 +48,7 @@ class Reporting(ApiModel):
 
 
 class JobFile(ApiModel):
-    """job.json: all that the trainer is told."""
+    """job.json: everything that the trainer reads."""
 
     namespace: str
     """Namespace of the PPOJob."""

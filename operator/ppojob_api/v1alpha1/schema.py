@@ -131,7 +131,7 @@ def _convert(raw: Schema, definitions: Schema, path: str) -> Schema:
 
 
 def _inline(raw: Schema, definitions: Schema) -> Schema:
-    """Replace a reference by what it refers to; what stands beside it (description, default) wins."""
+    """Replace a reference by its target; fields beside it (description, default) win."""
     if "$ref" not in raw:
         return raw
     beside = {key: value for key, value in raw.items() if key != "$ref"}

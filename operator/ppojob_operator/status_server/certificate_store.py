@@ -80,7 +80,7 @@ class SecretSource:
     def _unusable(self, problem: str) -> CertificateError:
         return CertificateError(
             f"Secret {self._namespace}/{self._name} does not hold the operator's certificates ({problem}): "
-            "empty its data, and the operator fills it anew"
+            "empty its data, and the operator fills it again"
         )
 
     async def _store(self, secret: RawObject | None, new: Certificates) -> bool:

@@ -58,7 +58,7 @@ def make(names: Sequence[str], now: datetime) -> Certificates:
 
 
 def renew(old: Certificates, names: Sequence[str], now: datetime) -> Certificates | None:
-    """Return certificates with what is due made anew, or None if nothing is due.
+    """Return certificates with those that are due renewed, or None if nothing is due.
 
     Raises:
         CertificateError: the old ones cannot be read.

@@ -154,7 +154,7 @@ def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layo
     assert record.reason == Reason.INTERRUPTED
     stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
     assert 1 <= stopped_at < STEPS
-    assert f"stopped in order after step {stopped_at}" in record.message
+    assert f"stopped gracefully after step {stopped_at}" in record.message
     last = endpoint.reports[-1]
     assert last.checkpoint is not None, "the last report tells of the checkpoint"
     assert last.checkpoint.step == stopped_at

@@ -229,7 +229,7 @@ def dashboard(
         port = port or _RAY_PORT
         ray_cluster = job.get("status", {}).get("rayCluster", {}).get("name")
         if ray_cluster is None:
-            raise NotThereError(f"{within}/{name} has no RayCluster: it has not begun, or has ended and gave it back")
+            raise NotThereError(f"{within}/{name} has no RayCluster: it has not started, or has ended")
         found = cluster.get("raycluster.ray.io", ray_cluster, f"--namespace={within}")
         service = found.get("status", {}).get("head", {}).get("serviceName")
         if service is None:
@@ -245,7 +245,7 @@ def _forward_tensorboard(cluster: Cluster, job: Raw, port: int) -> None:
 
     within = job["metadata"]["namespace"]
     if not job.get("status", {}).get("startTime"):
-        raise NotThereError(f"{within}/{job['metadata']['name']} has not begun: there is nothing to show yet")
+        raise NotThereError(f"{within}/{job['metadata']['name']} has not started: there is nothing to show yet")
     with made(cluster, tensorboard_pod(job, _TENSORBOARD_PORT)) as pod:
         typer.echo(f"http://127.0.0.1:{port}")
         target = f"{port}:{_TENSORBOARD_PORT}"
@@ -332,25 +332,25 @@ def _view(jobs: Sequence[Raw], name: str | None, all_namespaces: bool) -> object
 
 def _watch(cluster: Cluster, name: str | None, all_namespaces: bool, interval: float, console: Console) -> None:
     """Show the jobs until all are finished: a live table on a terminal, a line for each change elsewhere."""
-    told: dict[str, str] = {}
+    shown: dict[str, str] = {}
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
             jobs = _jobs(cluster, name, all_namespaces)
             if console.is_terminal:
                 live.update(_view(jobs, name, all_namespaces), refresh=True)  # type: ignore[arg-type]
             else:
-                _tell_changes(jobs, told)
+                _print_changes(jobs, shown)
             if all(map(status_table.is_finished, jobs)):
                 return
             time.sleep(interval)
 
 
-def _tell_changes(jobs: Sequence[Raw], told: dict[str, str]) -> None:
+def _print_changes(jobs: Sequence[Raw], shown: dict[str, str]) -> None:
     for job in jobs:
         line, uid = status_table.line(job), job["metadata"]["uid"]
-        if told.get(uid) != line:
+        if shown.get(uid) != line:
             typer.echo(line)
-            told[uid] = line
+            shown[uid] = line
 
 
 @contextmanager

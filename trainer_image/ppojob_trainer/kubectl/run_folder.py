@@ -146,7 +146,7 @@ def open_folder(cluster: Cluster, job: Raw, seconds: int = READER_SECONDS) -> It
     """
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     if not job.get("status", {}).get("startTime"):
-        raise NotThereError(f"{namespace}/{name} has not begun: see kubectl ppo explain-pending {name}")
+        raise NotThereError(f"{namespace}/{name} has not started: see kubectl ppo explain-pending {name}")
     files = files_of(job)
     head = running_head(cluster, job)
     if head is not None:

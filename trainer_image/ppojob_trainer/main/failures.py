@@ -124,7 +124,7 @@ def interrupted(step: int) -> FailureRecord:
     """Return the record of a run that was stopped gracefully."""
     return FailureRecord(
         reason=Reason.INTERRUPTED,
-        message=f"stopped in order after step {step}; the run goes on from its last checkpoint",
+        message=f"stopped gracefully after step {step}; the run resumes from its last checkpoint",
         kind=FailureKind.INFRASTRUCTURE,
         exit_code=INTERRUPTED_EXIT_CODE,
     )

@@ -205,8 +205,8 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         total_steps = LiveSettings.of(spec.trainer, spec.checkpoint).steps(steps_per_epoch)
         sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)
-        for doubt in [*check_memory(spec, sizes), *of_hosts]:
-            logger.warning("%s", doubt)
+        for warning in [*check_memory(spec, sizes), *of_hosts]:
+            logger.warning("%s", warning)
         gathered = stay_gathered(spec, sizes)
         if whole := [role for role, stays in gathered.items() if stays]:
             logger.info("whole on each rank through an optimizer step: %s", ", ".join(whole))

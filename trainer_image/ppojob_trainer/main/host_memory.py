@@ -58,7 +58,7 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
     Raises:
         ModelMismatchError: a host has less memory than the copies of offloaded state need; the message has the numbers.
     """
-    doubts: list[str] = []
+    warnings: list[str] = []
     for host, roles in host_needs(spec, sizes).items():
         total = min(sizes[need.role].host_bytes for need in roles)
         offloaded = sum(need.offloaded for need in roles)
@@ -72,13 +72,13 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         staged = sum(need.staged for need in roles)
         needed = offloaded + staged + _OF_A_PROCESS * sum(need.num_processes for need in roles)
         if spec.checkpoint.asynchronous and needed > (1 - _SPARE) * total:
-            doubts.append(
+            warnings.append(
                 f"checkpoint.async is not followed: host {host} has {total / _GB:.1f} GB, and about "
                 f"{needed / _GB:.1f} GB would be used while a checkpoint is written in the background: offloaded "
                 f"{offloaded / _GB:.1f}, copied for it {staged / _GB:.1f}, the rest for the processes. The run waits "
                 "for each checkpoint instead; give the pools more memory (resourcesPerGPU.memory) to avoid that"
             )
-    return spec.checkpoint.asynchronous and not doubts, doubts
+    return spec.checkpoint.asynchronous and not warnings, warnings
 
 
 def _bytes(spec: PPOJobSpec, role: str) -> tuple[int, int]:

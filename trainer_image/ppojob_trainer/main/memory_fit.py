@@ -180,7 +180,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     Raises:
         ModelMismatchError: a GPU of a pool has less memory than its roles need at least; the message has the numbers.
     """
-    doubts, asked = [], _frees_asked_for(spec.model)
+    warnings, asked = [], _frees_asked_for(spec.model)
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         has_rollout = pool in spec.placement.rollout_pools
@@ -206,13 +206,13 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
         full = resident + max(passes) + beside
         if full > gpu_bytes:
             activations = ", ".join(f"{need.role} {need.activations / _GB:.1f}" for need in roles)
-            doubts.append(
+            warnings.append(
                 f"pool {pool} may run out of memory where micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
                 f"GB and about {full / _GB:.1f} GB are wanted at the same time: {'; '.join(parts)}; activations at "
                 f"maxTokensPerGPU {activations}. Lower maxTokensPerGPU, or use gradientCheckpointing"
                 + (f", or leave out reshardAfterForward of {', '.join(gathered)}" if gathered else "")
             )
-    return doubts
+    return warnings
 
 
 def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:

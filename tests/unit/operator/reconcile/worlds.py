@@ -132,7 +132,7 @@ class World:
     def trainer_stops_in_order(self) -> "World":
         """Let the trainer end as it does when it was asked to stop, or got a signal."""
         kind = FailureKind.INFRASTRUCTURE
-        return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped in order after step 3", exit_code=130)
+        return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped gracefully after step 3", exit_code=130)
 
     def suspend(self, wish: bool = True) -> "World":
         """Change `spec.runPolicy.suspend`."""

@@ -263,7 +263,7 @@ def test_the_first_interrupt_stops_in_order(file: Path, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "once more Ctrl-C ends at once" in err
     assert "saved" in out
-    assert "stopped after step 5: the same command goes on" in out
+    assert "stopped after step 5: the same command resumes" in out
 
 
 def test_the_second_interrupt_ends_at_once(file: Path, tmp_path: Path) -> None:

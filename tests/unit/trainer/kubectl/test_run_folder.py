@@ -104,7 +104,7 @@ def test_a_job_that_has_not_begun_has_no_logs(running: MemoryCluster, ppo: Plugi
 
     result = ppo("logs", "products")
 
-    assert result.stderr == "error: team/products has not begun: see kubectl ppo explain-pending products\n"
+    assert result.stderr == "error: team/products has not started: see kubectl ppo explain-pending products\n"
     assert running.created == []
 
 
@@ -176,4 +176,4 @@ def test_a_job_without_a_cluster_has_no_dashboard(running: MemoryCluster, ppo: P
 
     result = ppo("dashboard", "products")
 
-    assert result.stderr == "error: team/products has no RayCluster: it has not begun, or has ended and gave it back\n"
+    assert result.stderr == "error: team/products has no RayCluster: it has not started, or has ended\n"

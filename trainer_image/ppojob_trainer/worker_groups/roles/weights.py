@@ -49,12 +49,12 @@ class WeightsGroup:
             for plan, link in zip(plans, links, strict=True):
                 places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
         placed = [[[places[worker] for worker in workers] for workers in replicas] for replicas in self._workers()]
-        told = (
+        receiving = (
             rollout.group.call(RolloutWorker.connect_weights, of_replicas)
             for rollout, of_replicas in zip(self._rollouts, placed, strict=True)
         )
         connecting = self._actor.call(ActorWorker.connect_weights)
-        senders, groups = await asyncio.gather(connecting, asyncio.gather(*told))
+        senders, groups = await asyncio.gather(connecting, asyncio.gather(*receiving))
         return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
 
     def _workers(self) -> list[list[range]]:
