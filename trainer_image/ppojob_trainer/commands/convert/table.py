@@ -92,7 +92,6 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_A}.use_prefix_grouper", only(False, "sequences are packed, and share no prefix in training")),
     Needless(f"{_A}.use_torch_compile", "see model.actor.compile, which compiles the layers"),
     # The reference.
-    field("actor_rollout_ref.ref.model.path", "model.ref.path", text),
     field("actor_rollout_ref.ref.fsdp_config.param_offload", "model.ref.offload.parameters", truth),
     field("actor_rollout_ref.ref.megatron.param_offload", "model.ref.offload.parameters", truth),
     Absent("actor_rollout_ref.ref.megatron.*", MEGATRON),

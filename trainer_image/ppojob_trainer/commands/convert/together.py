@@ -79,6 +79,9 @@ def models(draft: Draft) -> None:
         draft.to_fill.append(("model.critic.path", why))
     if critic is not None and critic != path:
         draft.values["model.critic.path"] = _model_path(draft, "model.critic.path", critic)
+    reference = draft.take("actor_rollout_ref.ref.model.path")
+    if reference is not None:
+        draft.values["model.ref.path"] = _model_path(draft, "model.ref.path", reference)
 
 
 def adapters(draft: Draft) -> None:
@@ -93,7 +96,7 @@ def adapters(draft: Draft) -> None:
             continue
         draft.values[f"model.{role}.lora.rank"] = whole(rank)
         draft.values[f"model.{role}.lora.alpha"] = number(alpha)
-        if role == "actor" and draft.given.get("actor_rollout_ref.ref.model.path") is None:
+        if role == "actor" and "model.ref.path" not in draft.values:
             # The reference is the actor with its adapters off, and has nothing of its own to offload.
             draft.take("actor_rollout_ref.ref.fsdp_config.param_offload")
         if layers != "all-linear":

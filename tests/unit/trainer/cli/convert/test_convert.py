@@ -158,6 +158,8 @@ def is_field(path: str) -> bool:
         ("actor_rollout_ref.actor.checkpoint.async_save=True", "checkpoint.async", True),
         ("actor_rollout_ref.model.lora_rank=8", "model.actor.lora", {"rank": 8, "alpha": 16}),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "model.actor.path", "hf://Qwen/Qwen3-8B"),
+        ("actor_rollout_ref.ref.model.path=Qwen/Qwen3-8B", "model.ref.path", "hf://Qwen/Qwen3-8B"),
+        ("actor_rollout_ref.ref.model.path=/data/models/reference", "model.ref.path", "/data/models/reference"),
         ("critic.model.path=~/models/critic", "model.critic.path", "/data/models/critic"),
         ("critic.model.fsdp_config.param_offload=True", "model.critic.offload.parameters", True),
         ("trainer.resume_mode=disable", "checkpoint.resume", "Never"),
