@@ -2,8 +2,8 @@
 
 The body is read only after the token in the header was checked, and counts against the limits of the token's job.
 
-It logs what it refuses, with a limit per reason, and never headers or bodies:
-they carry tokens. aiohttp's access log stays off.
+Refusals are logged, with a limit per reason. Headers and bodies are never logged, because they carry tokens;
+aiohttp's access log is off.
 """
 
 import asyncio

@@ -223,7 +223,7 @@ def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str
 
 
 def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said about the layout: the report's, nothing being an answer too; before that the previous words.
+    """Return the recommendation of the report, which may be empty; if the report has none yet, the previous one.
 
     Layouts are never kept: autoBalance would apply to an attempt what was measured in another one.
     """

@@ -56,7 +56,7 @@ class Health:
         self._ready[name] = check
 
     def forget(self, name: str) -> None:
-        """Look no longer at the pulse and the checks of this name: what they were about has ended in order."""
+        """Remove the pulse and the checks of this name, because their part of the operator has stopped gracefully."""
         self._live.pop(name, None)
         self._ready.pop(name, None)
 

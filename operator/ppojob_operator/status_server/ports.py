@@ -50,7 +50,7 @@ class ProgressPort(Protocol):
     async def apply_progress(self, key: JobIdentity, status_of: StatusOf) -> bool:
         """Apply the part of the status that the reports own; False if that object is gone.
 
-        `status_of` is asked with the object as it stands at the write; None: the object has something newer already.
+        `status_of` gets the current object and returns the status to write, or None if the object has a newer one.
         """
 
 
