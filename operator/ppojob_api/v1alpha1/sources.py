@@ -11,7 +11,7 @@ function of the address alone, so jobs that share a storage share what was fetch
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -155,6 +155,17 @@ def localized(spec: PPOJobSpec, storage: str) -> tuple[PPOJobSpec, list[Source]]
         known.fields.append(field)
         holder[name] = place.path
     return PPOJobSpec.model_validate(wire), list(found.values())
+
+
+def with_addresses(spec: PPOJobSpec, sources: Iterable[Source]) -> PPOJobSpec:
+    """Return a spec of `localized` with its addresses again in place of the folders."""
+    given = {field: source.address for source in sources for field in source.fields}
+    if not given:
+        return spec
+    wire = spec.to_wire()
+    for holder, name, field, _ in _holders(wire):
+        holder[name] = given.get(field, holder[name])
+    return PPOJobSpec.model_validate(wire)
 
 
 def has_addresses(spec: PPOJobSpec) -> bool:

@@ -13,11 +13,11 @@ import yaml
 
 from ppojob_api.v1alpha1.data import DataSource
 from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_api.v1alpha1.sources import hub_address, with_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.telemetry.progress import REWARD, VALIDATION_REWARD
 from ppojob_trainer.telemetry.records import Record
 
-_HUB = "hf://"
 _OF_THE_BASE = ("license", "license_name", "license_link", "language")
 _VALIDATION = "val-core/"
 
@@ -37,7 +37,8 @@ class CardFacts:
 
 def model_card(job: JobFile, facts: CardFacts) -> str:
     """Return the text of README.md."""
-    spec, name = job.spec, job.name
+    # job.json has the folders of what was fetched.
+    spec, name = with_addresses(job.spec, job.sources), job.name
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(spec, facts), sort_keys=False, allow_unicode=True)}---",
         f"# {name}",
@@ -82,8 +83,9 @@ def _metadata(card: str) -> dict[str, Any]:
 
 
 def _hub_name(path: str) -> str:
-    """Return the name of a model on the hub, without its revision; empty: the path is a folder."""
-    return path.removeprefix(_HUB).partition("@")[0] if path.startswith(_HUB) else ""
+    """Return the name of a model on the hub, without its revision; empty: it is a folder or in a bucket."""
+    address = hub_address(path)
+    return address.repository if address is not None else ""
 
 
 def _base(spec: PPOJobSpec) -> str:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.sources import localized
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.exports import complete
 from tests.good_spec import GOOD
@@ -25,8 +26,8 @@ BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: others/base\n
 
 
 def job_of(root: Path, **changes: Any) -> JobFile:
-    spec = {**GOOD["spec"], **changes}
-    return JobFile(namespace="team", name="products", uid="u", root=str(root), spec=resolve(parse_spec(spec)))
+    spec, sources = localized(resolve(parse_spec({**GOOD["spec"], **changes})), "/data")
+    return JobFile(namespace="team", name="products", uid="u", root=str(root), spec=spec, sources=sources)
 
 
 def card_of(tmp_path: Path, *, step: int = 3, base_card: str = "", **changes: Any) -> tuple[dict[str, Any], str]:
@@ -60,6 +61,19 @@ def test_licence_and_languages_are_those_of_the_base_models_card_which_is_replac
     assert (front["license"], front["language"]) == ("apache-2.0", ["en"])
     assert "base_model" not in front, "the base of the base"
     assert "The base model" not in text
+
+
+def test_what_was_fetched_is_named_by_its_address(tmp_path: Path) -> None:
+    file = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
+    train = {"files": {"paths": [file], "promptColumn": "question", "groundTruthColumn": "answer"}}
+    model = {"actor": {"path": "hf://Qwen/Qwen2.5-1.5B-Instruct@v1"}}
+
+    front, text = card_of(tmp_path, model=model, data={"train": train, "trainBatchSize": 16})
+
+    assert front["base_model"] == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert "`Qwen/Qwen2.5-1.5B-Instruct`, trained by reinforcement learning" in text
+    assert f"| training | `{file}` |" in text
+    assert "/data/sources" not in text
 
 
 @pytest.mark.parametrize(
