@@ -29,26 +29,14 @@ from tests.integration.trainer.runs import (
     started,
     wait_until,
 )
-from tests.integration.trainer.s3_server import S3Server, serving
+from tests.integration.trainer.s3_server import S3Server
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow, pytest.mark.usefixtures("s3_environment")]
 
 PROJECT = Path(__file__).resolve().parents[3]
 LIMIT_S = 700.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serving(tmp_path_factory.mktemp("s3")) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def _reached(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

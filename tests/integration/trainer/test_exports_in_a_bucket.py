@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,9 @@ from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.exports import UploadRefusedError, open_target, upload
 from ppojob_trainer.exports.target import MANIFEST, Export
 from tests.integration.trainer.runs import LIMIT_S, STEPS, Run, log_of, spec_of, started
-from tests.integration.trainer.s3_server import S3Server, serving
+from tests.integration.trainer.s3_server import S3Server
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serving(tmp_path_factory.mktemp("s3")) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def _reached(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow, pytest.mark.usefixtures("s3_environment")]
 
 
 @pytest.fixture

@@ -15,28 +15,20 @@ from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.checkpoints.bucket import Bucket
 from ppojob_trainer.commands.fetch import FetchError, FetchRefusedError, State, fetch_all
 from tests.good_spec import with_changes
-from tests.integration.trainer.s3_server import BUCKET, S3Server, serving
+from tests.integration.trainer.s3_server import BUCKET, S3Server
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.usefixtures("s3_environment")]
 
 WEIGHTS = bytes(range(256)) * 65_536
 CONFIG = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serving(tmp_path_factory.mktemp("s3")) as found:
-        obstore.put(found.store, "models/tiny/config.json", json.dumps(CONFIG).encode())
-        obstore.put(found.store, "models/tiny/model.safetensors", WEIGHTS)
-        obstore.put(found.store, "models/tiny/README.md", b"not needed")
-        obstore.put(found.store, "data/train.jsonl", b'{"prompt": "1+1?"}\n')
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def _reached(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module", autouse=True)
+def _filled(server: S3Server) -> None:
+    obstore.put(server.store, "models/tiny/config.json", json.dumps(CONFIG).encode())
+    obstore.put(server.store, "models/tiny/model.safetensors", WEIGHTS)
+    obstore.put(server.store, "models/tiny/README.md", b"not needed")
+    obstore.put(server.store, "data/train.jsonl", b'{"prompt": "1+1?"}\n')
 
 
 def job_of(storage: Path, model: str, data: str = f"s3://{BUCKET}/data/train.jsonl") -> JobFile:
