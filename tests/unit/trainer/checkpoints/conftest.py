@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
-from ppojob_trainer.checkpoints import bucket
 from tests.unit.trainer.checkpoints.places import BucketPlace, FolderPlace, Place
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    """The only bucket there is."""
-    store = MemoryStore()
-    monkeypatch.setattr(bucket, "from_url", lambda address, **options: store)
-    return store
 
 
 @pytest.fixture

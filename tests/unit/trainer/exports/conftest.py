@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from obstore.store import MemoryStore
 
-from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.exports import uploads
 from ppojob_trainer.exports.target import Export
 from tests.unit.trainer.exports import upload_hub
@@ -36,14 +34,6 @@ def make_export(tmp_path: Path) -> MakeExport:
         return Export(folder, step, uid, has_own_place)
 
     return make
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    """The only bucket there is."""
-    store = MemoryStore()
-    monkeypatch.setattr(bucket, "from_url", lambda address, **options: store)
-    return store
 
 
 @pytest.fixture

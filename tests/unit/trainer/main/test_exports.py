@@ -13,7 +13,6 @@ from obstore.store import MemoryStore
 
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.exports import UploadFailedError, UploadRefusedError
 from ppojob_trainer.exports.target import MANIFEST
 from ppojob_trainer.main import exports as main_exports
@@ -56,13 +55,6 @@ def job_of(root: Path, **checkpoint: Any) -> JobFile:
 def exports_of(root: Path, *, signs: list[None] | None = None, **checkpoint: Any) -> JobExports:
     on_file = (signs if signs is not None else []).append
     return JobExports(job_of(root, **checkpoint), Actor(), RunFiles(root), 0, lambda: on_file(None))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    store = MemoryStore()
-    monkeypatch.setattr(bucket, "from_url", lambda address, **options: store)
-    return store
 
 
 async def test_the_last_export_replaces_the_one_before(tmp_path: Path) -> None:
