@@ -12,11 +12,12 @@ import pytest
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import ProgressReply, progress_audience
 from ppojob_operator.api_server import ApiUnavailable, RawObject, StatusOf
-from ppojob_operator.status_server import JobIdentity, OperatorMetrics, TokenIdentity
+from ppojob_operator.status_server import JobIdentity, OperatorMetrics, StatusServerSettings, TokenIdentity
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.intake import Intake
 from ppojob_operator.status_server.refusals import Refusal
 from ppojob_operator.status_server.writer import ProgressWriter
+from tests.ports import server_port
 
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
 CLUSTER = "arithmetic-1a2b3"
@@ -253,3 +254,16 @@ async def refusal_of(answer: Awaitable[ProgressReply]) -> Refusal:
     with pytest.raises(Refusal) as caught:
         await answer
     return caught.value
+
+
+@pytest.fixture
+def settings() -> StatusServerSettings:
+    """The settings of a whole server on loopback."""
+    return StatusServerSettings(
+        namespace="system",
+        service_name="ppojob-operator",
+        host="127.0.0.1",
+        port=server_port(),
+        probe_port=server_port(),
+        extra_names=("localhost", "127.0.0.1"),
+    )

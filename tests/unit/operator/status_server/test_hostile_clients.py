@@ -16,22 +16,10 @@ from ppojob_api.v1alpha1.progress import progress_audience
 from ppojob_operator.status_server import StatusServerSettings, TokenIdentity
 from ppojob_operator.status_server.limits import ConnectionLimits, RequestLimits
 from tests.unit.operator.status_server.conftest import make_token
-from tests.unit.operator.status_server.test_status_server import LIMIT, PATH, Running, free_port, serving
+from tests.unit.operator.status_server.test_status_server import LIMIT, PATH, Running, serving
 
 HOSTILE, GOOD = "127.0.0.2", "127.0.0.1"
 NUM_SLOW, BATCH = 300, 50
-
-
-@pytest.fixture
-def settings() -> StatusServerSettings:
-    return StatusServerSettings(
-        namespace="system",
-        service_name="ppojob-operator",
-        host="127.0.0.1",
-        port=free_port(),
-        probe_port=free_port(),
-        extra_names=("localhost", "127.0.0.1"),
-    )
 
 
 SLOW_HEADERS = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nX-Slow: "

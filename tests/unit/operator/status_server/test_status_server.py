@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,18 +25,12 @@ from ppojob_operator.status_server import (
     StatusServerSettings,
 )
 from ppojob_operator.status_server.limits import RequestLimits
+from tests.ports import server_port
 from tests.unit.operator.status_server.conftest import TOKEN, FakeCluster, make_token
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
 LIMIT = 30.0
 NAMES: Any = {"service_account_name": "{}-trainer".format, "fetch_job_name": "{}-fetch".format}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _metrics() -> OperatorMetrics:
@@ -47,18 +40,6 @@ def _metrics() -> OperatorMetrics:
     states = {JobKey("ns", name): JobState(phase) for name, phase in phases.items()}
     metrics.ask(job_states=lambda: states, queue_depth=lambda: 0, left_alone=lambda: 0, leads=lambda: True)
     return metrics
-
-
-@pytest.fixture
-def settings() -> StatusServerSettings:
-    return StatusServerSettings(
-        namespace="system",
-        service_name="ppojob-operator",
-        host="127.0.0.1",
-        port=free_port(),
-        probe_port=free_port(),
-        extra_names=("localhost", "127.0.0.1"),
-    )
 
 
 class Gate(asyncio.Event):
@@ -281,7 +262,7 @@ async def test_another_application_is_served_beside_with_the_same_certificates_u
     async def greet(request: web.Request) -> web.Response:
         return web.Response(text="hello")
 
-    beside, port = web.Application(), free_port()
+    beside, port = web.Application(), server_port()
     beside.router.add_get("/", greet)
     async with serving(cluster, settings, (port, beside)) as running, aiohttp.ClientSession() as session:
         async with session.get(f"https://localhost:{port}/", ssl=running.tls) as answer:
@@ -345,7 +326,7 @@ async def test_a_loop_that_ends_by_itself_ends_the_server(cluster: Any, settings
     async with serving(cluster, settings) as running:
         cluster.errors["read_secret"] = iter([ValueError("a bug")])
         broken = StatusServer(
-            replace(settings, port=free_port(), probe_port=free_port(), certificate_check_seconds=0.01),
+            replace(settings, port=server_port(), probe_port=server_port(), certificate_check_seconds=0.01),
             port=cluster,
             secrets=cluster,
             **NAMES,
