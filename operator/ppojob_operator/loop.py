@@ -33,14 +33,8 @@ from ppojob_operator.job_events import JobEvents
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
-from ppojob_operator.reconcile import (
-    JobState,
-    dashboard_target,
-    decide,
+from ppojob_operator.reading import (
     is_fetch_pod,
-    is_finished,
-    job_state,
-    needs_fetch,
     read_claim,
     read_cluster,
     read_fetch_job,
@@ -48,6 +42,14 @@ from ppojob_operator.reconcile import (
     read_job,
     read_pod,
     read_workload,
+)
+from ppojob_operator.reconcile import (
+    JobState,
+    dashboard_target,
+    decide,
+    is_finished,
+    job_state,
+    needs_fetch,
     show_fault,
     was_accepted,
 )

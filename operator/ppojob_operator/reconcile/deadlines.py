@@ -1,19 +1,23 @@
-"""Policy: the startup deadline and the active deadline.
+"""Policy: the startup deadline, the active deadline, and when a finished job is deleted (`ttlSecondsAfterFinished`).
 
 After the active deadline, the job fails. After the startup deadline, it fails only if it has never run. A job that has
 run keeps waiting, because failing would lose its steps, and capacity usually returns. If the attempt waits for pools
-that autoBalance has enlarged, `stopping.py` reverts their sizes.
+that autoBalance has enlarged, their sizes are reverted (event EnlargementFailed).
 """
 
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_operator.reading import parse_time
+from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
-from ppojob_operator.reconcile.submission import Step
 
 
-def judge(situation: Situation, pools: Finding, step: Step) -> Failure | None:
+def exceeded(situation: Situation, pools: Finding, step: Step) -> Failure | None:
     """Return the failure of a job that is past one of its deadlines, else None."""
     if failure := _active(situation):
         return failure
@@ -90,3 +94,11 @@ def _begin(situation: Situation, pools: Finding) -> datetime:
 def _cause(pools: Finding, step: Step) -> str:
     cause = step.finding if pools.status == "True" else pools
     return f"{cause.reason}: {cause.message}"
+
+
+def expiry(spec: PPOJobSpec | SpecError, status: PPOJobStatus) -> datetime | None:
+    """Return when the finished job is deleted; None: never, or the spec is invalid."""
+    seconds = spec.run_policy.ttl_seconds_after_finished if isinstance(spec, PPOJobSpec) else None
+    if seconds is None or status.completion_time is None:
+        return None
+    return parse_time(status.completion_time) + timedelta(seconds=seconds)

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, StopStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
-from ppojob_operator.reconcile.reading import parse_time
+from ppojob_operator.reading import parse_time
 
 _NEWLINE = "\n"
 _HEADLINE_LENGTH = 500
@@ -145,8 +145,7 @@ class Situation:
     @cached_property
     def ray_job(self) -> RayJob | None:
         """Ray's job of the current attempt; None: Ray does not know it, or was not contacted."""
-        jobs = self.observed.ray.jobs if self.observed.ray else ()
-        return next((job for job in jobs if job.submission_id == self.submission_id), None)
+        return _ray_job(self.job, self.observed)
 
     @property
     def submitted_at(self) -> datetime | None:
@@ -203,3 +202,16 @@ class Situation:
 def backoff(retries: int) -> timedelta:
     """Return the delay before a retry: 10 s, doubled with each retry, at most six minutes, as in batch/v1 Job."""
     return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(retries - 1, 10)) if retries > 0 else timedelta(0)
+
+
+def is_submitted(job: Job, observed: Observed) -> bool:
+    """Return whether the trainer of the current attempt was submitted to Ray; the status may not say so yet."""
+    conditions = job.status.conditions
+    is_written = any((each.type, each.status) == (Condition.SUBMITTED, "True") for each in conditions)
+    return is_written or _ray_job(job, observed) is not None
+
+
+def _ray_job(job: Job, observed: Observed) -> RayJob | None:
+    submission_id = naming.submission_id(job.uid, job.status.attempt or 0)
+    jobs = observed.ray.jobs if observed.ray else ()
+    return next((each for each in jobs if each.submission_id == submission_id), None)

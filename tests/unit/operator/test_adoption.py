@@ -13,7 +13,7 @@ from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.plan import EventRecord, Job, Manifest
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from ppojob_operator.settings import Settings
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 

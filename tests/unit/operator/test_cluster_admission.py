@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ppojob_operator.api_server import ApiRefused
 from ppojob_operator.cluster_admission import AdmissionCluster
-from ppojob_operator.reconcile.references import Kind, Reference
+from ppojob_operator.reconcile.acceptance import Kind, Reference
 from tests.unit.operator.played_api_server import connected
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/ours"

@@ -6,7 +6,7 @@
     ppojob.dev/operator  the operator that the annotation names takes the job over; all others ignore it
 
 An operator is identified by its release's namespace and Lease, which are the same for all replicas, restarts and
-upgrades. `adoption.py` calls this for the loop, and the admission webhook to validate only its own jobs.
+upgrades. `adoption.py` calls this for the loop, and the admission webhook to validate only its own jobs. Pure.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Condition, Reason
 from ppojob_api.v1alpha1.status import OperatorStatus, PPOJobStatus
 from ppojob_operator.plan import EventRecord, Job, OtherLease
-from ppojob_operator.reconcile.completion import is_finished
+from ppojob_operator.reconcile import is_finished
 
 _ACTION = "Ownership"
 _OWNER = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:/([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?))?")

@@ -1,11 +1,12 @@
 """Parses raw objects of the API server into the views that the policies read. Pure.
 
-`loop.py` calls it. It keeps what a policy needs and decides nothing, with one exception: which of a pod's messages
-explains why it does not run.
+`loop.py`, the handlers and the webhook call it. It keeps what a policy needs and decides nothing, with two exceptions:
+which of a pod's messages explains why it does not run, and which pool sizes of autoBalance are merged into the spec. An
+edit of a pool's nodes, or turning autoBalance off, reverts those.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,12 +14,12 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import Layout, layout_of, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Claim, Cluster, FetchJob, FetchPod, Job, JobKey, Manifest, Pod, Trouble, Workload
-from ppojob_operator.reconcile import sizes
 
 _PULL_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _HARMLESS_WAITS = {"", "ContainerCreating", "PodInitializing"}
@@ -47,8 +48,8 @@ def read_job(raw: Manifest) -> Job:
     wire, spec = _read_spec(raw.get("spec", {}), _queue(metadata, status))
     moved = status.effective_pools
     if isinstance(spec, PPOJobSpec):
-        moved = sizes.in_force(spec, moved)
-        spec = sizes.with_moved(spec, moved)
+        moved = moved_in_force(spec, moved)
+        spec = with_moved(spec, moved)
     return Job(
         key=JobKey(metadata["namespace"], metadata["name"]),
         uid=metadata["uid"],
@@ -303,3 +304,26 @@ def _exit_message(terminated: Mapping[str, Any]) -> str:
     code = f"{terminated.get('reason', 'Error')}, exit code {terminated['exitCode']}"
     message = str(terminated.get("message", "")).strip()
     return f"{code}: {message}" if message else code
+
+
+def with_nodes(spec: PPOJobSpec, nodes: Mapping[str, int]) -> PPOJobSpec:
+    """Return the spec with these numbers of nodes, by pool."""
+    pools = [pool.model_copy(update={"nodes": nodes.get(pool.name, pool.nodes)}) for pool in spec.pools]
+    return spec.model_copy(update={"pools": pools})
+
+
+def moved_in_force(spec: PPOJobSpec, moved: Sequence[EffectivePool]) -> list[EffectivePool]:
+    """Return the resized pools that are still valid for the user's spec."""
+    if not spec.auto_balance.enabled:
+        return []
+    written = {pool.name: pool for pool in spec.pools}
+    return [each for each in moved if each.name in written and each.spec_nodes == written[each.name].nodes]
+
+
+def with_moved(spec: PPOJobSpec, moved: Sequence[EffectivePool]) -> PPOJobSpec:
+    """Return the user's spec with the resized pools, if that is valid."""
+    if not moved:
+        return spec
+    other = with_nodes(spec, {each.name: each.nodes for each in moved})
+    # Bounds and sizes may have been edited since.
+    return spec if any(check(other)) else other
