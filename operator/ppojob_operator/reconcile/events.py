@@ -177,7 +177,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.FETCH_FAILED: lambda a: a.fetch is not None and a.fetch.failure is not None,
     Event.DEADLINE_EXCEEDED: lambda a: a.deadline is not None,
     Event.RETRIES_EXHAUSTED: lambda a: a.verdict is not None and a.verdict.is_final,
-    Event.ATTEMPT_FAILED: lambda a: a.verdict is not None,
+    Event.ATTEMPT_FAILED: lambda a: a.verdict is not None and not a.verdict.is_final,
     Event.STOPPED_FOR_SUSPENSION: lambda a: (
         a.situation.spec.run_policy.suspend and suspension.is_stopped(a.situation, a.failure)
     ),
