@@ -115,8 +115,7 @@ _PHASES = {
     State.FAILED: Phase.FAILED,
 }
 
-_States, _Events = tuple[State, ...], tuple[Event, ...]
-_ROWS: tuple[tuple[_States, Event, State | None], ...] = (
+_ROWS: tuple[tuple[tuple[State, ...], Event, State | None], ...] = (
     # None: the job stays in its state.
     (tuple(State), Event.DELETED, None),
     (FINAL, Event.EXPIRED, None),
@@ -149,7 +148,7 @@ _ROWS: tuple[tuple[_States, Event, State | None], ...] = (
     (_STARTED, Event.NOT_REPORTED, State.TRAINER_SUBMITTED),
     (_STARTED, Event.REPORTED, State.RUNNING),
 )  # fmt: skip
-_NEVER: tuple[tuple[_States, _Events, str], ...] = (
+_NEVER: tuple[tuple[tuple[State, ...], tuple[Event, ...], str], ...] = (
     (FINAL, tuple(event for event in Event if event not in (Event.DELETED, Event.EXPIRED, Event.ENDED)),
      "a job that has ended never starts again, and its spec is not read again"),
     ((*WITHOUT_TRAINER, *WITH_TRAINER), (Event.EXPIRED, Event.ENDED), "the job has not ended"),
@@ -173,7 +172,7 @@ _NEVER: tuple[tuple[_States, _Events, str], ...] = (
 )  # fmt: skip
 
 
-def _transitions(rows: Iterable[tuple[_States, Event, State | None]]) -> dict[State, dict[Event, State]]:
+def _transitions(rows: Iterable[tuple[tuple[State, ...], Event, State | None]]) -> dict[State, dict[Event, State]]:
     """Return the table; an event of a state may have one row only."""
     table: dict[State, dict[Event, State]] = {state: {} for state in State}
     for states, event, to in rows:
