@@ -86,13 +86,13 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _api_client() as client, aiohttp.ClientSession() as session:
-        api = ApiServer(client, timeout=settings.request_timeout)
+        metrics = OperatorMetrics()
+        api = ApiServer(client, timeout=settings.request_timeout, count=metrics.count_api_request)
         own = own_identity(settings)
         await log_differences(api, own.version)
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
-        metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
         if settings.webhook_configuration:
             endpoint = AdmissionEndpoint(AdmissionCluster(api), own, metrics.count_review)

@@ -8,7 +8,7 @@ from ppojob_operator.reconcile.decide import decide
 from ppojob_operator.reconcile.fetching import needs_fetch
 from ppojob_operator.reconcile.objects import dashboard_target
 from ppojob_operator.reconcile.states import is_finished
-from ppojob_operator.reconcile.status import JobState, job_state, show_fault
+from ppojob_operator.reconcile.status import JobState, job_state, show_fault, show_refusal
 
 __all__ = [
     "JobState",
@@ -18,6 +18,7 @@ __all__ = [
     "job_state",
     "needs_fetch",
     "show_fault",
+    "show_refusal",
     "spec_problem",
     "was_accepted",
 ]

@@ -22,7 +22,7 @@ from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.states import STOPS, TRANSITIONS, WITH_TRAINER, Event, State, phase_of
-from ppojob_operator.reconcile.status import condition_events, format_time, merge_conditions, owned
+from ppojob_operator.reconcile.status import condition_events, format_time, merge_conditions, owned, recovered
 from ppojob_operator.reconcile.suspension import Interruption
 
 _NOT_ACCEPTED_INTERVAL = 15.0
@@ -32,6 +32,7 @@ _RUNNING_INTERVAL = 10.0
 _QUEUED_INTERVAL = 30.0
 """Only the message may change; the watch of the RayCluster reports its admission."""
 _SOON = 1.0
+_VERDICTS = (Condition.COMPLETE, Condition.FAILED)
 
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
@@ -69,13 +70,21 @@ def _pending(a: Assessment, event: Event) -> Plan:
     if event == Event.REFUSED:
         findings[Condition.FAILED] = Finding("True", a.accepted.reason, a.accepted.message)
         update |= {"completion_time": format_time(a.now), "ray_cluster": None}
+    findings |= recovered(job, Finding(a.accepted.status, a.accepted.reason, a.accepted.message))
+    # A job that has failed has a RayCluster to delete.
+    interval = _SOON if event == Event.REFUSED else _NOT_ACCEPTED_INTERVAL
+    return replace(_with_conditions(a, findings, update), requeue_after=interval)
+
+
+def _with_conditions(a: Assessment, findings: Mapping[str, Finding], update: Mapping[str, object]) -> Plan:
+    """Return the plan that changes these conditions and fields, and keeps the rest of the status."""
+    job = a.job
     merged = merge_conditions(job.status.conditions, findings, job.generation, a.now)
     status = job.status.model_copy(update={**update, "conditions": merged})
     desired = owned(status.model_copy(update={"phase": phase_of(status)}))
     return Plan(
         status=None if desired == owned(job.status) else desired,
         events=tuple(condition_events(job.status.conditions, merged)),
-        requeue_after=_NOT_ACCEPTED_INTERVAL,
     )
 
 
@@ -164,9 +173,13 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
     clusters = tuple(cluster.name for cluster in a.observed.clusters if not cluster.is_deleting)
     if event == Event.EXPIRED:
         return Plan(delete_clusters=clusters, delete_job=True)
+    verdict = next(each for each in a.job.status.conditions if each.type in _VERDICTS and each.status == "True")
+    # A refused deletion is shown until nothing is left to delete.
+    ended = {} if clusters else recovered(a.job, Finding("False", verdict.reason, verdict.message))
+    plan = _with_conditions(a, ended, {}) if ended else Plan()
     expiry = deadlines.expiry(a.job.spec, a.job.status)
     left = None if expiry is None else (expiry - a.now).total_seconds()
-    return Plan(delete_clusters=clusters, requeue_after=left)
+    return replace(plan, delete_clusters=clusters, requeue_after=left)
 
 
 _PlanOf = Callable[[Assessment, Event], Plan]
@@ -233,7 +246,7 @@ def _attempt_failed(a: Assessment) -> Plan:
 def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure | None = None) -> Plan:
     """Finish the job: write the verdict first, then delete the RayCluster."""
     situation = a.situation
-    verdict = next(finding for kind, finding in over.items() if kind in (Condition.COMPLETE, Condition.FAILED))
+    verdict = next(finding for kind, finding in over.items() if kind in _VERDICTS)
     released = Finding("False", Reason.RELEASED, "the job has ended and its RayCluster was deleted")
     released_pools = pods.released(situation, released)
     ended = Finding("False", verdict.reason, verdict.message)

@@ -29,6 +29,7 @@ from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation, is_submitted
 from ppojob_operator.reconcile.states import Event, State, state_of
+from ppojob_operator.reconcile.status import request_failed
 
 _AFTER_THE_FETCH = Finding(
     "False", Reason.WAITING_FOR_PODS, "the pods are created when the models and data are in the storage"
@@ -130,11 +131,6 @@ class Assessment:
         return attempts.retry(self.situation, self.failure, is_cluster_whole=is_whole)
 
     @cached_property
-    def progressing(self) -> Finding:
-        """Condition Progressing of a job that is neither stopped nor failed."""
-        return self.delay or progress.progressing(self.situation)
-
-    @cached_property
     def findings(self) -> Mapping[str, Finding]:
         """The conditions of a job that is neither stopped nor failed."""
         situation = self.situation
@@ -145,13 +141,17 @@ class Assessment:
             Condition.ADMITTED: suspension.admitted(situation),
             Condition.POOLS_READY: self.found.finding,
             Condition.SUBMITTED: self.step.finding,
-            Condition.PROGRESSING: self.progressing,
+            Condition.PROGRESSING: self.delay or progress.progressing(situation),
             Condition.STALLED: progress.stalled_while_running(situation) if is_running else None,
             Condition.LAYOUT_APPLIED: layout.layout_applied(situation),
             Condition.MODEL_UPLOADED: progress.model_uploaded(situation),
             Condition.SUSPENDED: suspension.resumed(situation),
         }
-        return {kind: finding for kind, finding in findings.items() if finding is not None}
+        found = {kind: finding for kind, finding in findings.items() if finding is not None}
+        error = self.observed.last_error
+        if error and not any(error in finding.message for finding in found.values()):
+            found[Condition.PROGRESSING] = request_failed(error)
+        return found
 
     def _keeps_layout(self, found: Finding) -> bool:
         """Return whether an edit made the spec of a job invalid, which continues with the layout in force."""
@@ -195,7 +195,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.PODS_NOT_READY: _needs_pods,
     Event.RAY_NOT_READY: lambda a: a.step.submission is None,
     Event.RAY_READY: lambda a: True,
-    Event.NOT_REPORTED: lambda a: a.progressing.status == "False",
+    Event.NOT_REPORTED: lambda a: a.findings[Condition.PROGRESSING].status == "False",
     Event.REPORTED: lambda a: True,
 }
 """Whether an event is there. Those that are always there are the last ones of their states."""

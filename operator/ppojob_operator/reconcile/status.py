@@ -71,6 +71,7 @@ _WARNING_REASONS = {
     Reason.REPORTS_MISSING,
     Reason.STARTUP_DELAYED,
     Reason.OPERATOR_FAULT,
+    Reason.API_REQUEST_FAILED,
     Reason.UPLOAD_REFUSED,
     Reason.UPLOAD_FAILED,
 }
@@ -136,22 +137,44 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
 
 
 _MAX_WORDS = 500
+_NOT_RECONCILED = (Reason.OPERATOR_FAULT, Reason.API_REQUEST_FAILED)
 
 
 def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
-    """Return the plan that sets condition Progressing to Unknown, with an Event if this is new."""
+    """Return the plan that shows a defect of the operator. It does not read the spec, which may have triggered it."""
     words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     message = (
         f"a defect of the operator prevents the reconcile of this job ({words}): report it with the operator's log. "
         "A running trainer continues; the operator retries"
     )
-    old = job.status
-    merged = merge_conditions(
-        old.conditions,
-        {Condition.PROGRESSING: Finding("Unknown", Reason.OPERATOR_FAULT, message)},
-        job.generation,
-        now,
+    return _not_reconciled(job, Finding("Unknown", Reason.OPERATOR_FAULT, message), now)
+
+
+def show_refusal(job: Job, words: str, now: datetime) -> Plan:
+    """Return the plan that shows a request of the operator that failed outside the policies' conditions."""
+    return _not_reconciled(job, request_failed(words), now)
+
+
+def request_failed(words: str) -> Finding:
+    """Return condition Progressing of a job for which a request of the operator to the API server failed."""
+    message = (
+        f"a request of the operator failed ({words[:_MAX_WORDS]}): check the operator's permissions, quotas and "
+        "webhooks. A running trainer continues; the operator retries"
     )
+    return Finding("Unknown", Reason.API_REQUEST_FAILED, message)
+
+
+def recovered(job: Job, finding: Finding) -> dict[str, Finding]:
+    """Return condition Progressing if the last reconcile of the job was not possible, and this one is."""
+    known = ((each.type, each.reason) for each in job.status.conditions)
+    is_shown = any(kind == Condition.PROGRESSING and reason in _NOT_RECONCILED for kind, reason in known)
+    return {Condition.PROGRESSING: finding} if is_shown else {}
+
+
+def _not_reconciled(job: Job, finding: Finding, now: datetime) -> Plan:
+    """Return the plan that sets condition Progressing only, with an Event if this is new."""
+    old = job.status
+    merged = merge_conditions(old.conditions, {Condition.PROGRESSING: finding}, job.generation, now)
     status = old.model_copy(update={"conditions": merged})
     desired = owned(status.model_copy(update={"phase": phase_of(status)}))
     return Plan(

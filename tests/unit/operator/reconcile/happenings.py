@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import FetchPod, Ray, RayState, Trouble
 from ppojob_operator.reconcile.states import State
-from tests.unit.operator.reconcile.worlds import START, World
+from tests.unit.operator.reconcile.worlds import World
 
 POLICY = {
     "backoffLimit": 1,
@@ -245,8 +245,3 @@ def explanations(world: World) -> set[str]:
     verdicts = {each["reason"] for each in conditions if each["type"] in (Condition.FAILED, Condition.STALLED)}
     last = world.status.get("lastFailure", {}).get("reason")
     return bad | verdicts | ({last} if last else set())
-
-
-__all__ = [
-    "FAILURES", "OTHERS", "START", "WORLDS", "copied", "enlarged", "enlarged_and_ready", "explanations", "fresh", "running", "then",
-]  # fmt: skip

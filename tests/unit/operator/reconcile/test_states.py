@@ -54,7 +54,10 @@ EXPLAINED: dict[str, tuple[tuple[State, ...], set[str]]] = {
     "KubeRay is missing": (tuple(NOT_FINAL), {Reason.KUBERAY_MISSING}),
     "Kueue is missing": ((), set()),
     "the claim is deleted": ((State.PENDING,), {Reason.STORAGE_MISSING}),
-    "the API server refuses": ((State.FETCHING, State.SUBMITTING), {Reason.FETCHING, Reason.NOT_SUBMITTED}),
+    "the API server refuses": (
+        tuple(state for state in NOT_FINAL if state not in (State.PENDING, State.SUSPENDED)),
+        {Reason.FETCHING, Reason.NOT_SUBMITTED, Reason.API_REQUEST_FAILED},
+    ),
     "the RayCluster is deleted": (RUNS_OR_STARTS, {Reason.CLUSTER_DELETED, Reason.WAITING_FOR_PODS}),
     "the head is deleted": ((*STARTS, *TRAINS, *GRACEFUL), {Reason.HEAD_LOST, Reason.WAITING_FOR_PODS}),
     "a worker is deleted": ((*STARTS, *TRAINS, *GRACEFUL), {Reason.POD_LOST, Reason.WAITING_FOR_PODS}),
