@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ppojob_api.v1alpha1.constants import PLURAL, RAY_HEAD_PORTS
-from ppojob_trainer.kubectl import checkpoint_request, pending, status_table
+from ppojob_trainer.kubectl import checkpoint_request, pending, status_table, waiting
 from ppojob_trainer.kubectl.client import Cluster, Kubectl, KubectlError, NotThereError, Raw
 
 if TYPE_CHECKING:
@@ -251,6 +251,23 @@ def _forward_tensorboard(cluster: Cluster, job: Raw, port: int) -> None:
         target = f"{port}:{_TENSORBOARD_PORT}"
         if code := cluster.attach("port-forward", f"--namespace={within}", f"pod/{pod}", target):
             raise typer.Exit(code)
+
+
+@app.command()
+def wait(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    timeout: Annotated[int, typer.Option(min=0, help="Seconds to wait.")] = 86_400,
+) -> None:
+    """Wait until a job has ended, and print how. Exit status: 0 if it is complete, else 1."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        job = waiting.wait_until_finished(cluster, _KIND, _job(cluster, name), timeout)
+        sentence, is_complete = waiting.verdict(job)
+        typer.echo(sentence)
+        if not is_complete:
+            raise typer.Exit(1)
 
 
 @app.command()
