@@ -125,6 +125,7 @@ class Reason:
     OPERATOR_TOO_OLD = "OperatorTooOld"
     OTHER_OPERATOR = "OtherOperator"
     OPERATOR_FAULT = "OperatorFault"
+    PODS_RELEASED = "PodsReleased"
     API_REQUEST_FAILED = "ApiRequestFailed"
     TAKEN_OVER = "TakenOver"
     INVALID_ANNOTATION = "InvalidAnnotation"

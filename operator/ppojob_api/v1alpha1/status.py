@@ -237,7 +237,8 @@ class StopStatus(ApiModel):
     attempt: int
     """Number of the attempt that stops or has stopped."""
     reason: Name
-    """Suspending, Reallocating, Preempted, or StartupDelayed (autoBalance found no room for larger pools)."""
+    """Suspending, Reallocating, Preempted, StartupDelayed (autoBalance found no room for larger pools), or
+    PodsReleased (not all pods could start)."""
     time: Time
     """When it was requested."""
     completion_time: Time | None = None

@@ -14,6 +14,7 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.objects import Step
+from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 
@@ -44,6 +45,17 @@ def delay(situation: Situation, pools: Finding, step: Step) -> Finding | None:
     return Finding("False", Reason.STARTUP_DELAYED, message)
 
 
+def has_partial_pods_too_long(situation: Situation, found: PoolsFinding) -> bool:
+    """Return whether a job that has run keeps some pods, which other jobs may wait for, and others do not start."""
+    policy = situation.spec.run_policy
+    if policy.queue_name is not None or not situation.has_run or found.is_ready:
+        return False
+    # A head alone has no GPUs.
+    has_pods = any(pod.pool is not None and pod.is_ready for pod in situation.pods)
+    limit = timedelta(seconds=policy.partial_pods_timeout_seconds)
+    return has_pods and situation.now >= _begin(situation, found.finding) + limit
+
+
 def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     """Return the next time at which a deadline passes or an attempt is due."""
     active, moments = situation.spec.run_policy.active_deadline_seconds, []
@@ -52,6 +64,8 @@ def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     if situation.submitted_at is None:
         moments.append(situation.due)
         moments.append(_startup_deadline(situation, pools))
+        limit = timedelta(seconds=situation.spec.run_policy.partial_pods_timeout_seconds)
+        moments.append(_begin(situation, pools) + limit)
     return min((moment for moment in moments if moment > situation.now), default=None)
 
 

@@ -131,6 +131,8 @@ def _restarting(a: Assessment, event: Event) -> Plan:
         return _interrupted(a, suspension.change_layout(situation, found))
     if event == Event.ENLARGEMENT_FAILED:
         return _interrupted(a, suspension.revert_balance(situation, found))
+    if event == Event.PARTIAL_PODS:
+        return _interrupted(a, suspension.release_pods(situation, found))
     return _towards_the_trainer(a, event)
 
 

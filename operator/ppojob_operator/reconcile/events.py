@@ -190,6 +190,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.ENLARGEMENT_FAILED: lambda a: (
         a.delay is not None and not a.found.is_ready and suspension.can_revert_balance(a.situation)
     ),
+    Event.PARTIAL_PODS: lambda a: deadlines.has_partial_pods_too_long(a.situation, a.found),
     Event.BACKOFF: lambda a: a.now < a.situation.due,
     Event.NOT_ADMITTED: lambda a: suspension.is_queued(a.situation),
     Event.PODS_NOT_READY: _needs_pods,

@@ -57,8 +57,10 @@ def next_step(situation: Situation, pools: PoolsFinding) -> Step:
 
 def _before_submission(situation: Situation, pools: PoolsFinding) -> Step:
     if situation.now < situation.due:
-        failure = situation.status.last_failure
+        failure, stop = situation.status.last_failure, situation.status.stop
         words = f"attempt {failure.attempt} failed ({failure.reason})" if failure else "the last attempt failed"
+        if stop is not None and stop.reason == Reason.PODS_RELEASED and stop.attempt == situation.attempt - 1:
+            words = f"attempt {stop.attempt} has released its pods, because others did not start"
         message = f"{words}; attempt {situation.attempt} starts at {situation.due:%H:%M:%S} UTC"
         return Step(Finding("False", Reason.RESTARTING, message))
     text = job_file(situation.job, situation.spec, situation.observed.surroundings)

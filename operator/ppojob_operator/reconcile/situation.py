@@ -4,6 +4,7 @@ Every policy is a function of a `Situation`. Earlier decisions, such as the atte
 state comes from the observation.
 """
 
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -18,6 +19,8 @@ from ppojob_operator.reading import parse_time
 
 _NEWLINE = "\n"
 _HEADLINE_LENGTH = 500
+_AFTER_A_RUN = (Reason.SUSPENDING, Reason.PREEMPTED, Reason.PODS_RELEASED)
+"""Reasons of stops that only a job gets that has run."""
 _FIRST_BACKOFF = timedelta(seconds=10)
 _LONGEST_BACKOFF = timedelta(seconds=360)
 
@@ -97,7 +100,7 @@ class Situation:
     def has_run(self) -> bool:
         """Whether any attempt has run, so that there may be a checkpoint to resume from."""
         status, stop = self.status, self.status.stop
-        was_stopped = stop is not None and stop.reason in (Reason.SUSPENDING, Reason.PREEMPTED)
+        was_stopped = stop is not None and stop.reason in _AFTER_A_RUN
         return was_stopped or status.progress is not None or status.last_failure is not None
 
     @property
@@ -173,13 +176,20 @@ class Situation:
 
     @property
     def due(self) -> datetime:
-        """When the current attempt may start: after a failure with exponential backoff, after a stop at once."""
+        """When the current attempt may start: at once, or after a failure's backoff, or a pause."""
         failure, stop, due = self.status.last_failure, self.status.stop, self.start_time
         if self.attempt > 0 and failure is not None and failure.attempt == self.attempt - 1:
             due = max(due, parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1))
         if self.attempt > 0 and stop is not None and stop.attempt == self.attempt - 1 and stop.completion_time:
-            due = max(due, parse_time(stop.completion_time))
+            due = max(due, parse_time(stop.completion_time) + self._pause(stop))
         return due
+
+    def _pause(self, stop: StopStatus) -> timedelta:
+        """Return the time between a stop and the next attempt; after a release of pods, it differs between jobs."""
+        if stop.reason != Reason.PODS_RELEASED:
+            return timedelta(0)
+        share = hashlib.sha256(f"{self.job.uid}/{stop.attempt}".encode()).digest()[0] / 256
+        return share * timedelta(seconds=self.spec.run_policy.partial_pods_timeout_seconds)
 
     @property
     def open_stop(self) -> StopStatus | None:

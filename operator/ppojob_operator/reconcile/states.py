@@ -75,6 +75,10 @@ class Event(_Described):
     FETCH_DUE = "FetchDue", "models or data are not in the storage yet"
     LAYOUT_CHANGED = "LayoutChanged", "the spec, or `autoBalance`, has another layout than the one in force"
     ENLARGEMENT_FAILED = "EnlargementFailed", "pools that `autoBalance` has enlarged did not get their pods in time"
+    PARTIAL_PODS = (
+        "PartialPods",
+        "some pods of a job that has run have waited for `partialPodsTimeoutSeconds` for others",
+    )
     BACKOFF = "BackOff", "the time until the next attempt is not over"
     NOT_ADMITTED = "NotAdmitted", "the queue has not admitted the RayCluster"
     PODS_NOT_READY = "PodsNotReady", "not all pods are ready"
@@ -139,6 +143,7 @@ _ROWS: tuple[tuple[tuple[State, ...], Event, State | None], ...] = (
     ((State.PENDING, State.FETCHING, *_FETCHED), Event.LAYOUT_CHANGED, State.RESTARTING),
     (_STARTED, Event.LAYOUT_CHANGED, State.REALLOCATING),
     ((State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING), Event.ENLARGEMENT_FAILED, State.RESTARTING),
+    ((State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING), Event.PARTIAL_PODS, State.RESTARTING),
     # Before the first attempt too, if the clock of the leader is behind that of the one before.
     (WITHOUT_TRAINER, Event.BACKOFF, State.RESTARTING),
     (WITHOUT_TRAINER, Event.NOT_ADMITTED, State.QUEUED),
@@ -160,11 +165,11 @@ _NEVER: tuple[tuple[tuple[State, ...], tuple[Event, ...], str], ...] = (
     (WITH_TRAINER, (Event.FETCH_FAILED, Event.FETCH_DUE), "a trainer starts only when all is fetched"),
     (_FETCHED, (Event.FETCH_FAILED, Event.FETCH_DUE), "all is fetched, and what a job names by address cannot change"),
     ((State.PENDING,), (Event.DEADLINE_EXCEEDED,), "no time runs before a job is accepted"),
-    ((State.PENDING, State.FETCHING), (Event.ENLARGEMENT_FAILED,), "no trainer has run, so autoBalance moved nothing"),
-    ((State.QUEUED, State.SUSPENDED), (Event.ENLARGEMENT_FAILED,), "the time that counts begins with the end of it"),
+    ((State.PENDING, State.FETCHING), (Event.ENLARGEMENT_FAILED, Event.PARTIAL_PODS), "no trainer has run"),
+    ((State.QUEUED, State.SUSPENDED), (Event.ENLARGEMENT_FAILED, Event.PARTIAL_PODS), "its end starts the time again"),
     ((State.SUSPENDED,), (Event.LAYOUT_CHANGED,), "no layout is in force: the next RayCluster gets that of the spec"),
-    (WITH_TRAINER, (Event.ENLARGEMENT_FAILED, Event.BACKOFF, Event.NOT_ADMITTED, Event.PODS_NOT_READY,
-                    Event.RAY_NOT_READY, Event.RAY_READY), "the trainer is submitted already"),
+    (WITH_TRAINER, (Event.ENLARGEMENT_FAILED, Event.PARTIAL_PODS, Event.BACKOFF, Event.NOT_ADMITTED,
+                    Event.PODS_NOT_READY, Event.RAY_NOT_READY, Event.RAY_READY), "the trainer is submitted already"),
     (_STARTED, (Event.STOPPED_FOR_SUSPENSION, Event.STOPPED, Event.STOPPING), "no stop was requested"),
     (_STOPPING, (Event.EVICTED, Event.SUSPENSION_REQUESTED, Event.LAYOUT_CHANGED),
      "one stop serves all requests, and what follows is decided at its end"),

@@ -232,6 +232,18 @@ def revert_balance(situation: Situation, found: PoolsFinding) -> Interruption:
     return replace(back, update={**back.update, "effective_pools": []}, events=(event,))
 
 
+def release_pods(situation: Situation, found: PoolsFinding) -> Interruption:
+    """Return the changes that release the pods of an attempt without a trainer; the next one begins after a pause."""
+    now, limit = format_time(situation.now), situation.spec.run_policy.partial_pods_timeout_seconds
+    stop = StopStatus(attempt=situation.attempt, reason=Reason.PODS_RELEASED, time=now, completion_time=now)
+    message = (
+        f"attempt {situation.attempt} has released its pods, because others did not start within {limit} s "
+        f"(spec.runPolicy.partialPodsTimeoutSeconds): {found.finding.reason}: {found.finding.message}"
+    )
+    event = EventRecord(Reason.PODS_RELEASED, message, is_warning=True, action=Condition.POOLS_READY)
+    return _next_attempt(situation, found, stop, event, keeps_pods=False)
+
+
 def change_layout(situation: Situation, found: PoolsFinding, reason: str = Reason.REALLOCATING) -> Interruption:
     """Return the changes for another layout of an attempt without a trainer.
 

@@ -18,7 +18,7 @@ DAY = 86_400
 
 def limited(**changes: Any) -> World:
     """Return a job with a startup deadline of a minute."""
-    return World(runPolicy={"startupDeadlineSeconds": 60}, **changes)
+    return World(runPolicy={"startupDeadlineSeconds": 60, "partialPodsTimeoutSeconds": 365 * DAY}, **changes)
 
 
 def without_room(world: World) -> World:

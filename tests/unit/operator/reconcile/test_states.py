@@ -169,6 +169,11 @@ def fetch_job_stays(world: World) -> World:
     return world.see(fetch_job=FetchJob("other", world.now, failure="Job has reached the specified backoff limit"))
 
 
+def second_attempt(*happenings: str) -> World:
+    """Return a job whose first attempt has lost its head, and whose pods are there again."""
+    return then(running(), "the head is deleted", "a moment passes", "the pods are ready", *happenings)
+
+
 PODS_AND_RAY = ("the pods are ready", "Ray answers")
 PODS_WITHOUT_RAY = ("the pods are ready", "Ray does not answer")
 RARE: tuple[Callable[[], World], ...] = (
@@ -207,6 +212,9 @@ RARE: tuple[Callable[[], World], ...] = (
     lambda: at_once(fresh(suspend=True, is_fetched=True).settle(), "resumed"),
     lambda: at_once(fresh(suspend=True, is_queued=True).settle(), "resumed"),
     lambda: at_once(at_once(WORLDS[State.RESTARTING](), "suspended"), "resumed"),
+    lambda: at_once(second_attempt("there are no GPUs"), "the startup deadline passes"),
+    lambda: at_once(second_attempt("Ray does not answer"), "there are no GPUs", "the startup deadline passes"),
+    lambda: at_once(WORLDS[State.RESTARTING](), "there are no GPUs", "the startup deadline passes"),
     lambda: at_once(then(running(), "suspended"), "resumed", "the trainer stops gracefully"),
     lambda: at_once(then(running(), "another layout"), "suspended", "the trainer stops gracefully"),
     lambda: at_once(then(running(is_queued=True), "the queue evicts"), "suspended", "the pods are deleted"),
