@@ -24,6 +24,11 @@ from ppojob_operator.plan import Claim, Job, Manifest, Observed
 from ppojob_operator.reading import read_claim
 from ppojob_operator.reconcile.situation import Finding
 
+KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job continues; see condition LayoutApplied for the pending layout")
+"""An accepted job whose new layout is invalid."""
+_CLAIM_PATH = "spec.storage.claimName"
+_ONE_POD = "ReadWriteOncePod"
+
 
 def accepted(job: Job, observed: Observed) -> Finding:
     """Return the condition Accepted."""
@@ -75,10 +80,6 @@ def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
     return Finding("Unknown", Reason.OPERATOR_TOO_OLD, message)
 
 
-KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job continues; see condition LayoutApplied for the pending layout")
-"""An accepted job whose new layout is invalid."""
-
-
 def _accepted(spec: PPOJobSpec, warnings: Iterable[FieldError]) -> Finding:
     words = "; ".join(map(str, warnings))
     fetched = "what it names by address is fetched next, and " if has_addresses(spec) else ""
@@ -117,10 +118,8 @@ class Kind(StrEnum):
     WORKLOAD_PRIORITY_CLASS = "WorkloadPriorityClass"
 
 
-_CLAIM_PATH = "spec.storage.claimName"
 _IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE}
 _CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
-_ONE_POD = "ReadWriteOncePod"
 
 
 @dataclass(frozen=True)

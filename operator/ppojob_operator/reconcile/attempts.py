@@ -27,6 +27,10 @@ _SETTLING = timedelta(seconds=30)
 
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
+_DELETIONS = 5
+"""Number of manual deletions of the RayCluster that count against no limit. More are treated as a failure of the
+cluster."""
+_MAX_LENGTH = 32_000
 
 
 def failure_of(situation: Situation) -> Failure | None:
@@ -176,11 +180,6 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0] or "no reason given"
 
 
-_DELETIONS = 5
-"""Number of manual deletions of the RayCluster that count against no limit. More are treated as a failure of the
-cluster."""
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The consequence of a failure."""
@@ -256,9 +255,6 @@ def _how_to_continue(situation: Situation) -> str:
         "Delete the job, correct the settings, and create it again; checkpoint.resumeFrom: "
         f"{checkpoint.path} continues after step {checkpoint.step}"
     )
-
-
-_MAX_LENGTH = 32_000
 
 
 def is_log_needed(situation: Situation) -> bool:

@@ -35,6 +35,19 @@ from ppojob_operator.reconcile.states import is_finished
 
 _MAX_STOP_WAIT = timedelta(seconds=60)
 """Longest wait for the end of an earlier attempt. Ray sends SIGKILL three seconds after a stop request."""
+_FIRST_GENERATION = 1
+_MAX_NAMED = 5
+_KEYS = {**MERGE_KEYS, "workerGroupSpecs": "groupName"}
+_AMOUNTS = {"requests", "limits", "sizeLimit", "divisor"}
+"""Fields that are or contain quantities."""
+_SECRETIVE = {"env", "args", "command", "annotations"}
+"""Fields that may contain passwords: an Event names the field and not its value."""
+_NOT_BY_DEFAULT = {
+    *("automountServiceAccountToken", "enableServiceLinks", "allowPrivilegeEscalation", "hostUsers"),
+    *("runAsUser", "runAsGroup", "fsGroup", "terminationGracePeriodSeconds", "tolerationSeconds"),
+    *("defaultMode", "mode", "emptyDir", "labelSelector", "namespaceSelector"),
+}
+"""Fields whose absence differs from false, 0 or {}."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +209,6 @@ def dashboard_target(job: Job, observed: Observed) -> DashboardTarget | None:
     )
 
 
-_FIRST_GENERATION = 1
-_MAX_NAMED = 5
-
-
 @dataclass(frozen=True)
 class Restoration:
     """The RayCluster to apply, and the Event about it."""
@@ -243,19 +252,6 @@ def _added_groups(desired: Mapping[str, Any], found: Mapping[str, Any]) -> Itera
     for group in found.get("workerGroupSpecs", []):
         if group["groupName"] not in names:
             yield f"spec.workerGroupSpecs[{group['groupName']}] was added"
-
-
-_KEYS = {**MERGE_KEYS, "workerGroupSpecs": "groupName"}
-_AMOUNTS = {"requests", "limits", "sizeLimit", "divisor"}
-"""Fields that are or contain quantities."""
-_SECRETIVE = {"env", "args", "command", "annotations"}
-"""Fields that may contain passwords: an Event names the field and not its value."""
-_NOT_BY_DEFAULT = {
-    *("automountServiceAccountToken", "enableServiceLinks", "allowPrivilegeEscalation", "hostUsers"),
-    *("runAsUser", "runAsGroup", "fsGroup", "terminationGracePeriodSeconds", "tolerationSeconds"),
-    *("defaultMode", "mode", "emptyDir", "labelSelector", "namespaceSelector"),
-}
-"""Fields whose absence differs from false, 0 or {}."""
 
 
 def edits(desired: Mapping[str, Any], found: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -28,6 +28,9 @@ _SEVERITY = (
 """Order in which one of several problems becomes the reason: first those that waiting does not solve."""
 _CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
 """Reasons that pods of an earlier attempt may cause until they are deleted."""
+SILENCE = timedelta(seconds=120)
+"""Time without responses of dashboard and trainer after which the head counts as lost."""
+_TAKEN = (Reason.PREEMPTED, Reason.NODE_LOST)
 
 
 @dataclass(frozen=True)
@@ -154,11 +157,6 @@ def _devices(pool: Pool) -> list[str]:
         *([f"{rdma.count} {rdma.resource_name}"] if rdma is not None else []),
         *(f"a claim of template {claim.resource_claim_template_name}" for claim in pool.resource_claims),
     ]
-
-
-SILENCE = timedelta(seconds=120)
-"""Time without responses of dashboard and trainer after which the head counts as lost."""
-_TAKEN = (Reason.PREEMPTED, Reason.NODE_LOST)
 
 
 def all_pods(situation: Situation) -> list[Pod]:

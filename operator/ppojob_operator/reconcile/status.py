@@ -75,6 +75,18 @@ _WARNING_REASONS = {
     Reason.UPLOAD_REFUSED,
     Reason.UPLOAD_FAILED,
 }
+OWNED = (
+    "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
+    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "queueName", "effectiveLayout",
+    "effectivePools",
+)  # fmt: skip
+_OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
+_MAX_WORDS = 500
+_NOT_RECONCILED = (Reason.OPERATOR_FAULT, Reason.API_REQUEST_FAILED)
+WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
+"""Phases of a job that waits for its trainer. A download is no such wait: it may take hours, and nothing is wrong."""
+FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
+_WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)
 
 
 def merge_conditions(
@@ -118,14 +130,6 @@ def format_time(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-OWNED = (
-    "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "queueName", "effectiveLayout",
-    "effectivePools",
-)  # fmt: skip
-_OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
-
-
 def owned(status: PPOJobStatus) -> dict[str, Any]:
     """Return the operator's part of a status, as JSON."""
     wire = status.to_wire()
@@ -134,10 +138,6 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
     if not part.get("effectivePools"):
         part.pop("effectivePools", None)
     return {**part, "pools": pools} if pools else part
-
-
-_MAX_WORDS = 500
-_NOT_RECONCILED = (Reason.OPERATOR_FAULT, Reason.API_REQUEST_FAILED)
 
 
 def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
@@ -180,12 +180,6 @@ def _not_reconciled(job: Job, finding: Finding, now: datetime) -> Plan:
     return Plan(
         status=None if desired == owned(old) else desired, events=tuple(condition_events(old.conditions, merged))
     )
-
-
-WAITING = (Phase.PENDING, Phase.QUEUED, Phase.STARTING, Phase.RESTARTING)
-"""Phases of a job that waits for its trainer. A download is no such wait: it may take hours, and nothing is wrong."""
-FINISHED = (Phase.SUCCEEDED, Phase.FAILED)
-_WITHOUT_PODS = (Phase.SUSPENDED, *FINISHED)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import format_time
 
 _MAX_WORDS = 1500
+_STOPPING_INTERVAL = 3.0
+_SOON = 1.0
+_HOW_TO_RESUME = "set spec.runPolicy.suspend to false to resume from its last checkpoint"
 
 
 def is_queued(situation: Situation) -> bool:
@@ -102,11 +105,6 @@ def _waits_for(workload: Workload | None) -> str:
 def _was_admitted(situation: Situation) -> bool:
     admitted = situation.condition(Condition.ADMITTED)
     return admitted is not None and admitted.status == "True"
-
-
-_STOPPING_INTERVAL = 3.0
-_SOON = 1.0
-_HOW_TO_RESUME = "set spec.runPolicy.suspend to false to resume from its last checkpoint"
 
 
 @dataclass(frozen=True)
