@@ -3,11 +3,13 @@
 `World.plan` checks each plan of these and of all other tests of `reconcile` against the table.
 """
 
-import random
+import os
 from collections.abc import Callable
 from itertools import product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import lists, sampled_from, tuples
 
 from ppojob_api.v1alpha1.constants import Phase, Reason
 from ppojob_api.v1alpha1.status import PPOJobStatus
@@ -38,6 +40,7 @@ from tests.unit.operator.reconcile.happenings import (
 from tests.unit.operator.reconcile.worlds import World
 
 ALL = {**FAILURES, **OTHERS}
+NUM_STORIES = int(os.environ.get("PPOJOB_FUZZ", "200"))
 NOT_FINAL = [state for state in State if state not in FINAL]
 TRAINS = (State.TRAINER_SUBMITTED, State.RUNNING)
 STARTS = (State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING)
@@ -250,13 +253,22 @@ def test_every_transition_of_the_table_is_taken(start: State, taken: set[tuple[S
     assert [event for event in TRANSITIONS[start] if (start, event) not in taken] == []
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_job_follows_the_table_whatever_happens(seed: int) -> None:
-    chance = random.Random(seed)
-    for _ in range(8):
-        world = copied(WORLDS[chance.choice(NOT_FINAL)]())
-        for _ in range(8):
-            for name in chance.choices(list(ALL), k=chance.choice((1, 1, 2, 3))):
-                ALL[name](world)
-            for _ in range(chance.choice((1, 4))):
-                world.look()
+@settings(
+    max_examples=NUM_STORIES,
+    deadline=None,
+    # `make test` tries the same stories each time.
+    derandomize="PPOJOB_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+@given(
+    start=sampled_from(NOT_FINAL),
+    story=lists(tuples(lists(sampled_from(sorted(ALL)), min_size=1, max_size=3), sampled_from((1, 4))), max_size=8),
+)
+def test_a_job_follows_the_table_whatever_happens(start: State, story: list[tuple[list[str], int]]) -> None:
+    world = WORLDS[start]()
+    for names, num_reconciles in story:
+        for name in names:
+            ALL[name](world)
+        for _ in range(num_reconciles):
+            world.look()
