@@ -57,16 +57,14 @@ class Assessment:
     @cached_property
     def accepted(self) -> Finding:
         """Condition Accepted."""
-        found = acceptance.accepted(self.job, self.observed)
-        return acceptance.KEEPS_LAYOUT if self._keeps_layout(found) else found
+        return acceptance.KEEPS_LAYOUT if self._keeps_layout else self._judgement
 
     @cached_property
     def situation(self) -> Situation:
         """The input of the other policies."""
         spec, refusal = layout.spec_in_force(self.job), ""
-        found = acceptance.accepted(self.job, self.observed)
-        if self._keeps_layout(found):
-            spec, refusal = self.job.effective, found.message
+        if self._keeps_layout:
+            spec, refusal = self.job.effective, self._judgement.message
         assert spec is not None, "a job without a valid spec is not accepted"
         desired = self.job.spec if isinstance(self.job.spec, PPOJobSpec) and not refusal else None
         situation = Situation(self.job, spec, self.observed, self.now, desired, refusal)
@@ -153,9 +151,15 @@ class Assessment:
             found[Condition.PROGRESSING] = request_failed(error)
         return found
 
-    def _keeps_layout(self, found: Finding) -> bool:
-        """Return whether an edit made the spec of a job invalid, which continues with the layout in force."""
-        return found.reason == Reason.INVALID_SPEC and self.job.effective is not None
+    @cached_property
+    def _judgement(self) -> Finding:
+        """Condition Accepted, without regard to the layout in force."""
+        return acceptance.accepted(self.job, self.observed)
+
+    @property
+    def _keeps_layout(self) -> bool:
+        """Whether an edit made the spec of a job invalid, which continues with the layout in force."""
+        return self._judgement.reason == Reason.INVALID_SPEC and self.job.effective is not None
 
 
 def _is_refused(a: Assessment, *, is_started: bool) -> bool:
