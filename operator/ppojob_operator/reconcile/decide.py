@@ -90,21 +90,19 @@ def _with_conditions(a: Assessment, findings: Mapping[str, Finding], update: Map
 
 def _fetching(a: Assessment, event: Event) -> Plan:
     assert a.fetch is not None
-    plan = _plan(a.situation, _status(a.situation, a.findings, a.found))
     if layout.change(a.situation):
         plan = _interrupted(a, suspension.change_layout(a.situation, a.found))
-    plan = replace(plan, apply=a.step.apply, requeue_after=_RUNNING_INTERVAL)
+    else:
+        plan = _plan(a.situation, _status(a.situation, a.findings, a.found))
+        plan = replace(plan, apply=a.step.apply, requeue_after=_RUNNING_INTERVAL)
     return replace(plan, delete_fetch_job=a.fetch.is_job_deleted and a.observed.fetch_job is not None)
 
 
 def _towards_the_trainer(a: Assessment, event: Event) -> Plan:
     """Return the plan for the next step towards a running trainer, and for a job whose trainer runs."""
     situation, step, found = a.situation, a.step, a.found
-    status, move, restored = (
-        _status(situation, a.findings, found),
-        layout.rebalance(situation),
-        objects.restored(situation),
-    )
+    status = _status(situation, a.findings, found)
+    move, restored = layout.rebalance(situation), objects.restored(situation)
     other_events = (move.event if move else None, restored.event if restored else None, objects.recreated(situation))
     if move is not None:
         # The next reconcile finds another layout in the spec.
