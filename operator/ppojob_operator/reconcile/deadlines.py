@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.objects import Step
-from ppojob_operator.reconcile.pods import PoolsFinding
+from ppojob_operator.reconcile.pods import CAPACITY_REASONS, PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 
@@ -46,12 +46,13 @@ def delay(situation: Situation, pools: Finding, step: Step) -> Finding | None:
 
 
 def has_partial_pods_too_long(situation: Situation, found: PoolsFinding) -> bool:
-    """Return whether a job that has run keeps some pods, which other jobs may wait for, and others do not start."""
+    """Return whether a job that has run keeps GPUs, for which other jobs may wait, and not all of its pods start."""
     policy = situation.spec.run_policy
     if policy.queue_name is not None or not situation.has_run or found.is_ready:
         return False
-    # A head alone has no GPUs.
-    has_pods = any(pod.pool is not None and pod.is_ready for pod in situation.pods)
+    # Also pods on a node that are not ready. A head alone has no GPUs.
+    workers = (pod for pod in situation.pods if pod.pool is not None)
+    has_pods = any(pod.trouble is None or pod.trouble.reason not in CAPACITY_REASONS for pod in workers)
     limit = timedelta(seconds=policy.partial_pods_timeout_seconds)
     return has_pods and situation.now >= _begin(situation, found.finding) + limit
 

@@ -47,7 +47,7 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
 
 
 def _missing_observation(a: Assessment) -> Plan | None:
-    """Return the plan that gets what is needed to tell the event, else None."""
+    """Return the plan for an observation without which the event is not known, else None."""
     if a.state not in WITH_TRAINER or a.job.is_deleting or a.accepted.status != "True":
         return None
     if a.observed.dry_run is None and a.situation.desired is not None and layout.is_stop_due(a.situation):

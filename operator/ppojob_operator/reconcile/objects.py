@@ -1,8 +1,8 @@
 """Policy: the objects of an attempt. They are created, repaired and restored; then the trainer is submitted to Ray.
 
-Condition Submitted says what is missing until then. Edits of the RayCluster by other clients are reverted, and it is
-re-created if it was deleted before its trainer. Every field that the operator sets is compared. Additions are no
-difference: defaults of the API server, a queue's changes of pod templates, sidecars. Neither are other notations:
+Until then, condition Submitted has what the attempt waits for. Edits of the RayCluster by other clients are reverted,
+and it is re-created if it was deleted before its trainer. Every field that the operator sets is compared. Additions are
+no difference: defaults of the API server, a queue's changes of pod templates, sidecars. Neither are other notations:
 clients write quantities in their own way and omit empty values.
 
 In a queue, Kueue only adds to pod templates, which `manifests.queues` keeps, and writes `spec.suspend`, which the

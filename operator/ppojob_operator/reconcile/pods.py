@@ -26,7 +26,7 @@ _SEVERITY = (
     Reason.UNSCHEDULABLE,
 )
 """Order in which one of several problems becomes the reason: first those that waiting does not solve."""
-_CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
+CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
 """Reasons that pods of an earlier attempt may cause until they are deleted."""
 SILENCE = timedelta(seconds=120)
 """Time without responses of dashboard and trainer after which the head counts as lost."""
@@ -93,7 +93,7 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if troubles:
         worst = min(troubles, key=lambda trouble: _SEVERITY.index(trouble.reason))
         words = "; ".join(trouble.message for trouble in troubles)
-        if worst.reason in _CAPACITY_REASONS and (leaving := situation.leaving_pods):
+        if worst.reason in CAPACITY_REASONS and (leaving := situation.leaving_pods):
             names = ", ".join(pod.name for pod in leaving)
             return _waiting(f"waits for the deletion of the pods of an earlier attempt ({names[:_MAX_WORDS]}); {words}")
         return Finding("False", worst.reason, words)

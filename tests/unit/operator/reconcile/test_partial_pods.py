@@ -4,7 +4,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import Ray
-from tests.unit.operator.reconcile.happenings import NO_GPUS
+from tests.unit.operator.reconcile.happenings import NO_GPUS, NO_IMAGE
 from tests.unit.operator.reconcile.worlds import World
 
 
@@ -54,6 +54,14 @@ def test_each_release_has_a_pause_of_its_own() -> None:
 
     assert pauses[0] != pauses[1]
     assert 0 < max(pauses) <= 600
+
+
+def test_pods_that_are_placed_and_do_not_start_keep_gpus_too() -> None:
+    world = waiting().pods_become(ready=False, trouble=NO_IMAGE).settle()
+
+    world.wait(600).look()
+
+    assert world.said[-1] == Reason.PODS_RELEASED
 
 
 @pytest.mark.parametrize("change", ["all pods wait", "only the head is ready", "it has never run"])

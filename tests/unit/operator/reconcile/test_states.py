@@ -103,6 +103,10 @@ def test_every_event_can_be_asked_for() -> None:
     assert set(HAS_HAPPENED) == set(Event)
 
 
+def test_the_last_event_of_a_state_is_always_there() -> None:
+    assert all(HAS_HAPPENED[list(row)[-1]](None) for row in TRANSITIONS.values())  # type: ignore[arg-type]
+
+
 def test_every_state_is_reached_from_the_first_and_ends_from_every_state() -> None:
     def reached(start: State) -> set[State]:
         found, rest = {start}, [start]
