@@ -54,7 +54,7 @@ class WorkerSpec(ApiModel):
     path: Path | None = None
     """Path of a Python file, as the containers of the head and the pool see it."""
     class_name: ShortText
-    """Name of the class in it. It is called with its `Seat` and the kwargs."""
+    """Name of the class in it. It is created with a `WorkerContext` (rank, group size, node) and the kwargs."""
     kwargs: RawObject = Field(default_factory=dict)
     """Keyword arguments of the class."""
     pool: DNSLabel

@@ -16,7 +16,7 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -211,7 +211,7 @@ def test_parameters_are_counted_without_loading(
     path = str(write_tiny_model(tmp_path / "model"))
     gpu = types.SimpleNamespace(total_memory=123)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    worker = TrainedWorker(Seat("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
+    worker = TrainedWorker(WorkerContext("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
     worker.source = ModelSource(path, trust_remote_code=False, has_output_layer=has_output_layer)
 
     size = worker.size()
