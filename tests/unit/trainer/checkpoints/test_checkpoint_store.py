@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError, last_attempt
-from ppojob_trainer.checkpoints.shelf import read_at
+from ppojob_trainer.checkpoints.readers import read_at
 from tests.unit.trainer.checkpoints.places import Place, claimed, save
 
 AUTO, NEVER = ResumePolicy.AUTO, ResumePolicy.NEVER
@@ -206,7 +206,7 @@ def test_a_run_whose_owner_file_was_taken_does_not_save(place: Place) -> None:
 
 @pytest.fixture
 def broken(place: Place) -> Place:
-    """A run with a whole checkpoint of step 4 and one of step 8, which the tests break."""
+    """A run with a complete checkpoint of step 4 and one of step 8, which the tests break."""
     store = claimed(place.root)
     save(place, store, 4)
     save(place, store, 8)
@@ -236,7 +236,8 @@ def test_a_short_shard_is_named(broken: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "no JSON object"), ("[]", "no JSON object"), ('{"step": 8}', "lacks files, state, uid")]
+    ("text", "said"),
+    [("{", "not a JSON object"), ("[]", "not a JSON object"), ('{"step": 8}', "lacks files, state, uid")],
 )
 def test_a_broken_manifest_is_named(broken: Place, text: str, said: str) -> None:
     broken.write(f"{_newest(broken)}/manifest.json", text)
@@ -336,7 +337,7 @@ def test_a_run_is_wound_back_to_its_own_older_checkpoint(broken: Place) -> None:
 def test_a_place_with_checkpoints_is_no_checkpoint(place: Place) -> None:
     save(place, claimed(f"{place.root}/first/checkpoints", uid="first"), 4)
 
-    with pytest.raises(CheckpointUnreadableError, match=f"it holds {place.name(4)}: name one"):
+    with pytest.raises(CheckpointUnreadableError, match=f"it contains {place.name(4)}: name one of them"):
         claimed(f"{place.root}/second").resume_point(AUTO, f"{place.root}/first")
 
 
