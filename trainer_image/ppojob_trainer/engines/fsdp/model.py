@@ -105,7 +105,7 @@ class PolicyModule(nn.Module):
 
     def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
-        with activations_on_host(is_asked=self.activation_offload):
+        with activations_on_host(is_enabled=self.activation_offload):
             hidden = _hidden(self.backbone, tokens)
         return linear_log_probs(hidden, local(self.output_layer.weight), tokens.labels, temperature)
 
@@ -128,7 +128,7 @@ class ValueModule(nn.Module):
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the N values, float32 [N]."""
-        with activations_on_host(is_asked=self.activation_offload):
+        with activations_on_host(is_enabled=self.activation_offload):
             hidden = _hidden(self.backbone, tokens)
         values: Tensor = self.value_head(hidden.float())
         # FSDP adds hooks to a module's outputs, and warns if they are views.
