@@ -104,12 +104,12 @@ class RolloutWorker:
         if other_gpus:
             # Ray makes only the GPU of its own bundle visible to a process. vLLM has not read the variable yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
-        self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(is_patient=True), self._loop)
+        self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(waits_for_gpu=True), self._loop)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Let the engine allocate its memory, and wait until it is ready with the initial weights."""
-        self._engine.let_measure()
+        self._engine.signal_gpu_free()
         self._wait(self._starting)
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
