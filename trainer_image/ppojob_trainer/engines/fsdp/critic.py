@@ -22,8 +22,8 @@ from ppojob_trainer.engines.fsdp.model import LoadOptions, ValueModule, load_cri
 from ppojob_trainer.engines.fsdp.offload import Offloader
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.policy import step_metrics
-from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
 from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult
+from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.maths.losses import Denominators, Loss, value_loss
 from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.protocol import DataProto, Keys
@@ -87,12 +87,12 @@ class CriticEngine:
             result = self._passes.update(batch, _FIELDS, self.optimizer, self._loss)
         return self._metrics(result, self._explained_variance(batch))
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile the layers before the first step, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_values(batch)
             with self._offloader.on_device():
-                self._passes.rehearse(batch, _FIELDS, self._loss)
+                self._passes.warm_up(batch, _FIELDS, self._loss)
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""

@@ -25,8 +25,8 @@ from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
 from ppojob_trainer.engines.fsdp.offload import Offloader
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
-from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
 from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
+from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.losses import Clipping, Denominators, Loss, entropy_bonus, kl_loss, policy_loss
@@ -99,14 +99,14 @@ class PolicyEngine:
             result = self._passes.update(batch, self._fields(batch), self.optimizer, loss_of)
         return self._metrics(result)
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile what the first step would have to, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_log_prob(batch)
             if self.lora is not None:
                 self.compute_ref_log_prob(batch)
             with self._offloader.on_device():
-                self._passes.rehearse(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
+                self._passes.warm_up(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""
@@ -210,9 +210,9 @@ class ReferenceEngine:
         with self._offloader.on_device():
             return _ref_log_prob(self._passes, self.module, batch)
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile what the first step would have to, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_ref_log_prob(batch)
 
     def destroy(self) -> None:

@@ -119,7 +119,7 @@ class Passes:
         result.seconds = time.perf_counter() - started
         return result
 
-    def rehearse(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
+    def warm_up(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
         """Run forward and backward as an update does, and drop the gradients. Collective."""
         self.module.train()
         denominators = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))

@@ -27,8 +27,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError, GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.vllm.options import (
-    GPU_WORKER,
     GPU_FREE_FILE,
+    GPU_WORKER,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,

@@ -1,7 +1,8 @@
 """vLLM's GPU worker, but it waits until the other roles have loaded their models before it measures the free memory.
 
-`RolloutEngine.start` gives vLLM the name of this class as `worker_cls`. vLLM's processes create it tens of seconds after
-their start, because they first import libraries. `RolloutEngine.signal_gpu_free` creates the file that ends the wait.
+`RolloutEngine.start` gives vLLM the name of this class as `worker_cls`. vLLM's processes create it tens of seconds
+after their start, because they first import libraries. `RolloutEngine.signal_gpu_free` creates the file that ends the
+wait.
 """
 
 from __future__ import annotations

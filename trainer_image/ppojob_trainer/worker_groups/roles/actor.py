@@ -74,7 +74,7 @@ class ActorWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.actor.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.actor.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -69,7 +69,7 @@ class CriticWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.critic.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.critic.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:

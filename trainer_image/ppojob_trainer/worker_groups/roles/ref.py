@@ -56,7 +56,7 @@ class RefWorker(TrainedWorker):
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
             dtype=dtype_of(self.spec.device),
         )
-        self.rehearse(self._engine, is_compiled=is_compiled)
+        self.warm_up(self._engine, is_compiled=is_compiled)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

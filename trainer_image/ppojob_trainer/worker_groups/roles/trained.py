@@ -98,10 +98,10 @@ class ModelSize:
     host_bytes: int = 0
 
 
-class Rehearses(Protocol):
+class HasWarmup(Protocol):
     """An engine that can compile before the first step."""
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
         """Run forward and backward as a step does, with sequences of these lengths, and change nothing."""
         ...
 
@@ -182,10 +182,10 @@ class TrainedWorker:
             host_bytes=host_bytes(),
         )
 
-    def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
+    def warm_up(self, engine: HasWarmup, *, is_compiled: bool) -> None:
         """Have an engine compile its layers before the first step; then release the memory that this needed."""
         if is_compiled:
-            engine.rehearse(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
+            engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
         self.free_cached_memory()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
