@@ -139,7 +139,7 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
     stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
     assert 1 <= stopped_at < STEPS
-    assert not list(root.glob("leaving-*"))
+    assert not list(root.glob("terminating-*"))
 
 
 def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:
