@@ -352,7 +352,7 @@ BAD_SPECS = (
             "spec.pools[0].minNodes", "is above nodes, which is 1: lower it", shows="2"),
     BadSpec("most nodes below the nodes", {_spec("pools", 0, "nodes"): 3, _spec("pools", 0, "maxNodes"): 2},
             "spec.pools[0].maxNodes", "is below nodes, which is 3: raise it", shows="2"),
-    BadSpec("no time to stop in order", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
+    BadSpec("no time for a graceful stop", {_spec("runPolicy"): {"stopGracePeriodSeconds": 0}},
             "spec.runPolicy.stopGracePeriodSeconds", "greater than or equal to 1", shows="0"),
     BadSpec("pool with Kueue's name for the head", {
                 _spec("runPolicy"): {"queueName": "gpus"}, _spec("pools", 1, "name"): "head",

@@ -232,7 +232,7 @@ class LastFailure(ApiModel):
 
 
 class StopStatus(ApiModel):
-    """The last stop in order that the operator asked for; its attempt's reports are answered with the command."""
+    """The last graceful stop that the operator requested. Replies to reports of its attempt have the command."""
 
     attempt: int
     """Number of the attempt that stops or has stopped."""

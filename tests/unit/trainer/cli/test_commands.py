@@ -253,7 +253,7 @@ def _wait_for(process: subprocess.Popen[str], text: str) -> None:
         assert time.monotonic() < deadline, f"waited for {text}"
 
 
-def test_the_first_interrupt_stops_in_order(file: Path, tmp_path: Path) -> None:
+def test_the_first_interrupt_stops_gracefully(file: Path, tmp_path: Path) -> None:
     body = f'{ASKED_TO_STOP}; print("saved", flush=True); return types.SimpleNamespace(step=5, is_finished=False)'
     with _start(body, file, tmp_path / "output" / "try") as process:
         _wait_for(process, "running")

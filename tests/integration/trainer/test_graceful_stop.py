@@ -1,4 +1,4 @@
-"""The operator's command stops a real trainer in order, and the next attempt goes on there with another layout.
+"""The operator's command stops a real trainer gracefully, and the next attempt resumes there with another layout.
 
 Real processes on CPU, as the operator submits them: Ray, FSDP2, vLLM, the job file with its hash, the reports. Only the
 endpoint is a small server, which gives the command when a step is reported; what it reads and says is the contract's.
