@@ -186,7 +186,7 @@ def explain_pending(name: Name, namespace: Namespace = None, context: Context = 
         cluster = _cluster(context, namespace)
         job = _job(cluster, name)
         within, selector = f"--namespace={job['metadata']['namespace']}", f"--selector={_SELECTOR}={name}"
-        sight = pending.Sight(
+        snapshot = pending.JobSnapshot(
             job,
             clusters=cluster.get("rayclusters.ray.io", within, selector)["items"],
             pods=cluster.get("pods", within, selector)["items"],
@@ -194,7 +194,7 @@ def explain_pending(name: Name, namespace: Namespace = None, context: Context = 
             now=datetime.now(UTC),
         )
         # Not printed with rich, which would wrap the scheduler's sentences at the terminal's width.
-        typer.echo("\n".join(pending.explain(sight)))
+        typer.echo("\n".join(pending.explain(snapshot)))
 
 
 @app.command()
