@@ -337,7 +337,7 @@ class FakeWeights:
         self.world = world
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         return self.world.engines_sleep
 
     async def push(self, version: int) -> dict[str, float]:
