@@ -81,7 +81,7 @@ class CriticEngine:
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
-            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+            ProtocolError: something is missing, or the shard cannot be split into the minibatches.
         """
         with self._offloader.on_device(moments=True):
             result = self._passes.update(batch, _FIELDS, self.optimizer, self._loss)

@@ -92,7 +92,7 @@ class PolicyEngine:
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
-            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+            ProtocolError: something is missing, or the shard cannot be split into the minibatches.
         """
         loss_of = self._loss_at(temperature_of(batch))
         with self._offloader.on_device(moments=True):
