@@ -17,10 +17,10 @@ import yaml
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.commands.convert.config_files import is_unset
+from ppojob_trainer.commands.convert.draft import Draft, draft_of
 from ppojob_trainer.commands.convert.read import Settings
 from ppojob_trainer.commands.convert.rows import Absent, Carried, Checked, Needless, Row
 from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
-from ppojob_trainer.commands.convert.together import Draft, draft_of
 from ppojob_trainer.commands.convert.values import NotCarriedError
 
 

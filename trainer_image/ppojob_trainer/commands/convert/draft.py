@@ -1,7 +1,7 @@
-"""What needs several of verl's settings at once: data files, rewards, pools, adapters, the length of the run.
+"""Converts what depends on several of verl's settings: data files, rewards, pools, adapters, the length of the run.
 
-Each function takes the settings that it understands out of `Draft.given` and writes fields, things to fill in and
-losses into the draft. `conversion` calls all of them, then `table` for the rest.
+Each function removes the settings that it converts from `Draft.given`. It adds fields, entries to fill in, and
+settings that are lost to the draft. `conversion` calls all of them, then `table` for the rest.
 """
 
 from __future__ import annotations
