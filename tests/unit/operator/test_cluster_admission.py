@@ -1,4 +1,4 @@
-"""What admission asks of the API server, against an HTTP server in this process that plays it."""
+"""The webhook's reads, against a fake API server in this process."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from aiohttp import web
 from ppojob_operator.api_server import ApiRefused
 from ppojob_operator.cluster_admission import AdmissionCluster
 from ppojob_operator.reconcile.references import Kind, Reference
-from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.fake_api_server import connected
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/ours"
 PATHS = {

@@ -1,7 +1,7 @@
-"""The table: what each of verl's settings becomes in a PPOJob. Names are those of verl 0.9; older ones stand beside.
+"""The table: what each of verl's settings becomes in a PPOJob. Names are those of verl 0.9; some rows add older names.
 
-A row with targets carries a value over; one without says why nothing is carried. What needs several settings at once is
-in `together`. A name may hold `*`. The first row that matches counts.
+A row with targets converts a value; a row without targets says why the value is not converted. Fields that depend on
+several settings are in `draft`. A name may contain `*`. The first row that matches counts.
 """
 
 from __future__ import annotations
