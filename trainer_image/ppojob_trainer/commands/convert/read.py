@@ -50,7 +50,7 @@ class Settings:
     """What was given, by verl's names, and what could not be read."""
 
     values: Mapping[str, Any]
-    lost: Sequence[tuple[str, Any, str]] = ()
+    unconverted: Sequence[tuple[str, Any, str]] = ()
     """Name, value and reason of what is no setting."""
     is_whole: bool = False
     """Whether it is a whole configuration, with verl's defaults in it, and not only what somebody set."""
@@ -130,8 +130,8 @@ def settings_of(script: Script, recording: Recording, options: Options, notes: S
     _refuse_failure(script, recording, found)
     launch = chosen(found, options.launch, script.name, recording.calls)
     settings = _of_launch(launch, script.path, recording)
-    lost = [*settings.lost, *_empty_answers(recording)]
-    return replace(settings, lost=lost, notes=[*notes, *_not_done(recording)])
+    unconverted = [*settings.unconverted, *_empty_answers(recording)]
+    return replace(settings, unconverted=unconverted, notes=[*notes, *_not_done(recording)])
 
 
 _NO_SANDBOX = ": neither bwrap nor unshare works on this machine. --run has bash evaluate it without a sandbox"
@@ -176,10 +176,10 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     words = [_without_folders(word, recording) for word in launch.words]
     given, options, unread = _sorted_out(words)
     base = base_of(options.get("name", launch.program.config), options.get("path"), script)
-    lost = [*base.lost, *((word, None, "this is no setting: name=value") for word in unread)]
-    if launch.program.lost is not None:
-        lost.insert(0, (launch.name, None, launch.program.lost))
-    return Settings(folded({**base.values, **engine_of(given), **given}), lost, splits=launch.program.splits)
+    unconverted = [*base.unconverted, *((word, None, "this is no setting: name=value") for word in unread)]
+    if launch.program.unconverted is not None:
+        unconverted.insert(0, (launch.name, None, launch.program.unconverted))
+    return Settings(folded({**base.values, **engine_of(given), **given}), unconverted, splits=launch.program.splits)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:

@@ -60,7 +60,7 @@ def test_what_bash_makes_of_a_script(name: str, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, text)
 
     assert given(settings) == expected
-    assert settings.lost == []
+    assert settings.unconverted == []
 
 
 def test_a_script_has_arguments_and_variables(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_variables_of_the_caller_do_not_reach_the_script(tmp_path: Path, mon
 def test_a_value_that_a_program_should_have_printed_is_reported(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, f"\nN=$(python -c 'print(2)')\n{VERL} trainer.nnodes=${{N:-1}}")
 
-    [(name, _, why)] = settings.lost
+    [(name, _, why)] = settings.unconverted
     assert name == f"{tmp_path}/run.sh:2: python -c print(2)"
     assert "--env" in why
 

@@ -25,7 +25,7 @@ class Program:
     pattern: str
     config: str = "ppo_trainer"
     """verl's configuration that it takes without --config-name."""
-    lost: str | None = None
+    unconverted: str | None = None
     """How its training differs from that of a PPOJob."""
     refused: str | None = None
     """Why nothing of it can be converted."""
@@ -61,7 +61,7 @@ PROGRAMS = (
     Program(r"verl\.trainer\.main_generation\w*", refused="this generates responses without training"),
     Program(r"verl\.trainer\.main_eval", refused="this evaluates responses without training"),
 )
-_UNKNOWN_LOSS = "this program is not one of verl's main ones: only its settings were read, not its code"
+_UNKNOWN_PROGRAM = "this program is not one of verl's main ones: only its settings were read, not its code"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def launch_of(words: Sequence[str], at: str = "") -> Launch | None:
         program = next((program for program in PROGRAMS if re.fullmatch(program.pattern, word)), None)
         rest = words[number + 1 :]
         if program is None and any(_DOTTED.fullmatch(word) for word in rest):
-            program = Program(re.escape(word), lost=_UNKNOWN_LOSS)
+            program = Program(re.escape(word), unconverted=_UNKNOWN_PROGRAM)
         if program is not None:
             return Launch(word, program, rest, at)
     return None
