@@ -278,7 +278,7 @@ def checkpoint(
     with _refusals():
         cluster = _cluster(context, namespace)
         request = checkpoint_request.ask(cluster, _KIND, _job(cluster, name), datetime.now(UTC))
-        typer.echo(f"{request.key}: asked for a checkpoint; step {request.step} is done")
+        typer.echo(f"{request.key}: requested a checkpoint; step {request.step} is done")
         if timeout:
             typer.echo(checkpoint_request.await_answer(cluster, _KIND, request, timeout))
 

@@ -60,7 +60,7 @@ def test_the_answer_is_waited_for_and_its_step_printed(
     assert patch[:5] == ("patch", "ppojobs.ppojob.dev", "products", "--namespace=team", "--type=merge")
     assert (result.exit_code, result.stdout) == (
         0,
-        "team/products: asked for a checkpoint; step 31 is done\nteam/products: checkpoint of step 32: /data/step-32\n",
+        "team/products: requested a checkpoint; step 31 is done\nteam/products: checkpoint of step 32: /data/step-32\n",
     )
 
 
