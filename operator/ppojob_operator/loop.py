@@ -180,7 +180,7 @@ class Loop:
         except TimeoutError:
             self._retry_later(key, f"the reconcile took more than {self._settings.pass_timeout:g} s")
         except Exception as error:  # A defect that one job triggers must not stop the other jobs.
-            logger.exception("%s: defect in the operator", key)
+            logger.exception("%s: bug in the operator", key)
             await self._show_fault(key, error)
             self._retry_later(key, "see the exception above")
         self._hooks.observe_reconcile(monotonic() - began, outcome)
@@ -193,7 +193,7 @@ class Loop:
             if job is not None:
                 await self._write(job, show_fault(job, error, self._clock()))
         except Exception:  # The same defect may prevent this write.
-            logger.exception("%s: the defect could not be written into the status", key)
+            logger.exception("%s: the bug could not be written into the status", key)
 
     def _retry_later(self, key: JobKey, message: str) -> None:
         self._cache.pop(key, None)

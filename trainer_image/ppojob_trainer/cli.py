@@ -193,7 +193,7 @@ def hold(
     from ppojob_trainer.commands.hold import hold as hold_pod
 
     if not hold_pod(job, limit):
-        typer.echo(f"a run was still there after {limit:g} s: its last checkpoint counts", err=True)
+        typer.echo(f"a run was still active after {limit:g} s: it will resume from its last checkpoint", err=True)
 
 
 @app.command()

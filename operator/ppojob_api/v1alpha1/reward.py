@@ -74,7 +74,7 @@ class RewardWeights(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="self.__function__ != 0.0 || self.model != 0.0",
-                message="both weights are 0, so every score would be 0: give at least one another value",
+                message="both weights are 0, so every score would be 0: set at least one to another value",
             )
         )
     )
@@ -92,12 +92,12 @@ class RewardSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="self.type == 'Model' ? !has(self.__function__) : has(self.__function__)",
-                message="types Function and Both need the block function, type Model does not read it",
+                message="types Function and Both need the block function; type Model must not have it",
                 field_path=".function",
             ),
             Rule(
                 rule="self.type == 'Both' || !has(self.weights)",
-                message="only type Both reads weights: remove them, or set type: Both",
+                message="only type Both uses weights: remove them, or set type: Both",
                 field_path=".weights",
             ),
         )

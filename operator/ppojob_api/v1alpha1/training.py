@@ -257,7 +257,7 @@ class TrainerSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="!has(self.totalSteps) || !has(self.totalEpochs)",
-                message="the run has one length: set totalSteps or totalEpochs, not both",
+                message="set totalSteps or totalEpochs, not both",
                 field_path=".totalEpochs",
             )
         )

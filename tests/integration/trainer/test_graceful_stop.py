@@ -162,7 +162,7 @@ def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layo
     with serving(stop_after=STEPS + 1) as endpoint:
         code, output = run_attempt(root, model, 1, endpoint, ONE_POOL)
     assert code == 0, output[-4000:]
-    assert f"going on after step {stopped_at}" in output
+    assert f"resuming after step {stopped_at}" in output
     assert list(records_of(root)) == [*range(1, STEPS + 1)], "every step, none twice"
     lines = (root / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == STEPS

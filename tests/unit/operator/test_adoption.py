@@ -210,7 +210,9 @@ async def test_a_status_is_not_written_over_that_of_another_operator(
     if is_written:
         assert await cluster.write_status(Lives(before).job, {"phase": "Running"})
     else:
-        with pytest.raises(ApiUnavailable, match="went to another operator while its status was being written"):
+        with pytest.raises(
+            ApiUnavailable, match="was handed over to another operator while its status was being written"
+        ):
             await cluster.write_status(Lives(before).job, {"phase": "Running"})
 
     assert server.written == ([{"phase": "Running"}] if is_written else [])

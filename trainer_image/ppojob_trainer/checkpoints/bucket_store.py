@@ -238,4 +238,4 @@ def _decode(content: bytes) -> _Tracker:
     try:
         return _Tracker(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise ValueError("it is not what this program writes") from error
+        raise ValueError("it was not written by this program") from error

@@ -137,7 +137,7 @@ class FolderStore:
             self._delete(step)
         else:
             aside = self._folder / f"step-{step}.set-aside-{self._attempt}"
-            _log.warning("%s is no checkpoint of this run: it is now %s", self._final(step), aside)
+            _log.warning("%s is not a checkpoint of this run: it is now %s", self._final(step), aside)
             self._final(step).rename(aside)
 
     def _delete(self, step: int) -> None:
@@ -172,7 +172,7 @@ class FolderStore:
         try:
             owner = durable.read_json(path)
         except ValueError as error:
-            raise CheckpointUnreadableError.of(str(path), "it is no JSON object", older=None) from error
+            raise CheckpointUnreadableError.of(str(path), "it is not a JSON object", older=None) from error
         if owner is not None and not {"uid", "attempt"} <= set(owner):
             raise CheckpointUnreadableError.of(str(path), "it lacks uid or attempt", older=None)
         return owner
@@ -186,7 +186,7 @@ class FolderStore:
             return _Tracker(raw["step"], raw["resumedFrom"])
         except (ValueError, KeyError) as error:
             newest = newest_complete(self._reader)
-            raise CheckpointUnreadableError.of(str(path), "it is not what this program writes", older=newest) from error
+            raise CheckpointUnreadableError.of(str(path), "it was not written by this program", older=newest) from error
 
     def _track(self, tracker: _Tracker) -> None:
         content = {"step": tracker.step, "resumedFrom": tracker.resumed_from}

@@ -130,7 +130,9 @@ class PromptDataset:
     def _warn_about_truncation(self, first: int) -> None:
         overlong = sum(length > self._max_length for _, length in self._blocks(first, check=False))
         if overlong:
-            text = "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they lose their beginning"
+            text = (
+                "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they are truncated on the left"
+            )
             logger.warning(text, self.name, overlong, first, self._max_length)
 
     def _short_enough(self) -> list[int]:

@@ -233,7 +233,7 @@ def dashboard(
         found = cluster.get("raycluster.ray.io", ray_cluster, f"--namespace={within}")
         service = found.get("status", {}).get("head", {}).get("serviceName")
         if service is None:
-            raise NotThereError(f"{within}/{name} has no head yet: see kubectl ppo explain-pending {name}")
+            raise NotThereError(f"{within}/{name} has no head pod yet: see kubectl ppo explain-pending {name}")
         typer.echo(f"http://127.0.0.1:{port}\n{_TOKEN_WORDS.format(secret=f'{ray_cluster}-ray', namespace=within)}")
         target = f"{port}:{_RAY_PORT}"
         if code := cluster.attach("port-forward", f"--namespace={within}", f"service/{service}", target):

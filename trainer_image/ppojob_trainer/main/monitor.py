@@ -86,7 +86,7 @@ class Monitor:
         if self._reporter is not None:
             self._reporter.update(self._progress.report())
             if not self._reporter.close():
-                logger.warning("the last report did not reach the operator; all of it is in the job's storage")
+                logger.warning("the last report did not reach the operator; the job's storage has its content")
 
     async def watch(self) -> None:
         """Watch for a stop request and for new settings; runs until it is cancelled.
@@ -170,7 +170,7 @@ class Monitor:
 
     def resumed(self, step: int) -> None:
         """See `MonitorPort`."""
-        logger.info("going on after step %d", step)
+        logger.info("resuming after step %d", step)
         self._progress.restore(read_metrics(self._files.metrics), step=step)
         self._open(step)
 

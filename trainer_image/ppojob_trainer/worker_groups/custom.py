@@ -122,7 +122,7 @@ class HookCall:
         try:
             return merge_metrics([{str(k): float(v) for k, v in one.items()} for one in answers if one is not None])
         except (TypeError, ValueError) as error:
-            raise self._failed(f"one of its metrics is no number: {error}") from error
+            raise self._failed(f"one of its metrics is not a number: {error}") from error
 
     def _failed(self, why: str) -> HookFailedError:
         return HookFailedError(f"{self._where}, hook after {self.after.value}, method {self._method.__name__}: {why}")

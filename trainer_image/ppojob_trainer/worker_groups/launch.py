@@ -105,7 +105,7 @@ async def _up(group: WorkerGroup[Any]) -> None:
     except TimeoutError as error:
         raise CallTimeoutError(
             f"the {len(group)} processes of role {group.role} were not up within {START_TIMEOUT_S:g} s: "
-            "look into Ray's logs of their nodes"
+            "see Ray's logs on their nodes"
         ) from error
 
 

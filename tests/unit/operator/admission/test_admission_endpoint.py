@@ -130,7 +130,7 @@ async def test_a_dry_run_is_answered_like_any_other_question(ask: Asking, dry_ru
     allowed, _, [warning] = await ask(review(doubtful, dryRun=dry_run))
 
     assert allowed
-    assert warning.startswith("spec.checkpoint.everySteps: 0: no checkpoint before the end")
+    assert warning.startswith("spec.checkpoint.everySteps: 0: no checkpoint is saved before the end")
 
 
 async def test_an_edit_that_cannot_be_run_is_refused(ask: Asking) -> None:

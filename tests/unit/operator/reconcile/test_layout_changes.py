@@ -1,4 +1,4 @@
-"""A running job gets another layout by a graceful stop and an attempt that is no retry, or says why it does not."""
+"""A running job gets another layout by a graceful stop and an attempt that is not a retry, or says why it does not."""
 
 from collections.abc import Callable
 from typing import Any

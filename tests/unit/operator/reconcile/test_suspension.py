@@ -1,4 +1,4 @@
-"""A suspended job puts a checkpoint down, gives its pods back, and goes on as an attempt that is no retry."""
+"""A suspended job puts a checkpoint down, gives its pods back, and goes on as an attempt that is not a retry."""
 
 from collections.abc import Callable
 

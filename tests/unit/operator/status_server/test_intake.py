@@ -78,7 +78,7 @@ def advice(**changes: int) -> dict[str, Any]:
         ({"reward": float("nan")}, "reward: "),
         ({"metrics": {f"m{n}": 1.0 for n in range(65)}}, "metrics: "),
         ({"pools": [{"name": "actor", "busyFraction": 1.5}]}, "pools[0].busyFraction: "),
-        ({"firstStepTime": "yesterday"}, "firstStepTime: 'yesterday' is no RFC 3339 time"),
+        ({"firstStepTime": "yesterday"}, "firstStepTime: 'yesterday' is not an RFC 3339 time"),
         ({"firstStepTime": "2026-01-31T12:00:00"}, "firstStepTime: "),
         ({"checkpoint": {"step": 1, "path": "/x", "time": "noon"}}, "checkpoint.time: 'noon'"),
     ],

@@ -225,7 +225,7 @@ def _resume_fails(place: Place, match: str) -> None:
 def test_a_missing_shard_is_named_and_the_older_one_offered(broken: Place) -> None:
     broken.remove(f"{_newest(broken)}/shard-0")
 
-    offer = rf"to go on from step 4, set .* {broken.root}/{broken.name(4)}"
+    offer = rf"to resume from step 4, set .* {broken.root}/{broken.name(4)}"
     _resume_fails(broken, rf"{broken.name(8)} cannot be read: shard-0 is missing; {offer}")
 
 
@@ -248,21 +248,21 @@ def test_a_broken_manifest_is_named(broken: Place, text: str, said: str) -> None
 def test_a_missing_checkpoint_is_named(broken: Place) -> None:
     broken.remove(_newest(broken))
 
-    _resume_fails(broken, f"{broken.name(8)} cannot be read: {broken.nothing}; to go on from step 4")
+    _resume_fails(broken, f"{broken.name(8)} cannot be read: {broken.nothing}; to resume from step 4")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"uid": "u", "unknown": 1}'])
 def test_a_broken_tracker_is_named(broken: Place, text: str) -> None:
     broken.write(f"{broken.root}/tracker.json", text)
 
-    _resume_fails(broken, r"tracker\.json cannot be read: .*; to go on from step 8, set checkpoint\.resumeFrom to")
+    _resume_fails(broken, r"tracker\.json cannot be read: .*; to resume from step 8, set checkpoint\.resumeFrom to")
 
 
 def test_without_an_older_one_the_error_says_so(broken: Place) -> None:
     for step in (4, 8):
         broken.remove(f"{broken.root}/{broken.name(step)}/shard-0")
 
-    _resume_fails(broken, "there is no older one")
+    _resume_fails(broken, "there is no older checkpoint")
 
 
 def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place) -> None:
@@ -274,7 +274,7 @@ def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place)
 
     assert str(error) == (
         f"checkpoint {_newest(broken)} cannot be read: the shards do not fit; "
-        f"to go on from step 4, set checkpoint.resumeFrom to {broken.root}/{broken.name(4)}"
+        f"to resume from step 4, set checkpoint.resumeFrom to {broken.root}/{broken.name(4)}"
     )
 
 

@@ -166,7 +166,7 @@ async def test_a_lost_process_keeps_its_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"), [([3], "returned a int, wanted metrics"), ({"a": "b"}, "one of its metrics is no number")]
+    ("answer", "message"), [([3], "returned a int, wanted metrics"), ({"a": "b"}, "one of its metrics is not a number")]
 )
 async def test_an_answer_that_is_no_metrics_is_refused(path: Path, answer: Any, message: str) -> None:
     with pytest.raises(HookFailedError, match=message):

@@ -25,7 +25,7 @@ from ppojob_trainer.commands.convert.values import NotConvertibleError
 
 
 class Target(StrEnum):
-    """What became of a setting that is no field now."""
+    """What became of a setting that is not a field now."""
 
     TO_FILL = "fill in"
     UNCONVERTED = "not converted"

@@ -51,7 +51,7 @@ class Settings:
 
     values: Mapping[str, Any]
     unconverted: Sequence[tuple[str, Any, str]] = ()
-    """Name, value and reason of what is no setting."""
+    """Name, value and reason of what is not a setting."""
     is_whole: bool = False
     """Whether it is a whole configuration, with verl's defaults in it, and not only what somebody set."""
     splits: bool = False
@@ -176,7 +176,7 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     words = [_without_folders(word, recording) for word in launch.words]
     given, options, unread = _sorted_out(words)
     base = base_of(options.get("name", launch.program.config), options.get("path"), script)
-    unconverted = [*base.unconverted, *((word, None, "this is no setting: name=value") for word in unread)]
+    unconverted = [*base.unconverted, *((word, None, "this is not a setting: name=value") for word in unread)]
     if launch.program.unconverted is not None:
         unconverted.insert(0, (launch.name, None, launch.program.unconverted))
     return Settings(folded({**base.values, **engine_of(given), **given}), unconverted, splits=launch.program.splits)
@@ -229,9 +229,9 @@ def read_yaml(path: Path, text: str) -> Settings:
     try:
         raw = parse(text)
     except yaml.YAMLError as error:
-        raise ManifestError(f"{path}: it is no YAML: {' '.join(str(error).split())}") from error
+        raise ManifestError(f"{path}: it is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not {"actor_rollout_ref", "data", "trainer", "algorithm"} & raw.keys():
-        raise ManifestError(f"{path}: it is no configuration of verl: it has no actor_rollout_ref, data or trainer")
+        raise ManifestError(f"{path}: it is not a configuration of verl: it has no actor_rollout_ref, data or trainer")
     return Settings(dict(flat(raw)), is_whole=True)
 
 

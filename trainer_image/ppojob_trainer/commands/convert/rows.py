@@ -45,7 +45,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is no loss."""
+    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is not a loss."""
 
     name: str
     why: str

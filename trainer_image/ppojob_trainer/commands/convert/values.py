@@ -21,14 +21,14 @@ def same(value: Any) -> Any:
 def number(value: Any) -> Any:
     """Return a number; 1 for 1.0 where that is what it says."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NotConvertibleError(f"{value!r} is no number that can be read here: set it by hand")
+        raise NotConvertibleError(f"{value!r} is not a number that can be read here: set it by hand")
     return value
 
 
 def whole(value: Any) -> int:
     """Return a whole number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise NotConvertibleError(f"{value!r} is no whole number that can be read here: set it by hand")
+        raise NotConvertibleError(f"{value!r} is not a whole number that can be read here: set it by hand")
     return int(value)
 
 

@@ -147,7 +147,7 @@ def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
     # All ranks check before any of them writes.
     parallel.barrier()
     if has_something:
-        raise FileExistsError(f"{location} exists: a checkpoint or an export goes into a new folder")
+        raise FileExistsError(f"{location} exists: checkpoints and exports need a new folder")
 
 
 def _random_states(parallel: DataParallel) -> dict[str, Tensor]:

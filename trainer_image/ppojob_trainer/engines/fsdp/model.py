@@ -150,7 +150,8 @@ def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     )
     if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
-            f"{config.model_type} in {path} has a bias in its output layer, which is not computed"
+            f"{config.model_type} in {path} has a bias in its output layer, which is not supported: use a model "
+            "without it"
         )
     divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
@@ -195,7 +196,7 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        what = "is no folder" if not folder.is_dir() else "has no config.json"
+        what = "is not a folder" if not folder.is_dir() else "has no config.json"
         raise ModelNotFoundError(
             f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
         )

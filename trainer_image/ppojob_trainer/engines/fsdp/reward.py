@@ -102,7 +102,7 @@ def check_reward_model(path: str, label: int, trust_remote_code: bool) -> Pretra
 
     Raises:
         ModelNotFoundError: there is none.
-        ModelUnsupportedError: it is no sequence classifier, or has no such label.
+        ModelUnsupportedError: it is not a sequence classifier, or has no such label.
     """
     config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
     names = list(getattr(config, "architectures", None) or [])

@@ -235,7 +235,7 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         if self._is_asleep or not self._has_weights:
-            raise RolloutError("the engine gave its weights up when it slept: wake it and push weights first")
+            raise RolloutError("the engine released its weights when it slept: wake it and push weights first")
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

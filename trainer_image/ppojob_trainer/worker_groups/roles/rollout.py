@@ -215,7 +215,7 @@ class RolloutWorker:
             if not future.done():
                 future.cancel()
                 limit = f"{self.context.timeout_s:g} s"
-                raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
+                raise CallTimeoutError(f"vLLM did not answer within {limit}: see this role's log") from error
             raise
         except EngineArgumentError:
             raise

@@ -246,7 +246,7 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
         ("data.truncation=middle", "Truncate keeps the end"),
         ("trainer.logger=[console,swanlab]", "Prometheus"),
         ("actor_rollout_ref.actor.kl_loss_type=low_var_kl+", "another gradient"),
-        ("data.train_batch_size=lots", "no whole number"),
+        ("data.train_batch_size=lots", "not a whole number"),
         ("data.max_prompt_length=$LENGTH", "a variable that is not set"),
         ("no.such.setting=1", "not known here"),
         ("actor_rollout_ref.rollout.brand_new=1", "not known here"),
@@ -257,7 +257,7 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len=512", "reward.function.kwargs"),
         ("algorithm.filter_groups.enable=True", "no prompts are drawn anew"),
         ("model_engine=megatron", "trained by FSDP2"),
-        ("data.max_prompt_length=", "no whole number"),
+        ("data.max_prompt_length=", "not a whole number"),
     ],
 )
 def test_a_setting_that_cannot_be_converted_is_listed_with_the_reason(word: str, why: str) -> None:
@@ -304,7 +304,7 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("kind: PPOJob", "no configuration of verl"), ("a: [", "no YAML")],
+    [("kind: PPOJob", "not a configuration of verl"), ("a: [", "not YAML")],
 )
 def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(message)):
