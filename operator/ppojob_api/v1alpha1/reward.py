@@ -49,9 +49,9 @@ class RewardFunction(ApiModel):
     kwargs: RawObject = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     on_error: OnError = OnError.FAIL
-    """What is done with a response whose reward function raises, ends its process or exceeds timeoutSeconds. Fail: the
-    job fails with the prompt's index and is not retried. Score: the response gets errorScore. Drop: the response is
-    left out of advantages, losses and the mean scores."""
+    """What happens to a response if the reward function raises an exception, returns no finite number, ends its process
+    or exceeds timeoutSeconds. Fail: the job fails with the prompt's index and is not retried. Score: the response gets
+    errorScore. Drop: the response is left out of advantages, losses and the mean scores."""
     error_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a response that the function does not score, with onError Score."""
     num_workers: int = Field(default=1, ge=1, le=256)
@@ -61,7 +61,7 @@ class RewardFunction(ApiModel):
     coroutine function has one process, in which the calls share an event loop. Absent: 1, for a coroutine function
     64."""
     timeout_seconds: int = Field(default=60, ge=1, le=86_400)
-    """Longest time for scoring one response, in seconds. See onError for what follows."""
+    """Longest time for scoring one response, in seconds. onError decides what happens then."""
 
 
 # `function` is a reserved word of CEL, where a field of this name is `__function__`.
@@ -104,7 +104,7 @@ class RewardSpec(ApiModel):
     )
 
     type: RewardType = RewardType.FUNCTION
-    """Who scores: Function, Model (model.reward), or Both (their weighted sum)."""
+    """What scores: Function, Model (model.reward), or Both (their weighted sum)."""
     function: RewardFunction | None = None
     """The reward function, with type Function or Both."""
     weights: RewardWeights | None = None
