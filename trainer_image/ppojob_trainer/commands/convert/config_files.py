@@ -78,7 +78,7 @@ def base_of(name: str, folder: str | None, beside: Path | None) -> Base:
             base.values |= _OWN[entry]
         elif entry != "_self_":
             base.unconverted.append(
-                (f"--config-name {name}", entry, f"an entry of its defaults is not known; {_REMEDY}")
+                (f"--config-name {name}", entry, f"an entry of its defaults list is not known; {_REMEDY}")
             )
     raw.pop("hydra", None)
     base.values |= {key: value for key, value in flat(raw) if not is_unset(key, value)}

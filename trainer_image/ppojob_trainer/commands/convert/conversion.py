@@ -63,7 +63,7 @@ class Conversion:
     def to_yaml(self) -> str:
         """Return the file; what the user must fill in stands at its head."""
         asked = [f"#   spec.{entry.name}: {entry.why}\n" for entry in self.entries if entry.kind is Target.TO_FILL]
-        head = ["# Converted from verl's settings. Look after:\n", *asked] if asked else []
+        head = ["# Converted from verl's settings. Check:\n", *asked] if asked else []
         body = yaml.safe_dump(dict(self.manifest), sort_keys=False, width=110, allow_unicode=True)
         return "".join(head) + body
 
@@ -108,9 +108,7 @@ def _resolved(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, An
         elif value.startswith("${") and value[2:-1] in given:
             resolved[name] = given[value[2:-1]]
         else:
-            unconverted.append(
-                (name, value, "a variable that is not set here: give it a value, or set the field by hand")
-            )
+            unconverted.append((name, value, "this variable is not set: give it a value, or set the field by hand"))
     return resolved, unconverted
 
 
@@ -120,7 +118,7 @@ def _row_of(name: str) -> Row | None:
 
 def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
     if row is None:
-        draft.unconverted.append((name, value, "this setting of verl is not known here"))
+        draft.unconverted.append((name, value, "this setting of verl is not known"))
     elif isinstance(row, Unsupported) and value is not None:
         draft.unconverted.append((name, value, row.why))
     elif isinstance(row, Converted | Checked) and value is not None:

@@ -241,14 +241,12 @@ def pools(draft: Draft) -> None:
     if draft.splits:
         half = (nodes, gpus // 2) if nodes < 2 else (nodes // 2, gpus)
         if half[1] == 0:
-            raise NotConvertibleError("a split takes two GPUs or more")
+            raise NotConvertibleError("a split needs two GPUs or more")
         sizes = {"actor": half, "critic": half}
         draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
         draft.values |= {"placement.rollout": ["actor"], "placement.ref": "actor"}
         if nodes > 1 and nodes % 2:
-            draft.unconverted.append(
-                ("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one without work")
-            )
+            draft.unconverted.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one idle"))
     for role, (sections, is_asked) in _POOLS_OF_ROLES.items():
         size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
         if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
@@ -278,7 +276,7 @@ def resuming(draft: Draft) -> None:
     mode, path = draft.take("trainer.resume_mode", default="auto"), draft.take("trainer.resume_from_path")
     draft.values["checkpoint.resume"] = "Never" if mode == "disable" else "Auto"
     if mode == "resume_path" and path:
-        why = "a checkpoint of verl cannot be read: begin from a HuggingFace folder of it (model.actor.path)"
+        why = "a checkpoint of verl cannot be read: export it as a HuggingFace folder, and set model.actor.path"
         draft.unconverted.append(("trainer.resume_from_path", path, why))
 
 

@@ -142,7 +142,7 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
         return
     at, words = recording.complaints[-1] if recording.complaints else (script.name, recording.last_words or "no reason")
     unbound = re.match(r"(\w+): unbound variable", words)
-    remedy = "give what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
+    remedy = "set what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
     if unbound:
         remedy = f"give it with --env {unbound[1]}=VALUE"
     elif "No such file" in words:
@@ -153,7 +153,8 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
 def _empty_answers(recording: Recording) -> list[tuple[str, Any, str]]:
     """Programs whose output the script goes on with: here they printed nothing."""
     why = (
-        "the script reads what this prints, and it was not started: give the value with --env, or set the field by hand"
+        "the script reads the output of this program, which was not started: set the value with --env, or set "
+        "the field by hand"
     )
     return [
         (f"{call.at}: {' '.join(call.words)}"[:200], None, why)

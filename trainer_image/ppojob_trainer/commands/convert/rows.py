@@ -53,7 +53,7 @@ class Unsupported:
 
 Row = Converted | Checked | Ignored | Unsupported
 
-_ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2, tensorParallelSize divides large ones")
+_ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2; for large ones set tensorParallelSize")
 MEGATRON = "models are trained by FSDP2; for large ones set tensorParallelSize of the role and its offload"
 _NO_QUANTIZATION = "models are trained and generate with their own weights"
 
@@ -100,7 +100,7 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{engine}.model_dtype", only("fp32", f"parameters are float32: see model.{role}.offload for memory")),
         Checked(f"{engine}.dtype", only("bfloat16", "roles compute in bfloat16")),
         Checked(f"{engine}.fsdp_size", only(-1, "a model is sharded over all ranks of its role")),
-        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, kernels are not")),
+        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, but kernels are not deterministic")),
         Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
@@ -121,7 +121,7 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
             engine,
             "wrap_policy.* grad_offload forward_prefetch use_orig_params seed entropy_* "
             "use_torch_compile pad_to_length* forward_only turbo_config.* qat.*",
-            "FSDP2 shards layer by layer, and needs no setting of this",
+            "FSDP2 shards layer by layer, and needs no such setting",
         ),
     ]
 
@@ -166,7 +166,7 @@ def rows_of_model(verl: str, role: str) -> list[Row]:
         Checked(f"{verl}.tiled_mlp.enabled", only(False, "layers compute whole rows; see gradientCheckpointing")),
         Ignored(f"{verl}.tiled_mlp.*", "it belongs to tiled layers"),
         Unsupported(f"{verl}.override_config.*", "write the values into the model's config.json"),
-        Unsupported(f"{verl}.lora.*", f"see model.{role}.lora for what adapters can be told"),
+        Unsupported(f"{verl}.lora.*", f"see model.{role}.lora for the settings of adapters"),
         Ignored(f"{verl}.fused_kernel_options*", "log-probs never hold all logits"),
         Ignored(f"{verl}.use_shm", "rank 0 reads the model once for all"),
         Checked(f"{verl}.use_liger", only(False, "model code is transformers' own")),

@@ -61,7 +61,7 @@ TABLE: tuple[Row, ...] = (
     *ignored(
         "data",
         "return_* dataloader_num_workers filter_overlong_prompts_workers use_shm validation_shuffle trust_remote_code",
-        "it has no bearing on text prompts read from files",
+        "it has no effect on text prompts from files",
     ),
     # The policy.
     *rows_of_model("actor_rollout_ref.model", "actor"),
@@ -117,23 +117,23 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.name", only("vllm", "vLLM generates")),
     Checked(f"{_R}.dtype", only("bfloat16", "vLLM computes in bfloat16")),
     Checked(f"{_R}.do_sample", only(True, "training samples its responses")),
-    Checked(f"{_R}.pipeline_model_parallel_size", only(1, "vLLM is divided by rollout.tensorParallelSize")),
-    Checked(f"{_R}.expert_parallel_size", only(1, "vLLM is divided by rollout.tensorParallelSize")),
+    Checked(f"{_R}.pipeline_model_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
+    Checked(f"{_R}.expert_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
     Checked(f"{_R}.multi_turn.enable", only(False, _SERVERS)),
     Checked(f"{_R}.quantization", only(None, "vLLM computes with the policy's own weights")),
-    Ignored(f"{_R}.data_parallel_size", "there are as many replicas as the pool has room for"),
+    Ignored(f"{_R}.data_parallel_size", "the number of replicas follows from the pool's GPUs"),
     Ignored(f"{_R}.log_prob_*", "micro-batches are filled up to actor.maxTokensPerGPU"),
     Checked(f"{_R}.engine_kwargs*", only(None, "vLLM's options beyond those of rollout cannot be given")),
-    Checked(f"{_R}.over_sample_rate", only(0, "as many responses are written as are used")),
+    Checked(f"{_R}.over_sample_rate", only(0, "as many responses are generated as are used")),
     Checked(f"{_R}.max_model_len", only(None, "it is data.maxPromptLength + data.maxResponseLength")),
     Checked(f"{_R}.disaggregation.enabled", only(False, _SERVERS)),
     Checked(f"{_R}.enable_rollout_routing_replay", only(False, "there is no replay of experts' routes")),
     Checked(f"{_R}.agent.default_agent_loop", only("single_turn_agent", _SERVERS)),
     Checked(f"{_R}.agent.agent_loop_config_path", only(None, _SERVERS)),
     Checked(f"{_R}.skip_rollout", only(False, "generation is never skipped")),
-    Checked(f"{_R}.mtp.enable", only(False, "no tokens are predicted ahead")),
+    Checked(f"{_R}.mtp.enable", only(False, "multi-token prediction is not supported")),
     *unsupported(_R, "server.* sglang_rollout_mode", _SERVERS),
-    *ignored(_R, "seed full_determinism", "each sample's seed comes of trainer.seed, step, prompt and sample"),
+    *ignored(_R, "seed full_determinism", "each sample's seed follows from trainer.seed, step, prompt and sample"),
     *ignored(_R, "prompt_length response_length", "they are those of data"),
     *ignored(
         _R,
@@ -141,7 +141,7 @@ TABLE: tuple[Row, ...] = (
         "multi_stage_wake_up multi_turn.* agent.* checkpoint_engine.* trace.* skip_tokenizer_init "
         "moe_* prometheus.* quantization_config_file cudagraph_capture_sizes router_config_path limit_images mtp.* "
         "disaggregation.* update_weights_* skip_dump_dir layer_name_map.* skip.*",
-        "vLLM runs inside the job, and needs no setting of this",
+        "vLLM runs inside the job, and needs no such setting",
     ),
     # The critic.
     *rows_of_model("critic.model", "critic"),
@@ -150,7 +150,7 @@ TABLE: tuple[Row, ...] = (
     # Where verl 0.6 and older have what is now critic.fsdp.
     field("critic.model.fsdp_config.param_offload", "model.critic.offload.parameters", truth),
     field("critic.model.fsdp_config.optimizer_offload", "model.critic.offload.optimizer", truth),
-    Ignored("critic.model.fsdp_config.*", "FSDP2 shards layer by layer, and needs no setting of this"),
+    Ignored("critic.model.fsdp_config.*", "FSDP2 shards layer by layer, and needs no such setting"),
     Ignored("critic.model.*", "the critic is the actor's model with a value head, or model.critic.path"),
     Ignored("critic.ppo_epochs", "the critic is updated as often as the actor, see algorithm.epochs"),
     Ignored("critic.checkpoint.*", "a checkpoint always holds all that a resumed run needs"),
@@ -180,21 +180,19 @@ TABLE: tuple[Row, ...] = (
     ),
     # Rewards.
     field("reward.num_workers", "reward.function.numWorkers", whole),
-    Checked("reward_model.reward_manager", only("naive", "a reward function is called with each response by itself")),
-    Checked("reward.reward_manager.name", only("naive", "a reward function is called with each response by itself")),
+    Checked("reward_model.reward_manager", only("naive", "a reward function is called for one response at a time")),
+    Checked("reward.reward_manager.name", only("naive", "a reward function is called for one response at a time")),
     Checked("*sandbox_fusion.url", only(None, "a reward function may call a service by itself")),
     field("reward_model.model.trust_remote_code", "model.reward.trustRemoteCode", truth),
     Checked(
-        "reward_model.reward_kwargs*", only(None, "what a manager is told a function gets in reward.function.kwargs")
+        "reward_model.reward_kwargs*", only(None, "a reward function gets such settings in reward.function.kwargs")
     ),
-    Checked("reward.reward_kwargs*", only(None, "what a manager is told a function gets in reward.function.kwargs")),
+    Checked("reward.reward_kwargs*", only(None, "a reward function gets such settings in reward.function.kwargs")),
     *ignored("reward_model", "reward_loop_source use_reward_loop", "rewards are computed beside generation"),
-    Checked("reward_model.reward_loop_*", only(None, "a reward function is called with each response by itself")),
-    Ignored("reward_manager.*", "a reward function is called with each response by itself"),
-    Checked(
-        "reward.reward_manager.module.path", only(None, "a reward function is called with each response by itself")
-    ),
-    *ignored("reward.reward_manager", "source module.*", "a reward function is called with each response by itself"),
+    Checked("reward_model.reward_loop_*", only(None, "a reward function is called for one response at a time")),
+    Ignored("reward_manager.*", "a reward function is called for one response at a time"),
+    Checked("reward.reward_manager.module.path", only(None, "a reward function is called for one response at a time")),
+    *ignored("reward.reward_manager", "source module.*", "a reward function is called for one response at a time"),
     *ignored(
         "reward_model",
         "num_workers enable_resource_pool n_gpus_per_node nnodes strategy model.* rollout.* micro_batch_size* "
@@ -221,12 +219,12 @@ TABLE: tuple[Row, ...] = (
     Ignored("trainer.default_local_dir", "checkpoints are in <mountPath>/ppojob/<namespace>/<name>"),
     Ignored("trainer.default_hdfs_dir", "checkpoints are in the storage; for a bucket see checkpoint.path"),
     Ignored("trainer.log_val_generations", "see telemetry.samplesPerStep"),
-    Ignored("trainer.balance_batch", "ranks always get about as many tokens each"),
+    Ignored("trainer.balance_batch", "all ranks always get about the same number of tokens"),
     *ignored(
         "trainer",
         "rollout_data_dir validation_data_dir esi_redundant_time checkpoint_callback_class del_local_ckpt_after_load "
         "ray_wait_register_center_timeout use_v1 v1.* use_legacy_worker_impl balance_batch",
-        "the job needs no setting of this",
+        "the job needs no such setting",
     ),
     Ignored("ray_kwargs.*", "the operator starts Ray"),
     Ignored("hydra.*", "there is no Hydra"),
@@ -234,7 +232,7 @@ TABLE: tuple[Row, ...] = (
     Unsupported("*@*", "it chooses another part of verl's configuration, which is not known here"),
     Checked(f"{_R}.qat.enable", only(False, "vLLM computes with the policy's own weights")),
     Ignored(f"{_R}.qat.*", "it belongs to quantization"),
-    Unsupported("*.mtp.*", "no tokens are predicted ahead"),
+    Unsupported("*.mtp.*", "multi-token prediction is not supported"),
     *unsupported("async_training", "*", "training is on-policy; schedule.mode says what runs at the same time"),
     Ignored("actor_rollout_ref.hybrid_engine", "actor and rollout share a pool or not: see placement"),
     Ignored("actor_rollout_ref.nccl_timeout", "see trainer.phaseTimeoutSeconds"),

@@ -40,7 +40,7 @@ class TestPools:
     def test_nodes_that_a_split_leaves_over_are_reported(self) -> None:
         conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.nnodes=3"]))
 
-        assert "leaves one without work" in unconverted(conversion)["trainer.nnodes"]
+        assert "leaves one idle" in unconverted(conversion)["trainer.nnodes"]
 
     def test_a_split_of_one_gpu_is_refused(self) -> None:
         conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.n_gpus_per_node=1"]))

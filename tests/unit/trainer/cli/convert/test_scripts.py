@@ -118,8 +118,8 @@ class TestSeveralLaunches:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo hello", "nothing in it starts verl"),
-        ("sbatch inner.sh", r"nothing in it starts verl.*; it starts\n  .*run.sh:1: sbatch inner.sh"),
+        ("echo hello", "it does not start verl"),
+        ("sbatch inner.sh", r"it does not start verl.*; it starts\n  .*run.sh:1: sbatch inner.sh"),
         (f"set -u\n\n{VERL} trainer.nnodes=$NODES", "run.sh:3: NODES: unbound variable: .* --env NODES=VALUE"),
         (f"echo 'usage: run.sh GPUS'\nexit 1\n{VERL}", "usage: run.sh GPUS: the script ended with 1"),
         (f"N=${{N:?how many nodes}}\n{VERL}", "run.sh:1: N: how many nodes"),

@@ -56,7 +56,7 @@ PROGRAMS = (
         refused="fully asynchronous training has no steps of data.train_batch_size prompts, and a PPOJob has no "
         "others: convert a synchronous script of the same model",
     ),
-    Program(r"(verl\.experimental|recipe)\.vla\..*", refused="a PPOJob trains language models on text, and no robots"),
+    Program(r"(verl\.experimental|recipe)\.vla\..*", refused="a PPOJob trains language models on text, not robots"),
     Program(r"verl\.trainer\.(fsdp_)?sft_trainer\w*", refused="this is supervised fine-tuning, and a PPOJob is PPO"),
     Program(r"verl\.trainer\.main_generation\w*", refused="this generates responses without training"),
     Program(r"verl\.trainer\.main_eval", refused="this evaluates responses without training"),
@@ -120,7 +120,7 @@ def chosen(found: Sequence[Launch], number: int | None, script: str, calls: Sequ
     listed = "".join(f"\n  {place}: {launch.at}: {launch.name}" for place, launch in enumerate(found, 1))
     if not found:
         started = "".join(f"\n  {call.at}: {' '.join(call.words)[:160]}" for call in calls)
-        what = "nothing in it starts verl, such as python3 -m verl.trainer.main_ppo"
+        what = "it does not start verl, for example with python3 -m verl.trainer.main_ppo"
         raise ManifestError(f"{script}: {what}{'; it starts' * bool(started)}{started}")
     if number is None and len(found) > 1:
         raise ManifestError(f"{script}: it starts verl {len(found)} times: choose one with --launch N{listed}")
