@@ -63,11 +63,11 @@ class SecretSource:
                 return old
             new = new or certificates.make(self._server_names, self._clock())
             if await self._store(secret, new):
-                _LOG.info("made certificates in Secret %s/%s: %r", self._namespace, self._name, new)
+                _LOG.info("created certificates in Secret %s/%s: %r", self._namespace, self._name, new)
                 return new
         raise CertificateError(
             f"Secret {self._namespace}/{self._name} changed {_MAX_RACES} times while it was being renewed: "
-            "look who else writes it"
+            "find the other client that writes it"
         )
 
     def _renew(self, old: Certificates | None) -> Certificates | None:

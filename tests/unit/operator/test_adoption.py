@@ -25,7 +25,7 @@ PATIENCE = 120.0
 class Lives:
     """An API server with one job, another operator's Lease, and a clock."""
 
-    def __init__(self, owner: OperatorStatus | None = None, wish: str | None = None) -> None:
+    def __init__(self, owner: OperatorStatus | None = None, requested: str | None = None) -> None:
         self.now = 0.0
         held = {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "0"}
         self.lease: Manifest | None = {"spec": held}
@@ -33,7 +33,7 @@ class Lives:
         self.event_error: Exception | None = None
         self.is_there = True
         self.status: dict[str, Any] = {} if owner is None else {"operator": owner.to_wire()}
-        self.annotations = {} if wish is None else {ANNOTATION_OPERATOR: wish}
+        self.annotations = {} if requested is None else {ANNOTATION_OPERATOR: requested}
         self.writes: list[Mapping[str, Any]] = []
         self.events: list[str] = []
         self.lease_reads: list[tuple[str, str]] = []

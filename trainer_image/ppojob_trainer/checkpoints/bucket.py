@@ -249,7 +249,7 @@ def _named(field: str, address: str, error: Exception) -> BucketError:
         return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")
     status = _STATUS.search(text)
     return BucketUnreachableError(
-        f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; look after the store, "
+        f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; check the store, "
         "the network to it, and AWS_ENDPOINT_URL (http:// needs AWS_ALLOW_HTTP=true)"
     )
 
