@@ -59,7 +59,7 @@ def stale_attempt(job: str, reported: int, current: int) -> Refusal:
 
 
 def unknown_attempt(job: str, reported: int, current: int) -> Refusal:
-    """Return the answer to an attempt that has not begun. It stops no trainer: the operator's view may lag."""
+    """Return the answer to an attempt that has not started. It stops no trainer: the operator's view may lag."""
     message = f"attempt {reported} of PPOJob {job} has not started, the current one is {current}: send the report again"
     return Refusal(422, "UnknownAttempt", message)
 

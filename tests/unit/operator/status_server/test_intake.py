@@ -130,7 +130,7 @@ async def test_an_attempt_that_has_not_begun_is_refused_and_hides_nothing(
 ) -> None:
     refusal = await refusal_of(send(attempt=attempt))
     assert (refusal.status, refusal.reason) == (422, "UnknownAttempt"), "409 and 410 would stop a trainer"
-    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not begun")
+    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not started")
 
     await send()
     assert await writer.flush(1) == 0
