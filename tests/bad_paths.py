@@ -41,7 +41,7 @@ BAD_PATHS = (
     BadSpec("files of two formats",
             {_spec("data", "validation"): {"files": {"paths": ["/data/a.json", "/data/b.jsonl", "/data/c.parquet"]}}},
             "spec.data.validation.files.paths[2]", "the first file is JSON Lines", shows="'/data/c.parquet'"),
-    BadSpec("reward that is no Python", {_spec("reward", "function"): {"path": "/data/reward.txt"}},
+    BadSpec("reward that is not Python", {_spec("reward", "function"): {"path": "/data/reward.txt"}},
             "spec.reward.function.path", "must end with .py", shows="'/data/reward.txt'"),
     BadSpec("relative path of a worker", {_spec("workers"): [_WORKER]},
             "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),

@@ -144,7 +144,9 @@ class Cluster:
 
         def status_of(current: Manifest) -> Manifest:
             if _owner(current.get("status", {})) != before:
-                raise ApiUnavailable(f"PPOJob {key} went to another operator while its status was being written")
+                raise ApiUnavailable(
+                    f"PPOJob {key} was handed over to another operator while its status was being written"
+                )
             return {**job.unknown, **status}
 
         manager = constants.FIELD_MANAGER_OPERATOR

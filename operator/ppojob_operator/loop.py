@@ -181,7 +181,7 @@ class Loop:
             if is_lasting and not is_shown:
                 await self._show(key, partial(show_refusal, words=words))
         except Exception as error:  # A defect that one job triggers must not stop the other jobs.
-            logger.exception("%s: defect in the operator", key)
+            logger.exception("%s: bug in the operator", key)
             await self._show(key, partial(show_fault, error=error))
             self._retry_later(key, "see the exception above")
         self._hooks.observe_reconcile(monotonic() - began, outcome)
@@ -202,7 +202,7 @@ class Loop:
         except ApiError as error:
             logger.warning("%s: neither status nor Event can be written: %s", key, error)
         except Exception:  # The same defect may prevent this write.
-            logger.exception("%s: the defect could not be written into the status", key)
+            logger.exception("%s: the bug could not be written into the status", key)
 
     def _retry_later(self, key: JobKey, message: str) -> None:
         self._observer.drop(key)

@@ -84,8 +84,8 @@ def test_numbers_are_those_of_verls_own_configuration(compositions: Compositions
     wrong: list[tuple[Any, ...]] = []
     for example, conversion, config in compositions:
         known, spec = dict(flat(config)), spec_of(conversion)
-        lost = {entry.name for entry in conversion.lost}
-        found = {name: (known[name], get(spec)) for name, get in SAME.items() if name not in lost}
+        unconverted = {entry.name for entry in conversion.unconverted}
+        found = {name: (known[name], get(spec)) for name, get in SAME.items() if name not in unconverted}
         wrong += [(example.name, name, *pair) for name, pair in found.items() if pair[0] != pair[1]]
         if sum(pool.gpus for pool in spec.pools) != known["trainer.nnodes"] * known["trainer.n_gpus_per_node"]:
             wrong.append((example.name, "GPUs", spec.pools))

@@ -115,7 +115,7 @@ def test_a_pod_on_a_node_that_was_lost() -> None:
 
 def test_a_job_of_another_operator() -> None:
     ours, theirs = (
-        OperatorStatus(namespace=name, lease="ppojob-leader", version="0.1.0") for name in ("rl-team", "ppojob-system")
+        OperatorStatus(namespace=name, lease="ppojob-leader", version="0.2.0") for name in ("rl-team", "ppojob-system")
     )
     world = World()
     world.status = {"operator": theirs.to_wire()}

@@ -17,7 +17,7 @@ def overview() -> Drawing:
     d.box((20, 30), (190, 92), "You", ["ppojob.yaml", "kubectl, kubectl ppo"], BLUE)
     d.box((350, 30), (210, 92), "API server", ["PPOJob: spec, status", "RayCluster, Events"])
     d.box((710, 30), (230, 92), "PPOJob operator", ["two replicas, one leads", "reconciles every PPOJob"], VIOLET)
-    d.box((350, 190), (210, 56), "KubeRay operator", ["makes the pods"])
+    d.box((350, 190), (210, 56), "KubeRay operator", ["creates the pods"])
     d.arrow((210, 76), (348, 76))
     d.text((279, 66), "kubectl apply", size=12, ink=GREY, anchor="middle")
     d.arrow((562, 76), (708, 76), has_two_heads=True)
@@ -90,7 +90,7 @@ _STEPS: tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, float, float], ...]],
 
 def step() -> Drawing:
     """Return one step in time, in three placements."""
-    d = Drawing(960, 370, "One PPO step in three placements: one pool, two pools, two pools with shared generation")
+    d = Drawing(960, 386, "One PPO step in three placements: one pool, two pools, two pools with shared generation")
     y, unit, left = 34.0, 12.4, 110.0
     for title, lanes in _STEPS:
         d.text((20, y), title, is_bold=True)
@@ -105,7 +105,7 @@ def step() -> Drawing:
         d.arrow((left + end * unit, y + 12), (left + end * unit, y))
         d.text((left + end * unit - 8, y + 16), "next step", size=12, ink=GREY, anchor="end")
         y += 46
-    d.text((20, 358), "Time runs to the right; lengths are illustrative. The narrow grey bar sends the new weights to "
+    d.text((20, 376), "Time runs to the right; lengths are illustrative. The narrow grey bar sends the new weights to "
                       "the rollout engines.", size=12, ink=GREY)  # fmt: skip
     return d
 

@@ -74,8 +74,9 @@ def _reason(field: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return (
             f"No module named {error.name!r}. Install the package that has it in the trainer's image, or correct the "
-            f"name; a file of yours is named with {field}.path"
+            f"name; for a file of your own, set {field}.path"
         )
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno}). Correct the file"
-    return f"its import failed with {type(error).__name__}: {error}. Import it in the trainer's image to see all of it"
+    said = f"its import failed with {type(error).__name__}: {error}"
+    return f"{said}. Import it in the trainer's image to see the whole error"

@@ -30,7 +30,7 @@ BATCH_RULES = [
             f"!(self.algorithm.advantageEstimator in {[kind.value for kind in _OF_GROUPS]}) || "
             "self.rollout.samplesPerPrompt > 1"
         ),
-        message="this advantageEstimator compares the responses to one prompt: it needs 2 or more for each",
+        message="this advantageEstimator compares the responses to one prompt: set samplesPerPrompt to 2 or more",
         field_path=".rollout.samplesPerPrompt",
     ),
 ]
@@ -47,7 +47,11 @@ def _mini_batches_divide_the_batch(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"{role}.miniBatchSize", size, remedy
         elif batch % size:
             fitting = max(n for n in range(1, size) if batch % n == 0)
-            yield f"{role}.miniBatchSize", size, f"does not divide data.trainBatchSize ({batch}): use {fitting}, say"
+            yield (
+                f"{role}.miniBatchSize",
+                size,
+                f"does not divide data.trainBatchSize ({batch}): use {fitting}, for example",
+            )
 
 
 def _groups_have_two_responses(spec: PPOJobSpec) -> Iterator[Problem]:

@@ -32,13 +32,16 @@ def _image_moves(spec: PPOJobSpec) -> Iterator[FieldError]:
     name, _, digest = spec.image.partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     if not digest and tag in _MOVING_TAGS:
-        remedy = "this tag moves, and a pod that comes later may get another image: name a version or a digest"
+        remedy = "this tag is mutable, and pods that start later may get another image: use a version or a digest"
         yield FieldError("spec.image", spec.image, remedy)
 
 
 def _nothing_is_saved(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.checkpoint.every_steps == 0:
-        remedy = "no checkpoint before the end: after a failure the job begins again at its first step; set it above 0"
+        remedy = (
+            "no checkpoint is saved before the end, so after a failure the job restarts at its first step: set "
+            "it above 0"
+        )
         yield FieldError("spec.checkpoint.everySteps", 0, remedy)
 
 
@@ -53,12 +56,17 @@ def _reward_limit_is_no_limit(spec: PPOJobSpec) -> Iterator[FieldError]:
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.auto_balance.enabled and spec.run_policy.queue_name is not None:
-        remedy = "in a queue, pools are not resized, because the job would have to queue again: use only one of the two"
+        remedy = (
+            "autoBalance does not resize pools of a job in a queue: use only one of autoBalance and runPolicy.queueName"
+        )
         yield FieldError("spec.autoBalance.enabled", True, remedy)
         return
     is_bound = all((pool.min_nodes or pool.nodes) == (pool.max_nodes or pool.nodes) for pool in spec.pools)
     if spec.auto_balance.enabled and is_bound:
-        remedy = "no pool may have more or fewer nodes than now: give pools minNodes and maxNodes"
+        remedy = (
+            "no pool can be resized, because minNodes and maxNodes equal nodes or are not set: set minNodes and "
+            "maxNodes"
+        )
         yield FieldError("spec.autoBalance.enabled", True, remedy)
 
 
@@ -69,13 +77,16 @@ def _kinds_are_mixed(pool: Pool, path: str) -> Iterator[FieldError]:
     terms = _node_terms(pod)
     mixed = [name for term in terms for name in _gpu_values(term)]
     if mixed:
-        remedy = "several kinds of GPU in one pool: each step waits for the slowest; name one kind, or make two pools"
+        remedy = (
+            "the pool may get several kinds of GPU, and each step waits for the slowest: name one kind, or use "
+            "two pools"
+        )
         yield FieldError(f"{path}.podTemplate.spec.affinity.nodeAffinity", mixed, remedy)
     is_pinned = bool(pool.node_selector or pod.get("nodeSelector") or terms)
     if not is_pinned and pool.gpu_resource_name in _ANY_GPU:
         remedy = (
-            f"nothing says which GPU the {pool.nodes} pods get: where the cluster has several kinds, each step waits "
-            "for the slowest; name one, such as {nvidia.com/gpu.product: ...}"
+            f"no node selector chooses the kind of GPU for the {pool.nodes} pods; if the cluster has several kinds, "
+            "each step waits for the slowest: name one, such as {nvidia.com/gpu.product: ...}"
         )
         yield FieldError(f"{path}.nodeSelector", None, remedy)
 

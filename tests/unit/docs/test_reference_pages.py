@@ -77,7 +77,7 @@ def kinds() -> dict[str, set[str]]:
         found.setdefault(reason, set()).add(kind)
     for reason, kind in failures._ENGINE_KINDS.items():
         found.setdefault(reason, set()).add(kind)
-    # Of a graceful stop, which is no failure.
+    # Of a graceful stop, which is not a failure.
     del found[Reason.INTERRUPTED]
     found[Reason.TRAINER_FAILED].add(FailureKind.USER)
     return found

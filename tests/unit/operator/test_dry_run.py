@@ -9,7 +9,7 @@ from ppojob_operator.api_server import ApiFailed, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.plan import JobKey
-from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.fake_api_server import connected
 from tests.unit.operator.reconcile.worlds import spec
 
 WANTED = ray_cluster(resolve(parse_spec(spec())), JobKey("rl-team", "arithmetic"), "uid-1", "arithmetic-next")

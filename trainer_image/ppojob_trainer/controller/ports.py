@@ -242,7 +242,7 @@ class WeightsPort(Protocol):
     """Sends the policy's weights to the rollout engines."""
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         """Whether engines release the weights after generation, so that even unchanged weights must be sent again.
 
         If so, a push allocates memory in every pool that has engines.

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
-from ppojob_trainer.controller.forward import Early, ForwardPhase, on_whole
+from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
 from ppojob_trainer.controller.generation import Generation
 from ppojob_trainer.controller.metrics import length_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
@@ -73,7 +73,7 @@ class PPOSettings:
 class Generated(Generic[B]):
     """Responses to the prompts of a step; `batch` also has the columns of the prompts.
 
-    `early` holds the forward phases that started on responses while others were generated.
+    `streamed` holds the forward phases that started on responses while others were generated.
     """
 
     step: int
@@ -81,7 +81,7 @@ class Generated(Generic[B]):
     rollout: Rollout[B]
     epoch: int
     metrics: Metrics
-    early: Early[B] | None = None
+    streamed: StreamedPhases[B] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,20 +107,20 @@ class PPO(Generic[B]):
         self._generation = Generation(ports, phases)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
-        self._early: Early[B] | None = None
+        self._streamed: StreamedPhases[B] | None = None
 
     async def generate(self, step: int) -> Generated[B]:
         """Get the prompts of a step, generate the responses, and call the users' hooks after Generate."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
-        early: Early[B] | None = None
+        streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
-            rollout, early = await self._stream(prompts.batch, step)
+            rollout, streamed = await self._stream(prompts.batch, step)
         else:
             rollout = await self._generation.write(prompts.batch, step)
         # A user-defined worker gets the hook calls of all steps in order.
         await self._hook_metrics()
         batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
-        return Generated(step, batch, rollout, prompts.epoch, found, early)
+        return Generated(step, batch, rollout, prompts.epoch, found, streamed)
 
     async def prepare(self, generated: Generated[B]) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
@@ -167,13 +167,13 @@ class PPO(Generic[B]):
         updated: Metrics = {}
         if step > self._settings.critic_warmup_steps:
             updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
-        elif not self._ports.weights.are_given_up:
+        elif not self._ports.weights.are_released:
             return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
         own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
-        also = shared if self._ports.weights.are_given_up else []
+        also = shared if self._ports.weights.are_released else []
         pushing = self._ports.weights.push(step)
         return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
 
@@ -196,8 +196,8 @@ class PPO(Generic[B]):
 
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
-        if self._early is not None:
-            self._early.cancel()
+        if self._streamed is not None:
+            self._streamed.cancel()
         for task in (self._critic_update, self._step_hooks):
             if task is not None:
                 task.cancel()
@@ -222,42 +222,44 @@ class PPO(Generic[B]):
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which finishes first."""
-        step, early = generated.step, generated.early
+        step, streamed = generated.step, generated.streamed
         phases = self._forward_phases(step)
-        chains = [names for chain, names in self._chains(phases).items() if early is None or not self._is_early(chain)]
+        chains = [
+            names for chain, names in self._chains(phases).items() if streamed is None or not self._is_streamed(chain)
+        ]
         try:
             whole = await on_whole(phases, chains, generated.batch)
-            found = {**whole, **(await early.found() if early is not None else {})}
+            found = {**whole, **(await streamed.found() if streamed is not None else {})}
         except BaseException:
-            # A stop drops the step, and so the phases that started early.
-            if early is not None:
-                early.cancel()
+            # A stop drops the step, and so the phases that have already started.
+            if streamed is not None:
+                streamed.cancel()
             raise
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
 
-    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], Early[B]]:
+    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
         """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
         phases, pool_of = self._forward_phases(step), self._settings.pool_of
-        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_early(chain)}
+        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_streamed(chain)}
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
         for chain in chains.keys() & written.keys():
             first = chains[chain][0]
             phases[first] = _after(written[chain], phases[first])
-        early = self._early = Early(phases, list(chains.values()))
+        streamed = self._streamed = StreamedPhases(phases, list(chains.values()))
 
         def take(rows: Sequence[int], responses: B) -> None:
-            early.add(rows, prompts.take(rows).union(responses))
+            streamed.add(rows, prompts.take(rows).union(responses))
 
         try:
             rollout = await self._generation.stream(prompts, step, take, lambda role: written[pool_of[role]].set())
         except BaseException:
-            early.cancel()
+            streamed.cancel()
             raise
-        early.end()
-        return rollout, early
+        streamed.end()
+        return rollout, streamed
 
     def _chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, list[str]]:
         """Return the phases that must run one after the other, by the pool that they keep busy."""
@@ -274,7 +276,7 @@ class PPO(Generic[B]):
         # The reward function uses no GPU, so it is in no pool's chain.
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
-    def _is_early(self, chain: str) -> bool:
+    def _is_streamed(self, chain: str) -> bool:
         """Whether the phases of a chain may run while engines generate, in other pools or in several pools."""
         writing = {self._settings.pool_of[role] for role in self._generation.roles}
         return chain not in writing or len(writing) > 1

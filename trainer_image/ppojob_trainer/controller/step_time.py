@@ -93,7 +93,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     Args:
         seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
-    play = _Play(seconds, layout)
+    play = _Simulation(seconds, layout)
     ends = [play.step() for _ in range(_NUM_STEPS)]
     length = max(ends[-1] - ends[-2], 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
@@ -103,7 +103,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
 
-class _Play:
+class _Simulation:
     """Simulates steps; every method returns its end time, in seconds from the start of the simulation."""
 
     def __init__(self, seconds: Mapping[str, float], layout: Layout) -> None:

@@ -53,7 +53,7 @@ class PromptDataset:
             for _ in self._blocks(first):
                 pass
         elif overlong == "Truncate":
-            self._tell_of_truncation(first)
+            self._warn_about_truncation(first)
         elif overlong == "Filter":
             self._kept = self._short_enough()
 
@@ -127,10 +127,12 @@ class PromptDataset:
                     self._fit(index, token_ids)
                 yield index, len(token_ids)
 
-    def _tell_of_truncation(self, first: int) -> None:
+    def _warn_about_truncation(self, first: int) -> None:
         overlong = sum(length > self._max_length for _, length in self._blocks(first, check=False))
         if overlong:
-            text = "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they lose their beginning"
+            text = (
+                "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they are truncated on the left"
+            )
             logger.warning(text, self.name, overlong, first, self._max_length)
 
     def _short_enough(self) -> list[int]:

@@ -268,7 +268,7 @@ class Table:
             numbers: row numbers in the result, for the rows of this table and then of `others` in order.
 
         Raises:
-            ValueError: the tables do not have the same number of sources, or `numbers` is no permutation of all rows.
+            ValueError: the tables differ in their number of sources, or `numbers` is not a permutation of all rows.
         """
         tables = (self, *others)
         if len({len(table.sources) for table in tables}) != 1:

@@ -136,7 +136,7 @@ def test_who_takes_a_pod_away_is_in_its_conditions(status: dict[str, Any], disru
     found = pod(status)
 
     assert found.disruption == disruption
-    assert found.trouble is None, "its containers may run until the trainer has stopped in order"
+    assert found.trouble is None, "its containers may run until the trainer has stopped gracefully"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class World:
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
 
-    def trainer_stops_in_order(self) -> "World":
+    def trainer_stops_gracefully(self) -> "World":
         """Let the trainer end as it does when it was asked to stop, or got a signal."""
         kind = FailureKind.INFRASTRUCTURE
         return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped gracefully after step 3", exit_code=130)

@@ -193,7 +193,7 @@ class FakeRollouts:
         self.world, self.suffix, self.num_replicas = world, suffix, num_replicas
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
-        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
+        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
         weights = self.world.rollout
         await self.world.phase(f"generate{self.suffix}", step)
         self._sleep()
@@ -201,7 +201,7 @@ class FakeRollouts:
 
     async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
         """The last row is written in half of the time."""
-        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
+        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
         response = {"response": number_of(step, self.world.rollout)}
         writing = asyncio.create_task(self.world.phase(f"generate{self.suffix}", step))
         rows = range(len(prompts))
@@ -337,7 +337,7 @@ class FakeWeights:
         self.world = world
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         return self.world.engines_sleep
 
     async def push(self, version: int) -> dict[str, float]:

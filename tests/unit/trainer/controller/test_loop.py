@@ -1,4 +1,4 @@
-"""Resume, validation, checkpoints, live settings, the end, and stops in order."""
+"""Resume, validation, checkpoints, live settings, the end, and graceful stops."""
 
 import asyncio
 

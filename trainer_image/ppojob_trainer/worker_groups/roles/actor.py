@@ -18,7 +18,7 @@ from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minib
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -30,8 +30,8 @@ __all__ = ["ActorGroup", "ActorWorker"]
 class ActorWorker(TrainedWorker):
     """One rank of the policy."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec, spec.actor)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec, spec.actor)
         self.source = ModelSource(spec.model.actor.path, spec.model.actor.trust_remote_code)
         self._engine: PolicyEngine | None = None
         self._sender: WeightSender | None = None
@@ -74,7 +74,7 @@ class ActorWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.actor.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.actor.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -104,7 +104,7 @@ class ActorWorker(TrainedWorker):
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
         """Open the weight links, one for each plan; a rank without a plan only takes part in gathering."""
         self._sender = WeightSender(
-            self.engine.weights(), plans, self.seat.address, self.seat.timeout_s, device=self.parallel.device
+            self.engine.weights(), plans, self.context.address, self.context.timeout_s, device=self.parallel.device
         )
         return self._sender.listen()
 

@@ -14,7 +14,7 @@ from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -26,8 +26,8 @@ __all__ = ["CriticGroup", "CriticWorker"]
 class CriticWorker(TrainedWorker):
     """One rank of the critic."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec, spec.critic)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec, spec.critic)
         critic = spec.model.critic
         path = critic.path or spec.model.actor.path
         self.source: ModelSource = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
@@ -69,7 +69,7 @@ class CriticWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.critic.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.critic.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -19,7 +19,7 @@ from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["DataGroup", "DataWorker", "LoadedData", "PromptsOfStep", "load_tokenizer", "with_samples"]
 
@@ -66,7 +66,7 @@ class LoadedData:
 class DataWorker:
     """Reads the data."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self.spec = spec
         self._loader: PromptLoader | None = None
         self._validation: StoredRows | None = None

@@ -14,22 +14,22 @@ from ppojob_trainer.checkpoints import address as addresses
 from ppojob_trainer.checkpoints.bucket import Bucket, connect
 from ppojob_trainer.checkpoints.checkpoint import (
     MANIFEST,
-    BrokenCheckpointError,
     Checkpoint,
+    IncompleteCheckpointError,
+    checked,
     no_manifest,
     parse_manifest,
-    whole,
 )
 from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError
 
-__all__ = ["BucketShelf", "FolderShelf", "Shelf", "newest_whole", "order_of", "read", "read_at"]
+__all__ = ["BucketReader", "CheckpointReader", "FolderReader", "newest_complete", "order_of", "read", "read_at"]
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)(?:\.attempt-(\d+))?")
 
 
-class Shelf(Protocol):
-    """A folder or an address with checkpoints."""
+class CheckpointReader(Protocol):
+    """Reads the checkpoints in a folder or below an address."""
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, oldest first; they may be broken."""
@@ -39,7 +39,7 @@ class Shelf(Protocol):
         """Return a checkpoint.
 
         Raises:
-            BrokenCheckpointError: it is not there, or not whole.
+            IncompleteCheckpointError: it does not exist, or is incomplete.
         """
         ...
 
@@ -48,104 +48,104 @@ class Shelf(Protocol):
         ...
 
 
-class FolderShelf:
-    """A folder: `step-8/`, and whatever else a user names."""
+class FolderReader:
+    """Reads a folder: `step-8/`, and any other name that a user gives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """See `Shelf`."""
+        """See `CheckpointReader`."""
         found = (path.name for path in self._folder.iterdir()) if self._folder.is_dir() else ()
         return sorted((name for name in found if re.fullmatch(r"step-\d+", name)), key=order_of)
 
     def read(self, name: str) -> Checkpoint:
-        """See `Shelf`."""
+        """See `CheckpointReader`."""
         folder = self._folder / name
         if not folder.is_dir():
-            raise BrokenCheckpointError("there is no such folder")
+            raise IncompleteCheckpointError("there is no such folder")
         try:
             manifest = parse_manifest((folder / MANIFEST).read_text())
         except FileNotFoundError as error:
             inside = (path.name for path in folder.glob("**/step-*") if (path / MANIFEST).is_file())
             raise no_manifest(inside) from error
-        return whole(str(folder), manifest, file_sizes(folder))
+        return checked(str(folder), manifest, file_sizes(folder))
 
     def location(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointReader`."""
         return str(self._folder / name)
 
 
-class BucketShelf:
-    """The keys below an address: `step-8.attempt-0/`. Files without a manifest are not a checkpoint yet."""
+class BucketReader:
+    """Reads the keys below an address: `step-8.attempt-0/`. Files without a manifest are not a checkpoint yet."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
     def names(self) -> list[str]:
-        """See `Shelf`."""
-        return self.sorted_by_seal()[0]
+        """See `CheckpointReader`."""
+        return self.complete_and_incomplete()[0]
 
-    def sorted_by_seal(self) -> tuple[list[str], list[str]]:
+    def complete_and_incomplete(self) -> tuple[list[str], list[str]]:
         """Return the names that have a manifest, and those that have none, both oldest first."""
         keys = self._bucket.sizes()
         names = sorted({name for name, slash, _ in (key.partition("/") for key in keys) if slash}, key=order_of)
         named = [name for name in names if _NAME.fullmatch(name)]
-        sealed = [name for name in named if f"{name}/{MANIFEST}" in keys]
-        return sealed, [name for name in named if name not in sealed]
+        complete = [name for name in named if f"{name}/{MANIFEST}" in keys]
+        return complete, [name for name in named if name not in complete]
 
     def read(self, name: str) -> Checkpoint:
-        """See `Shelf`."""
+        """See `CheckpointReader`."""
         found = self._bucket.sizes(name)
         if not found:
-            raise BrokenCheckpointError("there is nothing below this address")
+            raise IncompleteCheckpointError("there is nothing below this address")
         manifest = self._bucket.read(f"{name}/{MANIFEST}" if name else MANIFEST)
         if manifest is None:
             inside = (key.split("/")[-2] for key in found if key.endswith(f"/{MANIFEST}"))
             raise no_manifest(inside)
-        return whole(self.location(name), parse_manifest(manifest.content), found)
+        return checked(self.location(name), parse_manifest(manifest.content), found)
 
     def location(self, name: str) -> str:
-        """See `Shelf`."""
+        """See `CheckpointReader`."""
         return addresses.below(self._bucket.address, name) if name else self._bucket.address
 
 
-def read(shelf: Shelf, name: str) -> Checkpoint:
-    """Return a checkpoint of a shelf.
+def read(reader: CheckpointReader, name: str) -> Checkpoint:
+    """Return a checkpoint of a folder or address.
 
     Raises:
-        CheckpointUnreadableError: it is not whole; the message offers the newest whole one before it.
+        CheckpointUnreadableError: it is incomplete; the message offers the newest complete one before it.
     """
     try:
-        return shelf.read(name)
-    except BrokenCheckpointError as error:
-        older = newest_whole(shelf, before=order_of(name)[0]) if _NAME.fullmatch(name) else None
-        raise CheckpointUnreadableError.of(shelf.location(name), str(error), older=older) from error
+        return reader.read(name)
+    except IncompleteCheckpointError as error:
+        older = newest_complete(reader, before=order_of(name)[0]) if _NAME.fullmatch(name) else None
+        raise CheckpointUnreadableError.of(reader.location(name), str(error), older=older) from error
 
 
 def read_at(location: str) -> Checkpoint:
     """Return the checkpoint in a folder or at an address.
 
     Raises:
-        CheckpointUnreadableError: it is not whole.
+        CheckpointUnreadableError: it is incomplete.
     """
     if not addresses.is_address(location):
         path = Path(location)
-        return read(FolderShelf(path.parent), path.name)
+        return read(FolderReader(path.parent), path.name)
     bucket, key = addresses.split(location)
     parent, _, name = key.rpartition("/")
-    return read(BucketShelf(connect(addresses.below(bucket, parent) if parent else bucket)), name)
+    return read(BucketReader(connect(addresses.below(bucket, parent) if parent else bucket)), name)
 
 
-def newest_whole(shelf: Shelf, *, before: int | None = None) -> Checkpoint | None:
-    """Return the newest whole checkpoint, of an earlier step than `before`."""
-    for name in reversed(shelf.names()):
+def newest_complete(reader: CheckpointReader, *, before: int | None = None) -> Checkpoint | None:
+    """Return the newest complete checkpoint, of an earlier step than `before`."""
+    for name in reversed(reader.names()):
         if before is not None and order_of(name)[0] >= before:
             continue
         try:
-            return shelf.read(name)
-        except BrokenCheckpointError as error:
-            _log.warning("%s is not whole either: %s", shelf.location(name), error)
+            return reader.read(name)
+        except IncompleteCheckpointError as error:
+            _log.warning("%s is incomplete too: %s", reader.location(name), error)
     return None
 
 

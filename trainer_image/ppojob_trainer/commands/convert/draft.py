@@ -1,7 +1,7 @@
-"""What needs several of verl's settings at once: data files, rewards, pools, adapters, the length of the run.
+"""Converts what depends on several of verl's settings: data files, rewards, pools, adapters, the length of the run.
 
-Each function takes the settings that it understands out of `Draft.given` and writes fields, things to fill in and
-losses into the draft. `conversion` calls all of them, then `table` for the rest.
+Each function removes the settings that it converts from `Draft.given`. It adds fields, entries to fill in, and
+settings without a counterpart to the draft. `conversion` calls all of them, then `table` for the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
 from ppojob_api.v1alpha1.sources import is_repository_name
-from ppojob_trainer.commands.convert.values import NotCarriedError, number, whole
+from ppojob_trainer.commands.convert.values import NotConvertibleError, number, whole
 
 MOUNT = "/data"
 _MODEL = "actor_rollout_ref.model"
@@ -30,8 +30,8 @@ class Draft:
     """Fields by their dotted paths below spec."""
     to_fill: list[tuple[str, str]] = field(default_factory=list)
     """Path of a field, and what the user must see to."""
-    lost: list[tuple[str, Any, str]] = field(default_factory=list)
-    """Setting, value, and why it is not carried over."""
+    unconverted: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Setting, value, and why it is not converted."""
     name: str = "from-verl"
     splits: bool = False
     """Half of the GPUs are the actor's, half the critic's."""
@@ -138,7 +138,7 @@ def overlong_prompts(draft: Draft) -> None:
         why = (
             "data.overlongPrompts Truncate keeps the end of a prompt; Filter leaves it out, Fail (the default) refuses"
         )
-        draft.lost.append(("data.truncation", kind, why))
+        draft.unconverted.append(("data.truncation", kind, why))
 
 
 def warmups(draft: Draft) -> None:
@@ -155,7 +155,7 @@ def warmups(draft: Draft) -> None:
             draft.values[target] = int(float(ratio) * total)
         else:
             why = f"a share of the run's steps, which are not given: set {target}"
-            draft.lost.append((f"{verl}.optim.lr_warmup_steps_ratio", ratio, why))
+            draft.unconverted.append((f"{verl}.optim.lr_warmup_steps_ratio", ratio, why))
 
 
 def validation_sampling(draft: Draft) -> None:
@@ -215,7 +215,7 @@ def rewards(draft: Draft) -> None:
             draft.to_fill.append((target, "no reward model is given: the folder of a sequence-classification model"))
         if path is not None:
             why = "verl takes the reward model's scores where there is one: for their sum set reward.type Both"
-            draft.lost.append(("custom_reward_function.path", path, why))
+            draft.unconverted.append(("custom_reward_function.path", path, why))
         return
     where = "reward.function"
     if path is not None:
@@ -241,12 +241,12 @@ def pools(draft: Draft) -> None:
     if draft.splits:
         half = (nodes, gpus // 2) if nodes < 2 else (nodes // 2, gpus)
         if half[1] == 0:
-            raise NotCarriedError("a split takes two GPUs or more")
+            raise NotConvertibleError("a split needs two GPUs or more")
         sizes = {"actor": half, "critic": half}
         draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
         draft.values |= {"placement.rollout": ["actor"], "placement.ref": "actor"}
         if nodes > 1 and nodes % 2:
-            draft.lost.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one without work"))
+            draft.unconverted.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one idle"))
     for role, (sections, is_asked) in _POOLS_OF_ROLES.items():
         size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
         if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
@@ -276,8 +276,8 @@ def resuming(draft: Draft) -> None:
     mode, path = draft.take("trainer.resume_mode", default="auto"), draft.take("trainer.resume_from_path")
     draft.values["checkpoint.resume"] = "Never" if mode == "disable" else "Auto"
     if mode == "resume_path" and path:
-        why = "a checkpoint of verl cannot be read: begin from a HuggingFace folder of it (model.actor.path)"
-        draft.lost.append(("trainer.resume_from_path", path, why))
+        why = "a checkpoint of verl cannot be read: export it as a HuggingFace folder, and set model.actor.path"
+        draft.unconverted.append(("trainer.resume_from_path", path, why))
 
 
 def trackers(draft: Draft) -> None:
@@ -291,7 +291,7 @@ def trackers(draft: Draft) -> None:
     others = [entry for entry in names if entry not in known and entry not in ("console", "tensorboard", "file")]
     if others:
         why = "metrics go to the console, metrics.jsonl, TensorBoard, Prometheus, and WandB or MLflow if asked for"
-        draft.lost.append(("trainer.logger", others, why))
+        draft.unconverted.append(("trainer.logger", others, why))
 
 
 def cluster(draft: Draft) -> None:
@@ -322,7 +322,7 @@ def draft_of(given: Mapping[str, Any], *, splits: bool = False) -> Draft:
         before = dict(draft.given)
         try:
             part(draft)
-        except NotCarriedError as error:
+        except NotConvertibleError as error:
             taken = [key for key in before if key not in draft.given]
-            draft.lost += [(key, before[key], str(error)) for key in taken]
+            draft.unconverted += [(key, before[key], str(error)) for key in taken]
     return draft

@@ -1,4 +1,4 @@
-"""A connection to an HTTP server in this process that plays the API server."""
+"""A client of a fake API server: an HTTP server in this process."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from ppojob_operator.api_server import ApiServer
 
 @asynccontextmanager
 async def connected(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[ApiServer]:
-    """Give every request to `handle`."""
+    """Send each request to `handle`."""
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", handle)
     async with TestServer(application) as server:

@@ -15,29 +15,29 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 
 
-class LeavingPods:
+class TerminatingPods:
     """The file that the hook writes, and the file by which the driver acknowledges it."""
 
     def __init__(self, files: RunFiles, cluster: str | None) -> None:
         """`cluster` is the RayCluster's name. None: the run is in no RayCluster, and nothing is ever detected."""
-        self._sign = files.leaving(cluster) if cluster else None
-        self._heard = files.heard(cluster) if cluster else None
+        self._request = files.terminating(cluster) if cluster else None
+        self._acknowledgement = files.stop_acknowledged(cluster) if cluster else None
 
     def forget(self) -> None:
         """Delete the files of an earlier attempt in the same RayCluster: its pods are deleted."""
-        for path in (self._sign, self._heard):
+        for path in (self._request, self._acknowledgement):
             if path is not None:
                 _tried(path, "unlink")
 
-    async def seen(self) -> None:
+    async def detected(self) -> None:
         """Return as soon as a pod is being deleted, after acknowledging it to the hook."""
-        while not await asyncio.to_thread(self._look):
+        while not await asyncio.to_thread(self._poll):
             await asyncio.sleep(_POLL_S)
 
-    def _look(self) -> bool:
-        if self._sign is None or self._heard is None or not _tried(self._sign, "stat"):
+    def _poll(self) -> bool:
+        if self._request is None or self._acknowledgement is None or not _tried(self._request, "stat"):
             return False
-        _tried(self._heard, "touch")
+        _tried(self._acknowledgement, "touch")
         return True
 
 

@@ -1,6 +1,6 @@
-"""Synthetic sequences, on which an engine's layers are compiled before the first step, while vLLM loads.
+"""Synthetic batches, on which an engine's layers are compiled before the first step, while vLLM loads.
 
-Called by the engines' `rehearse`, which run them forward and backward and drop the gradients: parameters, optimizer and
+Called by the engines' `warm_up`, which run them forward and backward and drop the gradients: parameters, optimizer and
 random state do not change.
 """
 
@@ -12,12 +12,12 @@ import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, Meta, rollout_batch
 
-__all__ = ["made_up_batches"]
+__all__ = ["synthetic_batches"]
 
 _READ_BY_LOSSES = (Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES, Keys.VALUES, Keys.RETURNS)
 
 
-def made_up_batches(prompt_tokens: int, response_tokens: int) -> Iterator[DataProto]:
+def synthetic_batches(prompt_tokens: int, response_tokens: int) -> Iterator[DataProto]:
     """Yield two batches of different sizes: torch compiles for one fixed size first, and for any size at the second.
 
     Neither is larger than a micro-batch of the job may be. They have the fields that log-probs, values and losses read.

@@ -75,7 +75,7 @@ def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(site: Sit
     # No checkpoint is written in between but those of the stops, and the one that was asked for.
     assert suspended["stop"]["reason"] == "Suspending"
     log = (site.root(NAME) / "logs" / "attempt-1" / "driver.log").read_text()
-    assert "going on after step" in log
+    assert "resuming after step" in log
 
 
 def test_the_layout_in_force_is_the_new_one(story: list[Any]) -> None:

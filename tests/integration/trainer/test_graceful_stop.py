@@ -1,4 +1,4 @@
-"""The operator's command stops a real trainer in order, and the next attempt goes on there with another layout.
+"""The operator's command stops a real trainer gracefully, and the next attempt resumes there with another layout.
 
 Real processes on CPU, as the operator submits them: Ray, FSDP2, vLLM, the job file with its hash, the reports. Only the
 endpoint is a small server, which gives the command when a step is reported; what it reads and says is the contract's.
@@ -139,7 +139,7 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
     stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
     assert 1 <= stopped_at < STEPS
-    assert not list(root.glob("leaving-*"))
+    assert not list(root.glob("terminating-*"))
 
 
 def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layo
     with serving(stop_after=STEPS + 1) as endpoint:
         code, output = run_attempt(root, model, 1, endpoint, ONE_POOL)
     assert code == 0, output[-4000:]
-    assert f"going on after step {stopped_at}" in output
+    assert f"resuming after step {stopped_at}" in output
     assert list(records_of(root)) == [*range(1, STEPS + 1)], "every step, none twice"
     lines = (root / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == STEPS
