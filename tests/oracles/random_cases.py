@@ -20,6 +20,8 @@ SETTINGS = {
     "clip_low": 0.2,
     "clip_high": 0.28,
     "clip_dual": 3.0,
+    "gspo_low": 0.003,
+    "gspo_high": 0.004,
     "clip_value": 0.5,
     "kl_coefficient": 0.05,
     "kl_target": 0.1,

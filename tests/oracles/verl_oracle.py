@@ -17,7 +17,8 @@ from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
 
 Arrays = dict[str, np.ndarray]
-MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean"}
+MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean",
+         "SeqMeanTokenSumNorm": "seq-mean-token-sum-norm"}  # fmt: skip
 """Our names of the aggregations, and verl's."""
 
 
@@ -31,6 +32,9 @@ def advantages(case: dict[str, Any], discounts: np.ndarray) -> dict[str, Any]:
         found = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
         answers[f"ReinforcePlusPlus/{number}/advantages"], answers[f"ReinforcePlusPlus/{number}/returns"] = found
     answers["GRPO"], _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, groups)
+    answers["DrGRPO"], _ = core_algos.compute_grpo_outcome_advantage(
+        rewards, mask, groups, norm_adv_by_std_in_grpo=False
+    )
     answers["RLOO"], _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, groups)
     return answers
 
@@ -48,15 +52,31 @@ def kl(case: dict[str, Any], settings: dict[str, float]) -> dict[str, Any]:
     return answers
 
 
-def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
-    config = ActorConfig(
+def actor(low: float, high: float, dual: float) -> ActorConfig:
+    return ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
-        clip_ratio_low=settings["clip_low"],
-        clip_ratio_high=settings["clip_high"],
-        clip_ratio_c=settings["clip_dual"],
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=dual,
     )
+
+
+def other_losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
+    answers = {}
+    for name, (low, high) in {"GSPO": ("gspo_low", "gspo_high"), "CISPO": ("clip_low", "clip_high")}.items():
+        config = actor(settings[low], settings[high], settings["clip_dual"])
+        log_prob = case["log_prob"].clone().requires_grad_()
+        function = core_algos.get_policy_loss_fn(name.lower())
+        loss, metrics = function(case["old_log_prob"], log_prob, case["advantages"], case["mask"], mode, config)
+        answers |= {name: loss, f"{name}/gradient": torch.autograd.grad(loss, log_prob)[0]}
+        answers |= {f"{name}/{key.removeprefix('actor/')}": value for key, value in metrics.items()}
+    return answers
+
+
+def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
+    config = actor(settings["clip_low"], settings["clip_high"], settings["clip_dual"])
     mask, log_prob = case["mask"], case["log_prob"].clone().requires_grad_()
     policy = core_algos.compute_policy_loss_vanilla
     loss, metrics = policy(case["old_log_prob"], log_prob, case["advantages"], mask, mode, config)
@@ -74,6 +94,7 @@ def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[
         values, case["returns"], case["values"], mask, settings["clip_value"], mode
     )
     answers |= {"vf_loss": loss, "vf_loss/gradient": torch.autograd.grad(loss, values)[0], "vf_clipfrac": fraction}
+    answers |= other_losses(case, settings, mode)
     answers["entropy"] = core_algos.compute_entropy_loss(case["logits"], mask, mode)
     return answers
 
