@@ -1,7 +1,7 @@
 """Python code that a PPOJob names: an installed module, or a file; each mistake has its sentence.
 
-Called for reward functions, estimators, policy losses and users' own worker groups. It knows nothing of what the code is
-for, and calls none of it beyond the import.
+Called for reward functions, estimators, policy losses and users' own worker groups. It knows nothing of what the code
+is for, and calls none of it beyond the import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The types of a user's own estimator and policy loss. B: rows (responses), R: data.maxResponseLength.
 
-A function is called with its inputs and the `kwargs` of its block in the PPOJob. It must not change its inputs, and must
-not depend on anything else: each process calls it with its own rows, and a resumed run calls it again.
+A function is called with its inputs and the `kwargs` of its block in the PPOJob. It must not change its inputs, and
+must depend on nothing else: each process calls it with its own rows, and a resumed run calls it again.
 """
 
 from __future__ import annotations

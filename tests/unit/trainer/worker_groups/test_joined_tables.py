@@ -22,13 +22,13 @@ def where(table: Table) -> list[tuple[Any, int]]:
 
 
 def test_each_row_comes_to_its_number() -> None:
-    one = part(("a",), [0, 0], [0, 1], lengths={"mask": (10, 11)})
-    two = part(("b", "c"), [1, 0], [0, 0], lengths={"mask": (12, 13)})
+    one = part(("a",), [0, 0], [0, 1], sums={"mask": (10, 11)})
+    two = part(("b", "c"), [1, 0], [0, 0], sums={"mask": (12, 13)})
 
     joined = one.join_rows([two], [3, 0, 2, 1])
 
     assert where(joined) == [("a", 1), ("b", 0), ("c", 0), ("a", 0)]
-    assert joined.lengths == {"mask": (11, 13, 12, 10)}
+    assert joined.sums == {"mask": (11, 13, 12, 10)}
 
 
 def test_parts_that_replace_columns_still_do_when_they_are_one() -> None:
@@ -45,10 +45,10 @@ def test_what_the_parts_measured_is_joined_too() -> None:
     assert one.join_rows([two], [1, 0]).metrics == {"score": [1.0, 3.0]}
 
 
-def test_lengths_that_a_part_does_not_know_are_not_told() -> None:
-    one, two = part(("a",), [0], [0], lengths={"mask": (1,)}), part(("b",), [0], [0])
+def test_sums_that_a_part_does_not_know_are_left_out() -> None:
+    one, two = part(("a",), [0], [0], sums={"mask": (1,)}), part(("b",), [0], [0])
 
-    assert one.join_rows([two], [0, 1]).lengths == {}
+    assert one.join_rows([two], [0, 1]).sums == {}
 
 
 @pytest.mark.parametrize("numbers", [[0], [0, 0], [0, 2], [0, 1, 2]])
