@@ -1,4 +1,4 @@
-"""The example's own estimator and policy loss, dynamic sampling and the punishment of length, through the real trainer."""
+"""The example's own functions, dynamic sampling and the punishment of length, through the real trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def own(model: Path, /, **changes: Any) -> dict[str, Any]:
             "algorithm": {**algorithm, "dynamicSampling": {}},
             "reward": reward,
             "rollout": {"samplesPerPrompt": 2},
-            "actor": {"learningRate": 1e-2, "miniBatchSize": 4},
+            "actor": {"learningRate": 1e-3, "miniBatchSize": 4},
             "trainer": {"totalSteps": 2, "validateEverySteps": 0},
             "schedule": {"mode": "Serial"},
             **APART,
