@@ -39,6 +39,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             {"reward": {"function": {"module": "r", "timeoutSeconds": 1800}}},
             "spec.reward.function.timeoutSeconds: 1800: trainer.phaseTimeoutSeconds (1800) ends the phase first",
         ),
+        (
+            {"algorithm": {"policyLoss": "GSPO"}},
+            "spec.actor.clipRatioHigh: 0.2: GSPO's ratio is a mean over a response's tokens",
+        ),
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool may have more or fewer nodes"),
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
@@ -65,6 +69,7 @@ def test_a_doubtful_setting_is_named_with_what_would_be_better(spec: dict[str, A
         {"image": f"trainer@sha256:{'0' * 64}"},
         {"image": f"trainer:latest@sha256:{'0' * 64}"},
         {"checkpoint": {"everySteps": 1}},
+        {"algorithm": {"policyLoss": "GSPO"}, "actor": {"clipRatioHigh": 4.0e-4, "miniBatchSize": 4}},
         {"pools": [{**POOL, "nodeSelector": {GPU: "H200"}}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": among("H200")}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},

@@ -175,9 +175,7 @@ TABLE: tuple[Row, ...] = (
     Checked(
         "algorithm.rollout_correction.rollout_is", only(None, "training is on-policy: there is nothing to correct")
     ),
-    *needless(
-        "algorithm", "pf_ppo.* rollout_correction.*", "it belongs to an algorithm that is not chosen"
-    ),
+    *needless("algorithm", "pf_ppo.* rollout_correction.*", "it belongs to an algorithm that is not chosen"),
     # Rewards.
     field("reward.num_workers", "reward.function.numWorkers", whole),
     Checked("reward_model.reward_manager", only("naive", "a reward function is called with each response by itself")),
