@@ -4,7 +4,7 @@
 finalizers or Events.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import kopf
@@ -15,11 +15,17 @@ from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 
 Enqueue = Callable[[JobKey], object]
+View = Callable[[Mapping[str, Any]], Hashable]
 
 _OBJECTS_AT_ONCE = 200
 _IDLE_SECONDS = 0.2
 
-_OF_A_JOB = {constants.LABEL_JOB: kopf.PRESENT}
+_VIEWS: Mapping[tuple[str, str, str], View] = {
+    ("ray.io", "v1", "rayclusters"): cluster_view,
+    ("batch", "v1", "jobs"): fetch_job_view,
+    ("", "v1", "pods"): pod_view,
+}
+"""Group, version and plural of the objects that belong to jobs, and the part of each that policies read."""
 
 
 def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
@@ -41,28 +47,20 @@ def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
         if changes.is_new(event["type"], uid or "", job_view(event["object"])):
             enqueue(JobKey(namespace or "", name or ""))
 
-    @kopf.on.event("ray.io", "v1", "rayclusters", labels=_OF_A_JOB, registry=handlers)
-    async def cluster_changed(
-        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
-    ) -> None:
-        if changes.is_new(event["type"], uid or "", cluster_view(event["object"])):
-            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
-
-    @kopf.on.event("batch", "v1", "jobs", labels=_OF_A_JOB, registry=handlers)
-    async def fetch_job_changed(
-        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
-    ) -> None:
-        if changes.is_new(event["type"], uid or "", fetch_job_view(event["object"])):
-            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
-
-    @kopf.on.event("", "v1", "pods", labels=_OF_A_JOB, registry=handlers)
-    async def pod_changed(
-        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
-    ) -> None:
-        if changes.is_new(event["type"], uid or "", pod_view(event["object"])):
-            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
-
+    for resource, view in _VIEWS.items():
+        _watch_objects(handlers, changes, enqueue, resource, view)
     return handlers
+
+
+def _watch_objects(
+    handlers: kopf.OperatorRegistry, changes: Changes, enqueue: Enqueue, resource: tuple[str, str, str], view: View
+) -> None:
+    @kopf.on.event(*resource, labels={constants.LABEL_JOB: kopf.PRESENT}, registry=handlers)
+    async def object_changed(
+        event: kopf.RawEvent, namespace: str | None, uid: str | None, labels: Mapping[str, str], **_: Any
+    ) -> None:
+        if changes.is_new(event["type"], uid or "", view(event["object"])):
+            enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -89,9 +87,8 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     configured.watching.chunk_size = _OBJECTS_AT_ONCE
     configured.queueing.idle_timeout = _IDLE_SECONDS
     # The API server filters, so pods, Jobs and RayClusters of others are not sent.
-    configured.watching.label_selectors["", "v1", "pods"] = constants.LABEL_JOB
-    configured.watching.label_selectors["batch", "v1", "jobs"] = constants.LABEL_JOB
-    configured.watching.label_selectors["ray.io", "v1", "rayclusters"] = constants.LABEL_JOB
+    for resource in _VIEWS:
+        configured.watching.label_selectors[resource] = constants.LABEL_JOB
     # Limited to one namespace, the operator may not read CustomResourceDefinitions and namespaces.
     configured.scanning.disabled = bool(settings.watch_namespace)
     return configured

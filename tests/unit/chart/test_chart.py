@@ -30,6 +30,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "logFormat": "JSON",
     },
     "asked": {"webhook.enabled": True},
+    "not limited to owned objects": {"admissionPolicy.enabled": False},
     "guarded": {"networkPolicy.enabled": True},
     "guarded jobs": {"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"},
     "asleep": {"replicas": 0},

@@ -198,6 +198,15 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_test_that_a_document_names_exists(document: Path) -> None:
+    named = [
+        word.split()[0] for word in CODE.findall(ANY_BLOCK.sub("", document.read_text())) if word.startswith("tests/")
+    ]
+
+    assert [name for name in named if not list(Path().glob(name.partition("::")[0]))] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_every_value_of_the_chart_is_in_values_yaml(document: Path) -> None:
     named = {word.partition("=")[0] for word in CODE.findall(ANY_BLOCK.sub("", document.read_text()))}
     of_chart = {word for word in named - NO_VALUES if VALUE.match(word) and word.split(".")[0] in VALUES}

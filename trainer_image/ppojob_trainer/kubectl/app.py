@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from ppojob_api.v1alpha1.constants import PLURAL, RAY_HEAD_PORTS
-from ppojob_trainer.kubectl import checkpoint_request, pending, status_table
+from ppojob_api.v1alpha1.constants import PLURAL
+from ppojob_trainer.kubectl import checkpoint_request, pending, status_table, waiting
 from ppojob_trainer.kubectl.client import Cluster, Kubectl, KubectlError, NotThereError, Raw
 
 if TYPE_CHECKING:
@@ -36,12 +36,9 @@ app = typer.Typer(
 
 _WIDE = 300
 """Columns of a line where no person reads."""
-_RAY_PORT = RAY_HEAD_PORTS["dashboard"]
-_TENSORBOARD_PORT = 6006
 _KIND = f"{PLURAL}.ppojob.dev"
 _SELECTOR = "ppojob.dev/job"
 _SHOWN_METRICS = ("critic/score/mean", "actor/ppo_kl", "response_length/mean", "timing_s/step", "perf/throughput")
-_TOKEN_WORDS = "its token: kubectl get secret {secret} -n {namespace} -o jsonpath='{{.data.auth_token}}' | base64 -d"
 
 Name = Annotated[str, typer.Argument(help="Name of the PPOJob.", show_default=False)]
 Namespace = Annotated[
@@ -208,7 +205,7 @@ def dashboard(
             min=1,
             max=65535,
             help="Port of this machine.",
-            show_default=f"{_RAY_PORT}, TensorBoard's {_TENSORBOARD_PORT}",
+            show_default="8265, TensorBoard's 6006",
         ),
     ] = None,
     tensorboard: Annotated[
@@ -219,38 +216,30 @@ def dashboard(
     ] = False,
 ) -> None:
     """Forward Ray's dashboard, or TensorBoard, to this machine, until Ctrl-C."""
+    from ppojob_trainer.kubectl import port_forward
+
+    forward = port_forward.tensorboard if tensorboard else port_forward.dashboard
     with _refusals():
         cluster = _cluster(context, namespace)
-        job = _job(cluster, name)
-        within = job["metadata"]["namespace"]
-        if tensorboard:
-            _forward_tensorboard(cluster, job, port or _TENSORBOARD_PORT)
-            return
-        port = port or _RAY_PORT
-        ray_cluster = job.get("status", {}).get("rayCluster", {}).get("name")
-        if ray_cluster is None:
-            raise NotThereError(f"{within}/{name} has no RayCluster: it has not started, or has ended")
-        found = cluster.get("raycluster.ray.io", ray_cluster, f"--namespace={within}")
-        service = found.get("status", {}).get("head", {}).get("serviceName")
-        if service is None:
-            raise NotThereError(f"{within}/{name} has no head yet: see kubectl ppo explain-pending {name}")
-        typer.echo(f"http://127.0.0.1:{port}\n{_TOKEN_WORDS.format(secret=f'{ray_cluster}-ray', namespace=within)}")
-        target = f"{port}:{_RAY_PORT}"
-        if code := cluster.attach("port-forward", f"--namespace={within}", f"service/{service}", target):
+        if code := forward(cluster, _job(cluster, name), port):
             raise typer.Exit(code)
 
 
-def _forward_tensorboard(cluster: Cluster, job: Raw, port: int) -> None:
-    from ppojob_trainer.kubectl.run_folder import made, tensorboard_pod
-
-    within = job["metadata"]["namespace"]
-    if not job.get("status", {}).get("startTime"):
-        raise NotThereError(f"{within}/{job['metadata']['name']} has not started: there is nothing to show yet")
-    with made(cluster, tensorboard_pod(job, _TENSORBOARD_PORT)) as pod:
-        typer.echo(f"http://127.0.0.1:{port}")
-        target = f"{port}:{_TENSORBOARD_PORT}"
-        if code := cluster.attach("port-forward", f"--namespace={within}", f"pod/{pod}", target):
-            raise typer.Exit(code)
+@app.command()
+def wait(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    timeout: Annotated[int, typer.Option(min=0, help="Seconds to wait.")] = 86_400,
+) -> None:
+    """Wait until a job has ended, and print how. Exit status: 0 if it is complete, else 1."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        job = waiting.wait_until_finished(cluster, _KIND, _job(cluster, name), timeout)
+        sentence, is_complete = waiting.verdict(job)
+        typer.echo(sentence)
+        if not is_complete:
+            raise typer.Exit(1)
 
 
 @app.command()

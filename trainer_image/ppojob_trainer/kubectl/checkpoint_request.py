@@ -13,6 +13,7 @@ from datetime import datetime
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_CHECKPOINT, Condition
 from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw
+from ppojob_trainer.kubectl.status_table import true_conditions
 
 _POLL_SECONDS = 1.0
 _ENDED = (Condition.COMPLETE, Condition.FAILED)
@@ -93,7 +94,7 @@ def _is_answer(job: Raw, request: Request) -> bool:
 
 def _over(job: Raw) -> str:
     """Return why nothing more is to come from the job as it is; empty: it goes on."""
-    true = _true_conditions(job)
+    true = true_conditions(job)
     for kind in _ENDED:
         if kind in true:
             return f"has ended ({kind}: {true[kind]['reason']})"
@@ -104,12 +105,7 @@ def _over(job: Raw) -> str:
 
 def _not_begun(job: Raw) -> str:
     """Return that a job has no trainer at the moment; empty: it has one."""
-    return "" if Condition.SUBMITTED in _true_conditions(job) else "has no trainer (see kubectl ppo explain-pending)"
-
-
-def _true_conditions(job: Raw) -> Raw:
-    conditions = job.get("status", {}).get("conditions", [])
-    return {each["type"]: each for each in conditions if each["status"] == "True"}
+    return "" if Condition.SUBMITTED in true_conditions(job) else "has no trainer (see kubectl ppo explain-pending)"
 
 
 def _newest(status: Raw) -> str:

@@ -8,11 +8,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ppojob_api.v1alpha1.constants import Condition
 from ppojob_trainer.kubectl.client import Raw
 
 _COLORS = {"Succeeded": "green", "Running": "cyan", "Failed": "red"}
 _FOLDED = ("NAMESPACE", "NAME", "BUSY")
-_FINISHED = ("Complete", "Failed")
+_FINISHED = frozenset((Condition.COMPLETE, Condition.FAILED))
 _MANY = timedelta(days=2)
 
 
@@ -55,10 +56,15 @@ def line(job: Raw) -> str:
     return f"{key}  {_phase(job)}  {steps}  reward {progress.get('reward', '-')}  ready {status.get('ready', '-')}"
 
 
+def true_conditions(job: Raw) -> Raw:
+    """Return the conditions whose status is True, by type."""
+    conditions = job.get("status", {}).get("conditions", [])
+    return {each["type"]: each for each in conditions if each["status"] == "True"}
+
+
 def is_finished(job: Raw) -> bool:
     """Return whether the job is complete or has failed."""
-    conditions = job.get("status", {}).get("conditions", [])
-    return any(each["type"] in _FINISHED and each["status"] == "True" for each in conditions)
+    return not _FINISHED.isdisjoint(true_conditions(job))
 
 
 def metrics_table(job: Raw) -> Table:
