@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_trainer.main import JobFailedError
 from tests.integration.trainer.runs import (
     SAME_MODEL,
@@ -94,7 +95,7 @@ def test_a_reward_that_never_differs_ends_the_run_by_name(model: Path, tmp_path:
     with pytest.raises(JobFailedError, match="after 2 times of generation") as failed:
         finish(tmp_path, raw)
 
-    assert (failed.value.record.reason, failed.value.record.kind) == ("BatchNotFilled", "permanent")
+    assert (failed.value.record.reason, failed.value.record.kind) == ("BatchNotFilled", FailureKind.PERMANENT)
 
 
 def test_a_wrong_function_ends_the_run_before_models_are_loaded(model: Path, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _MEMORY = 0.5
 """Weight of all earlier rounds in the share of kept prompts, against 1 for the latest."""
 _LEAST_SHARE = 0.25
 """A round requests at most 4 times the prompts that are missing."""
+_LEAST_PROMPTS = 8
+"""A round of fewer prompts takes about as long, and leaves engines without any."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,13 @@ class DynamicSampler(Generic[B]):
         )
 
     def request(self, missing: int) -> int:
-        """Return how many prompts are expected to give `missing` ones whose scores differ."""
+        """Return how many prompts are expected to give `missing` ones whose scores differ.
+
+        It does not depend on the layout, so that another one gives the same numbers.
+        """
         share = self._kept / self._generated if self._generated else 1.0
-        return math.ceil(missing / max(share, _LEAST_SHARE))
+        least = min(_LEAST_PROMPTS, self._settings.num_prompts)
+        return max(least, math.ceil(missing / max(share, _LEAST_SHARE)))
 
     def observe(self, kept: int, generated: int) -> None:
         """Take a round into account."""

@@ -155,6 +155,7 @@ def test_the_request_follows_the_latest_rounds() -> None:
     sampler.observe(10, 10)
     # (0.5 * 5 + 10) / (0.5 * 10 + 10) = 5 / 6.
     assert sampler.request(10) == 12
+    assert sampler.request(1) == 8, "fewer would leave engines idle"
 
     other: DynamicSampler[FakeBatch] = DynamicSampler(SamplingSettings(10, 2, 5))
     other.load_state_dict(sampler.state_dict())
