@@ -23,6 +23,8 @@ SETTINGS = {
     "gspo_low": 0.003,
     "gspo_high": 0.004,
     "clip_value": 0.5,
+    "overlong_buffer": 8.0,
+    "overlong_factor": 0.5,
     "kl_coefficient": 0.05,
     "kl_target": 0.1,
     "kl_horizon": 10_000.0,

@@ -11,6 +11,7 @@ from torch import Tensor
 from ppojob_trainer.maths.kl import KL_ESTIMATORS, kl_estimate, penalize_rewards
 from ppojob_trainer.maths.losses import AGGREGATIONS, Denominators, entropy_bonus
 from ppojob_trainer.maths.masked import masked_mean, masked_var, masked_whiten
+from ppojob_trainer.maths.overlong import Overlong
 from ppojob_trainer.maths.policy_losses import Clipping
 from ppojob_trainer.rewards import gsm8k
 from tests.oracles import ours
@@ -66,6 +67,16 @@ def test_kl_in_the_reward(case: Case, verl: Answers) -> None:
     rewards, _ = penalize_rewards(case["rewards"], kl, case["mask"], SETTINGS["kl_coefficient"])
 
     assert_equal(rewards, verl["rewards"], case["mask"])
+
+
+def test_the_punishment_of_overlong_responses(case: Case, verl: Answers) -> None:
+    rewards, mask = torch.zeros_like(case["rewards"]), case["mask"]
+    overlong = Overlong(mask.shape[1], int(SETTINGS["overlong_buffer"]), SETTINGS["overlong_factor"])
+    punished, punishment = overlong.punished(rewards, mask)
+
+    assert_equal(punished.sum(dim=1), verl["overlong"])
+    assert_equal(-punishment, verl["overlong"])
+    assert 0 < (punishment > 0).sum() < len(mask), "some responses must be overlong, and others not"
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))

@@ -11,10 +11,12 @@ os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
 
 import numpy as np
 import torch
+from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
 from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
+from verl.workers.reward_manager.dapo import DAPORewardManager
 
 Arrays = dict[str, np.ndarray]
 MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean",
@@ -99,6 +101,29 @@ def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[
     return answers
 
 
+def overlong(case: dict[str, Any], settings: dict[str, float]) -> torch.Tensor:
+    """What the reward manager dapo gives a response whose score is 0."""
+    mask = case["mask"]
+    num_rows, width = mask.shape
+    data = DataProto.from_dict(
+        {
+            "prompts": torch.zeros(num_rows, 1, dtype=torch.long),
+            "responses": torch.zeros_like(mask),
+            "attention_mask": torch.cat([torch.ones(num_rows, 1, dtype=torch.long), mask], dim=1),
+        },
+        {
+            "reward_model": np.array([{"ground_truth": ""}] * num_rows, dtype=object),
+            "data_source": np.array(["d"] * num_rows, dtype=object),
+        },
+    )
+    buffer = SimpleNamespace(
+        enable=True, len=int(settings["overlong_buffer"]), penalty_factor=settings["overlong_factor"], log=False
+    )
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token="<end>")
+    manager = DAPORewardManager(tokenizer, 0, lambda **_: 0.0, max_resp_len=width, overlong_buffer_cfg=buffer)
+    return manager(data).sum(dim=1)
+
+
 def words(case: dict[str, Any]) -> dict[str, Any]:
     logits, labels = case["logits"].clone().requires_grad_(), case["labels"]
     log_probs = torch_functional.logprobs_from_logits_v2(logits, labels)
@@ -150,6 +175,7 @@ def main(given: str, answered: str) -> None:
     for name in dict.fromkeys(key.split("/")[0] for key in arrays if key.endswith("/mask")):
         case = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{name}/")}
         found = advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case)
+        found["overlong"] = overlong(case, settings)
         for name_of_mode, mode in MODES.items():
             found |= {f"{name_of_mode}/{key}": value for key, value in losses(case, settings, mode).items()}
         answers |= {f"{name}/{key}": value for key, value in found.items()}

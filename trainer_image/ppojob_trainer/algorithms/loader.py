@@ -174,8 +174,7 @@ def _try_policy_loss(compute: Computed, inputs: PolicyLossInputs) -> None:
     tried = PolicyLossInputs(log_prob, inputs.old_log_prob, inputs.advantages, inputs.mask, inputs.clipping)
     losses, _ = compute(tried)
     kept = losses[tried.mask.bool()]
-    kept.sum().backward()
-    gradient = log_prob.grad
+    (gradient,) = torch.autograd.grad(kept.sum(), log_prob, allow_unused=True)
     for name, values in (("losses", kept), ("gradients", gradient)):
         if values is None or not values.isfinite().all():
             raise AlgorithmFunctionError(
