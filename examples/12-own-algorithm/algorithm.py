@@ -8,8 +8,9 @@ def compute_advantages(inputs, bound=3.0):
     total = (inputs.rewards * inputs.mask).sum(dim=1)
     advantage = torch.zeros_like(total)
     for group in set(inputs.groups):
-        rows = [row for row, name in enumerate(inputs.groups) if name == group]
-        advantage[rows] = total[rows] - total[rows].median()
+        rows = [row for row, name in enumerate(inputs.groups) if name == group and inputs.mask[row].any()]
+        if rows:
+            advantage[rows] = total[rows] - total[rows].median()
     return advantage.clamp(-bound, bound).unsqueeze(1) * inputs.mask
 
 
