@@ -5,7 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.roles.reward import RewardGroup
 from ppojob_trainer.worker_groups.table import Source, Table, rows_of_block
+from tests.good_spec import GOOD
 
 
 def part(results: tuple[str, ...], result_of: list[int], position_of: list[int], **known: Any) -> Table:
@@ -72,3 +76,23 @@ def test_tables_of_other_columns_are_refused() -> None:
 )
 def test_blocks_are_neither_too_many_nor_too_small(num_rows: int, num_bytes: int, expected: int) -> None:
     assert rows_of_block(num_rows, num_bytes) == expected
+
+
+def test_sums_follow_their_columns() -> None:
+    rollout = part(("a",), [0], [0], sums={Keys.RESPONSE_MASK: (7,), Keys.ATTENTION_MASK: (9,)})
+    scores = part(("b",), [0], [0], sums={Keys.RESPONSE_MASK: (0,), Keys.TOKEN_LEVEL_SCORES: (0.5,)})
+
+    assert rollout.union(scores).sums[Keys.RESPONSE_MASK] == (7,)
+    replaced = {Keys.RESPONSE_MASK: (0,), Keys.ATTENTION_MASK: (9,), Keys.TOKEN_LEVEL_SCORES: (0.5,)}
+    assert rollout.union(scores.replacing()).sums == replaced
+    assert rollout.replaced_by(scores).sums == replaced
+
+
+def test_a_dropped_response_has_no_score() -> None:
+    rollout = part(("a",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: (7, 5)})
+    masks, scores = (0, 5), (0.5, 0.25)
+    table = part(("b",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: masks, Keys.TOKEN_LEVEL_SCORES: scores})
+    reward = RewardGroup(None, None, parse_spec(GOOD["spec"]))
+
+    assert reward.row_scores(rollout.union(table.replacing())) == [None, 0.25]
+    assert reward.row_scores(rollout.union(table)) == [0.5, 0.25]
