@@ -214,6 +214,12 @@ integration: install ## Run operator, chart and CRD against the cluster.
 	@# They replace the definition of PPOJob, so nobody else may have jobs meanwhile.
 	$(PYTEST) tests/integration/crd tests/integration/chart -m "not long"
 
+FUZZ := 10000
+.PHONY: fuzz
+fuzz: install ## Send thousands of generated specs to the operator's code, and some of them to the cluster (FUZZ="10000").
+	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) --capture=no tests/unit/operator/test_fuzzed_specs.py
+	PPOJOB_FUZZ=$$(($(FUZZ) / 10)) $(PYTEST) --capture=no --timeout=7200 tests/integration/operator/test_fuzzed_jobs.py
+
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.
 	$(PYTEST) tests/e2e -m "not long"
