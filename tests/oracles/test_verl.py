@@ -69,14 +69,14 @@ def test_kl_in_the_reward(case: Case, verl: Answers) -> None:
     assert_equal(rewards, verl["rewards"], case["mask"])
 
 
-def test_the_punishment_of_overlong_responses(case: Case, verl: Answers) -> None:
+def test_the_penalty_of_overlong_responses(case: Case, verl: Answers) -> None:
     rewards, mask = torch.zeros_like(case["rewards"]), case["mask"]
     overlong = Overlong(mask.shape[1], int(SETTINGS["overlong_buffer"]), SETTINGS["overlong_factor"])
-    punished, punishment = overlong.punished(rewards, mask)
+    penalized, penalty = overlong.penalized(rewards, mask)
 
-    assert_equal(punished.sum(dim=1), verl["overlong"])
-    assert_equal(-punishment, verl["overlong"])
-    assert 0 < (punishment > 0).sum() < len(mask), "some responses must be overlong, and others not"
+    assert_equal(penalized.sum(dim=1), verl["overlong"])
+    assert_equal(-penalty, verl["overlong"])
+    assert 0 < (penalty > 0).sum() < len(mask), "some responses must be overlong, and others not"
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))

@@ -1,4 +1,4 @@
-"""Rules of the algorithm: the blocks of users' functions, dynamic sampling, and the punishment of length.
+"""Rules of the algorithm: the blocks of users' functions, dynamic sampling, and the penalty of length.
 
 `rules.py` puts them beside the others, each in CEL and in Python. Whether a user's function can be called, only the
 trainer knows, which tries it before it loads any model.

@@ -1,4 +1,4 @@
-"""The example's own functions, dynamic sampling and the punishment of length, through the real trainer."""
+"""The example's own functions, dynamic sampling and the penalty of length, through the real trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ APART: dict[str, Any] = {
 
 
 def own(model: Path, /, **changes: Any) -> dict[str, Any]:
-    """Return a job with the example's algorithm, dynamic sampling and a punishment of length."""
+    """Return a job with the example's algorithm, dynamic sampling and a penalty of length."""
     algorithm = yaml.safe_load((EXAMPLE / "ppojob.yaml").read_text())["spec"]["algorithm"]
     for block in ("advantageFunction", "policyLossFunction"):
         algorithm[block]["path"] = str((EXAMPLE / "algorithm.py").absolute())

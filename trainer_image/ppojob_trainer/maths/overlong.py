@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Overlong:
-    """The punishment of a response by its length in tokens (Yu et al. 2025, arXiv 2503.14476, equation 13).
+    """The penalty of a response by its length in tokens (Yu et al. 2025, arXiv 2503.14476, equation 13).
 
     0 up to max_length - buffer tokens, then it grows to `factor` at max_length; the paper's factor is 1.
     """
@@ -19,20 +19,20 @@ class Overlong:
     buffer: int
     factor: float = 1.0
 
-    def punished(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Subtract the punishment from the reward of the last token of each response.
+    def penalized(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Subtract the penalty from the reward of the last token of each response.
 
         Args:
             rewards: float32 [B, R].
-            mask: [B, R], 1 on tokens that the policy wrote. A row without any is not punished.
+            mask: [B, R], 1 on tokens that the policy wrote. A row without any is not penalized.
 
         Returns:
-            Rewards, float32 [B, R], and the punishments, float32 [B], 0 or above.
+            Rewards, float32 [B, R], and the penalties, float32 [B], 0 or above.
         """
         lengths = mask.bool().sum(dim=1)
         exceeding = (lengths - (self.max_length - self.buffer)).clamp(min=0)
-        punishment = exceeding.to(rewards.dtype) / self.buffer * self.factor
+        penalty = exceeding.to(rewards.dtype) / self.buffer * self.factor
         columns = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask.bool(), columns, -1).max(dim=1).values
         is_last = (columns == last.unsqueeze(1)) & mask.bool()
-        return rewards - torch.where(is_last, punishment.unsqueeze(1), torch.zeros_like(rewards)), punishment
+        return rewards - torch.where(is_last, penalty.unsqueeze(1), torch.zeros_like(rewards)), penalty

@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
 
 def overlong_of(spec: PPOJobSpec) -> Overlong | None:
-    """Return the punishment of overlong responses, if the job has one."""
+    """Return the penalty of overlong responses, if the job has one."""
     penalty = spec.reward.overlong_penalty
     return None if penalty is None else Overlong(spec.data.max_response_length, penalty.buffer, penalty.factor)
 
@@ -69,8 +69,8 @@ def compute_advantages(
     metrics: dict[str, float] = {}
     rewards = scores
     if overlong is not None:
-        rewards, punishments = overlong.punished(rewards, mask)
-        metrics["reward/overlong_penalty/mean"] = _moments(punishments, is_row, ranks).mean
+        rewards, penalties = overlong.penalized(rewards, mask)
+        metrics["reward/overlong_penalty/mean"] = _moments(penalties, is_row, ranks).mean
     if algorithm.kl.in_reward:
         old, ref = batch.tensor(Keys.OLD_LOG_PROBS), batch.tensor(Keys.REF_LOG_PROB)
         kl = kl_estimate(old, ref, algorithm.kl.estimator.value)

@@ -179,7 +179,7 @@ def test_a_step_whose_responses_are_all_dropped_fails() -> None:
         compute(without(list(range(ROWS))), AlgorithmSpec(), in_groups(ROWS, SAMPLES, 1))
 
 
-def test_the_punishment_of_length_is_in_the_rewards_and_not_in_the_scores() -> None:
+def test_the_penalty_of_length_is_in_the_rewards_and_not_in_the_scores() -> None:
     whole = batch()
     overlong = Overlong(max_length=WIDTH, buffer=2, factor=0.5)
 

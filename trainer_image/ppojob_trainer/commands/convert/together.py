@@ -212,12 +212,12 @@ def dynamic_sampling(draft: Draft) -> None:
     draft.values["algorithm.dynamicSampling.maxGenerationBatches"] = whole(limit) or 1000
     draft.take("data.gen_batch_size")
     if metric not in (None, "acc", "score"):
-        why = f"verl compares {metric}; here the scores are compared, without KL and the punishment of length"
+        why = f"verl compares {metric}; here the scores are compared, without KL and the penalty of length"
         draft.to_fill.append(("algorithm.dynamicSampling", why))
 
 
 def overlong_responses(draft: Draft) -> None:
-    """The punishment of overlong responses, which verl's reward manager dapo computes."""
+    """The penalty of overlong responses, which verl's reward manager dapo computes."""
     managers = ("reward_model.reward_manager", "reward.reward_manager.name")
     is_dapo = "dapo" in [draft.given.get(manager) for manager in managers]
     if is_dapo:
@@ -236,10 +236,10 @@ def overlong_responses(draft: Draft) -> None:
     draft.values["reward.overlongPenalty.buffer"] = whole(buffer)
     draft.values["reward.overlongPenalty.factor"] = number(factor)
     if longest not in (None, draft.given.get("data.max_response_length")):
-        why = "the punishment is that of responses up to data.maxResponseLength"
+        why = "the penalty is that of responses up to data.maxResponseLength"
         draft.lost.append((f"{kwargs[1]}.max_resp_len", longest, why))
     if not is_dapo:
-        why = "verl computes the punishment with reward manager dapo alone: remove it if it had no effect"
+        why = "verl computes the penalty with reward manager dapo alone: remove it if it had no effect"
         draft.to_fill.append(("reward.overlongPenalty", why))
 
 

@@ -110,7 +110,7 @@ def test_overlong_responses(manager: str, at: str) -> None:
     assert not_carried(conversion) == {}
 
 
-def test_a_punishment_that_verl_would_not_compute_is_to_be_checked() -> None:
+def test_a_penalty_that_verl_would_not_compute_is_to_be_checked() -> None:
     at = "reward_model.reward_kwargs"
     words = (f"{at}.overlong_buffer_cfg.enable=True", f"{at}.overlong_buffer_cfg.len=512", f"{at}.max_resp_len=99")
     conversion = converted(*words)
@@ -120,7 +120,7 @@ def test_a_punishment_that_verl_would_not_compute_is_to_be_checked() -> None:
     assert "data.maxResponseLength" in not_carried(conversion)["reward.reward_kwargs.max_resp_len"]
 
 
-def test_a_punishment_that_is_off_is_none() -> None:
+def test_a_penalty_that_is_off_is_none() -> None:
     at = "reward_model.reward_kwargs.overlong_buffer_cfg"
     conversion = converted("reward_model.reward_manager=dapo", f"{at}.enable=False", f"{at}.len=512")
 
