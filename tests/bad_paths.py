@@ -43,6 +43,12 @@ BAD_PATHS = (
             "spec.data.validation.files.paths[2]", "the first file is JSON Lines", shows="'/data/c.parquet'"),
     BadSpec("reward that is not Python", {_spec("reward", "function"): {"path": "/data/reward.txt"}},
             "spec.reward.function.path", "must end with .py", shows="'/data/reward.txt'"),
+    BadSpec("relative path of an estimator",
+            {_spec("algorithm"): {"advantageEstimator": "Function", "advantageFunction": {"path": "own.py"}}},
+            "spec.algorithm.advantageFunction.path", "must begin with /", shows="'own.py'"),
+    BadSpec("policy loss that is no Python",
+            {_spec("algorithm"): {"policyLoss": "Function", "policyLossFunction": {"path": "/data/own.txt"}}},
+            "spec.algorithm.policyLossFunction.path", "must end with .py", shows="'/data/own.txt'"),
     BadSpec("relative path of a worker", {_spec("workers"): [_WORKER]},
             "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 
 from typing import Any
 
+from tests.bad_algorithms import BAD_ALGORITHMS
 from tests.bad_checkpoints import BAD_CHECKPOINTS
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
@@ -205,7 +206,7 @@ BAD_SPECS = (
     BadSpec("unknown field at the root", {("specs",): {}},
             "specs", "there is no such field"),
     BadSpec("estimator that does not exist", {_spec("algorithm"): {"advantageEstimator": "gae"}},
-            "spec.algorithm.advantageEstimator", "'GAE', 'GRPO', 'RLOO' or 'ReinforcePlusPlus'", shows="'gae'"),
+            "spec.algorithm.advantageEstimator", "'DrGRPO', 'RLOO', 'ReinforcePlusPlus' or 'Function'", shows="'gae'"),
     BadSpec("device that does not exist", {_spec("device"): "cuda"},
             "spec.device", "'CUDA' or 'CPU'", shows="'cuda'"),
     # The object itself.
@@ -259,6 +260,7 @@ BAD_SPECS = (
             "spec.rollout.tensorParallelSize", "set it to 1", shows="2"),
     BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
             "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
+    *BAD_ALGORITHMS,
     *BAD_PATHS,
     # What pods get.
     BadSpec("image with spaces", {_spec("image"): "a b;c"}, "spec.image", "match pattern", shows="'a b;c'"),

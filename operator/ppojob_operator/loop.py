@@ -180,7 +180,7 @@ class Loop:
             is_lasting = isinstance(error, _REFUSALS) or self._num_errors[key] >= _TOLERATED_ERRORS
             if is_lasting and not is_shown:
                 await self._show(key, partial(show_refusal, words=words))
-        except Exception as error:  # A defect that one job triggers must not stop the other jobs.
+        except Exception as error:  # A bug that one job triggers must not stop the other jobs.
             logger.exception("%s: bug in the operator", key)
             await self._show(key, partial(show_fault, error=error))
             self._retry_later(key, "see the exception above")
@@ -201,7 +201,7 @@ class Loop:
                 await self._events.write(job, plan.events)
         except ApiError as error:
             logger.warning("%s: neither status nor Event can be written: %s", key, error)
-        except Exception:  # The same defect may prevent this write.
+        except Exception:  # The same bug may prevent this write.
             logger.exception("%s: the bug could not be written into the status", key)
 
     def _retry_later(self, key: JobKey, message: str) -> None:

@@ -146,6 +146,8 @@ class Reason:
     DATA_UNREADABLE = "DataUnreadable"
     REWARD_IMPORT_FAILED = "RewardImportFailed"
     REWARD_FAILED = "RewardFailed"
+    ALGORITHM_FUNCTION_FAILED = "AlgorithmFunctionFailed"
+    BATCH_NOT_FILLED = "BatchNotFilled"
     WORKER_IMPORT_FAILED = "WorkerImportFailed"
     HOOK_FAILED = "HookFailed"
     POOL_NOT_PLACED = "PoolNotPlaced"

@@ -7,6 +7,7 @@ trainer can say, which reads the model's configuration before it loads anything.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.batch_rules import NEEDS_CRITIC
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -17,7 +18,7 @@ _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
     "critic": (
         CRITIC_POOL,
-        "self.algorithm.advantageEstimator != 'GAE' || ",
+        f"!{NEEDS_CRITIC} || ",
     ),
 }
 """The pool of a trained role, and when it has none."""

@@ -85,6 +85,16 @@ class RewardWeights(ApiModel):
     """Weight of the model's score."""
 
 
+class OverlongPenalty(ApiModel):
+    """DAPO's soft punishment of overlong responses (Yu et al. 2025, equation 13), beside the score."""
+
+    buffer: int = Field(ge=1, le=1_048_576)
+    """Length of the interval before data.maxResponseLength in which the penalty grows from 0 to factor, in
+    tokens."""
+    factor: float = Field(default=1.0, gt=0, le=1_000_000)
+    """Punishment of a response of data.maxResponseLength tokens."""
+
+
 class RewardSpec(ApiModel):
     """How a response is scored."""
 
@@ -109,6 +119,9 @@ class RewardSpec(ApiModel):
     """The reward function, with type Function or Both."""
     weights: RewardWeights | None = None
     """Weights of the sum, with type Both. Absent: 1 each."""
+    overlong_penalty: OverlongPenalty | None = None
+    """Subtract a penalty for overlong responses from the reward. Scores, validation and dynamicSampling do not have
+    it. Absent: none."""
 
     @property
     def uses_function(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import get_args
 
+from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULES
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
@@ -62,6 +63,7 @@ IMMUTABLE = (
 SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
+    *ALGORITHM_RULES,
     Rule(
         rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
         message="ParallelUpdate needs actor and critic in different pools: use Auto, or give the critic its own pool",
@@ -282,6 +284,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _env_names_are_unique,
     *PLACEMENT_CHECKS,
     *BATCH_CHECKS,
+    *ALGORITHM_CHECKS,
     _parallel_updates_need_two_pools,
     _only_overlapped_has_overlaps_to_disable,
     _sources_are_of_one_kind,

@@ -7,6 +7,7 @@ always be right, because users ignore noise. Errors are in `rules.py`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -14,6 +15,7 @@ from ppojob_api.v1alpha1.validation import FieldError
 
 _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
 """Resource names that every GPU model has."""
+_LARGE_FOR_GSPO = 0.1
 _MOVING_TAGS = ("", "latest")
 
 
@@ -23,6 +25,7 @@ def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _image_moves(spec)
     yield from _nothing_to_balance(spec)
     yield from _reward_limit_is_no_limit(spec)
+    yield from _gspo_is_hardly_clipped(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
             yield from _kinds_are_mixed(pool, f"spec.pools[{index}]")
@@ -52,6 +55,13 @@ def _reward_limit_is_no_limit(spec: PPOJobSpec) -> Iterator[FieldError]:
             f"trainer.phaseTimeoutSeconds ({phase_s}) ends the phase first, so onError is never applied: set it lower"
         )
         yield FieldError("spec.reward.function.timeoutSeconds", function.timeout_seconds, remedy)
+
+
+def _gspo_is_hardly_clipped(spec: PPOJobSpec) -> Iterator[FieldError]:
+    high = spec.actor.clip_ratio_high
+    if spec.algorithm.policy_loss is PolicyLoss.GSPO and high >= _LARGE_FOR_GSPO:
+        remedy = "GSPO's ratio is a mean over a response's tokens and stays near 1: the paper clips at 4e-4 (low: 3e-4)"
+        yield FieldError("spec.actor.clipRatioHigh", high, remedy)
 
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:

@@ -14,6 +14,7 @@ class LossAggregation(StrEnum):
 
     TOKEN_MEAN = "TokenMean"
     SEQ_MEAN_TOKEN_SUM = "SeqMeanTokenSum"
+    SEQ_MEAN_TOKEN_SUM_NORM = "SeqMeanTokenSumNorm"
     SEQ_MEAN_TOKEN_MEAN = "SeqMeanTokenMean"
 
 
@@ -65,13 +66,15 @@ class ActorSpec(Trained):
     max_tokens_per_gpu: int = Field(default=16_384, ge=1, le=16_777_216)
     """Tokens per forward and backward pass and GPU."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """The probability ratio is clipped to at least 1 - this value."""
+    """The probability ratio is clipped to at least 1 - this value. 1: no lower bound."""
     clip_ratio_high: float = Field(default=0.2, ge=0, le=1000)
-    """The probability ratio is clipped to at most 1 + this value."""
+    """The probability ratio is clipped to at most 1 + this value. Above clipRatioLow: DAPO's clip-higher."""
     clip_ratio_dual: float = Field(default=3.0, gt=1, le=1000)
-    """Dual clip: bound of the ratio if the advantage is negative (Ye et al. 2019)."""
+    """Dual clip: bound of the ratio if the advantage is negative (Ye et al. 2019). policyLoss GSPO and CISPO do not
+    read it."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
-    """How token losses are aggregated."""
+    """How token losses are aggregated. SeqMeanTokenSumNorm: the mean over responses of their sums, divided by
+    data.maxResponseLength (Dr.GRPO)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
 

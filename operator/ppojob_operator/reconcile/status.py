@@ -141,10 +141,10 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
 
 
 def show_fault(job: Job, error: Exception, now: datetime) -> Plan:
-    """Return the plan that shows a defect of the operator. It does not read the spec, which may have triggered it."""
+    """Return the plan that shows a bug in the operator. It does not read the spec, which may have triggered it."""
     words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     message = (
-        f"a defect of the operator prevents the reconcile of this job ({words}): report it with the operator's log. "
+        f"a bug in the operator prevents the reconcile of this job ({words}): report it with the operator's log. "
         "A running trainer continues; the operator retries"
     )
     return _not_reconciled(job, Finding("Unknown", Reason.OPERATOR_FAULT, message), now)

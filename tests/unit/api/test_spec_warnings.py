@@ -39,6 +39,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             {"reward": {"function": {"module": "r", "timeoutSeconds": 1800}}},
             "spec.reward.function.timeoutSeconds: 1800: trainer.phaseTimeoutSeconds (1800) ends the phase first",
         ),
+        (
+            {"algorithm": {"policyLoss": "GSPO"}},
+            "spec.actor.clipRatioHigh: 0.2: GSPO's ratio is a mean over a response's tokens",
+        ),
         ({"autoBalance": {"enabled": True}}, "spec.autoBalance.enabled: True: no pool can be resized"),
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
@@ -68,6 +72,7 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {"image": f"trainer@sha256:{'0' * 64}"},
         {"image": f"trainer:latest@sha256:{'0' * 64}"},
         {"checkpoint": {"everySteps": 1}},
+        {"algorithm": {"policyLoss": "GSPO"}, "actor": {"clipRatioHigh": 4.0e-4, "miniBatchSize": 4}},
         {"pools": [{**POOL, "nodeSelector": {GPU: "H200"}}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": among("H200")}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},

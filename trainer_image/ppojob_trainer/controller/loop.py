@@ -84,7 +84,7 @@ class TrainingLoop(Generic[B]):
         self._settings = settings
         self._step = 0
         self._saved_step = 0
-        self._kl_state: Mapping[str, Any] = {}
+        self._ppo_state: Mapping[str, Any] = {}
         # In mode Overlapped: the next step's generation, and the last step's record and checkpoint.
         self._ahead: asyncio.Task[Generated[B]] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -121,7 +121,7 @@ class TrainingLoop(Generic[B]):
             return
         step, state = found
         await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, self._ports.data.restore(step, state["data"]))
-        self._ppo.restore_kl(state["kl"])
+        self._ppo.restore(state)
         self._step = self._saved_step = step
         # The engines start with the initial weights.
         await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
@@ -151,8 +151,8 @@ class TrainingLoop(Generic[B]):
         metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
         # From here on the models are those after `step`, except that the critic's update may still run.
         self._step = step
-        # The next step's advantages may change the KL controller before this step is saved.
-        self._kl_state = self._ppo.kl_state()
+        # The next step's generation and advantages may change it before this step is saved.
+        self._ppo_state = self._ppo.state()
         goes_ahead = self._schedule.next_generation and step < self._monitor.total_steps
         if not goes_ahead:
             await self._ppo.critic_metrics()
@@ -274,7 +274,7 @@ class TrainingLoop(Generic[B]):
         await self._ppo.critic_metrics()
         await self._written()
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
-        state = {"data": position, "kl": self._kl_state}
+        state = {"data": position, **self._ppo_state}
         keep = self._monitor.settings.checkpoint_keep
         # After the last step nothing changes the models, so no copy is needed.
         in_background = self._settings.saves_in_background and not self._is_last(step)

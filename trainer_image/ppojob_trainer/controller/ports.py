@@ -100,8 +100,12 @@ class Finished(Protocol[B_co]):
 class DataPort(Protocol[B_co]):
     """The prompts."""
 
-    async def prompts(self, step: int) -> Prompts[B_co]:
-        """Return the prompts of a step. Steps are requested in order; the first follows the restored step."""
+    async def prompts(self, step: int, count: int | None = None) -> Prompts[B_co]:
+        """Return the next prompts for a step. Steps are requested in order; the first follows the restored step.
+
+        Args:
+            count: number of prompts; fewer come at the end of an epoch. None: those of a whole batch.
+        """
         ...
 
     async def validation_prompts(self) -> B_co:
@@ -109,7 +113,7 @@ class DataPort(Protocol[B_co]):
         ...
 
     async def state(self, step: int) -> Mapping[str, Any]:
-        """Return the position after the prompts of `step`, for a checkpoint."""
+        """Return the position after the last prompts for `step`, for a checkpoint."""
         ...
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
@@ -205,6 +209,10 @@ class RewardPort(Protocol[B]):
 
     async def total(self, batch: B) -> tuple[B, Metrics]:
         """Return the batch with token_level_scores. It must have the scores of all sources."""
+        ...
+
+    def row_scores(self, batch: B) -> Sequence[float | None]:
+        """Return the score of each row of a batch with token_level_scores; None: the reward dropped the response."""
         ...
 
     async def validate(self, batch: B) -> Metrics:

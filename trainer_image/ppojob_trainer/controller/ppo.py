@@ -23,6 +23,8 @@
 * values N+1 wait for update_critic N, so every number equals that of the serial order.
 * Without a critic (GRPO, RLOO, REINFORCE++) the phases are the same less the critic's. If the rollout has its own pool,
   log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
+* With dynamic sampling, gen and reward are repeated until the batch is full (`dynamic_sampling`). So all other phases
+  wait for the whole batch, and the responses of a round are scored after its generation.
 * With one minibatch and one epoch, the policy that is updated is the one that generated: old_log_prob is left out.
 
 `loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (cannot be dropped).
@@ -38,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
 from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
 from ppojob_trainer.controller.generation import Generation
 from ppojob_trainer.controller.metrics import length_metrics
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
+_SCORING = (Phase.REWARD, Phase.REWARD_MODEL)
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,22 @@ class PPOSettings:
 
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
     steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
-    reads old_log_probs, so the ratio is 1.
+    reads old_log_probs, so the ratio is 1. sampling: None: no dynamic sampling.
     """
 
     pool_of: Mapping[str, str]
     max_response_length: int
     critic_warmup_steps: int = 0
     is_one_update: bool = False
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(frozen=True)
 class Generated(Generic[B]):
     """Responses to the prompts of a step; `batch` also has the columns of the prompts.
 
-    `streamed` holds the forward phases that started on responses while others were generated.
+    `streamed` holds the forward phases that started on responses while others were generated. is_scored: the batch has
+    token_level_scores.
     """
 
     step: int
@@ -82,6 +88,7 @@ class Generated(Generic[B]):
     epoch: int
     metrics: Metrics
     streamed: StreamedPhases[B] | None = None
+    is_scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,9 +115,18 @@ class PPO(Generic[B]):
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._streamed: StreamedPhases[B] | None = None
+        self._sampler: DynamicSampler[B] | None = (
+            None if settings.sampling is None else DynamicSampler(settings.sampling)
+        )
 
     async def generate(self, step: int) -> Generated[B]:
-        """Get the prompts of a step, generate the responses, and call the users' hooks after Generate."""
+        """Get the prompts of a step, generate the responses, and call the users' hooks after Generate.
+
+        Raises:
+            BatchNotFilledError: dynamic sampling reached its limit.
+        """
+        if self._sampler is not None:
+            return await self._filled(self._sampler, step)
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
@@ -121,6 +137,32 @@ class PPO(Generic[B]):
         await self._hook_metrics()
         batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
         return Generated(step, batch, rollout, prompts.epoch, found, streamed)
+
+    async def _filled(self, sampler: DynamicSampler[B], step: int) -> Generated[B]:
+        """Generate and score rounds until the batch is full of prompts whose scores differ."""
+        reward = self._ports.reward
+        found = await sampler.fill(step, lambda count, number: self._round(step, count, number), reward.row_scores)
+        phases = self._forward_phases(step)
+        of_scores = {
+            key: value for name in found.scores for key, value in phases[name].metrics(found.scores[name]).items()
+        }
+        rollout = self._ports.rollout.joined(found.rollout)
+        return Generated(step, found.batch, rollout, found.epoch, {**found.metrics, **of_scores}, is_scored=True)
+
+    async def _round(self, step: int, count: int, number: int) -> Round[B]:
+        """Generate and score the responses to some prompts."""
+        prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step, count))
+        if number > 1 and self._ports.weights.are_released:
+            # The policy is still that of the last step.
+            await self._push(step, step - 1)
+        rollout = await self._generation.write(prompts.batch, step)
+        await self._hook_metrics()
+        batch, hooked = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
+        phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
+        scores = await on_whole(phases, self._chains(phases).values(), batch)
+        batch = batch.union(*scores.values())
+        batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
+        return Round(batch, rollout.batch, scores, {**hooked, **total}, prompts.epoch)
 
     async def prepare(self, generated: Generated[B]) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
@@ -171,11 +213,14 @@ class PPO(Generic[B]):
             return updated
         if not self._schedule.weight_sync:
             await self.critic_metrics()
+        return {**updated, **await self._push(step, step)}
+
+    async def _push(self, step: int, version: int) -> Metrics:
         own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
         also = shared if self._ports.weights.are_released else []
-        pushing = self._ports.weights.push(step)
-        return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
+        pushing = self._ports.weights.push(version)
+        return await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""
@@ -186,13 +231,16 @@ class PPO(Generic[B]):
         """Wait for everything that `apply` left running; return its metrics."""
         return {**await self.critic_metrics(), **await self._hook_metrics()}
 
-    def kl_state(self) -> dict[str, Any]:
-        """Return the KL controller's state for a checkpoint."""
-        return self._kl.state_dict()
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: of the KL controller, and of dynamic sampling."""
+        sampling = {} if self._sampler is None else {"sampling": self._sampler.state_dict()}
+        return {"kl": self._kl.state_dict(), **sampling}
 
-    def restore_kl(self, state: Mapping[str, Any]) -> None:
-        """Restore the KL controller from a checkpoint."""
-        self._kl.load_state_dict(dict(state))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore it. A checkpoint of a run without dynamic sampling has none of its state."""
+        self._kl.load_state_dict(dict(state["kl"]))
+        if self._sampler is not None and "sampling" in state:
+            self._sampler.load_state_dict(state["sampling"])
 
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
@@ -223,7 +271,8 @@ class PPO(Generic[B]):
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which finishes first."""
         step, streamed = generated.step, generated.streamed
-        phases = self._forward_phases(step)
+        done = _SCORING if generated.is_scored else ()
+        phases = {name: phase for name, phase in self._forward_phases(step).items() if name not in done}
         chains = [
             names for chain, names in self._chains(phases).items() if streamed is None or not self._is_streamed(chain)
         ]
@@ -237,6 +286,8 @@ class PPO(Generic[B]):
             raise
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
+        if generated.is_scored:
+            return batch, metrics
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
 

@@ -14,7 +14,7 @@ from typing import Final
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 
-__all__ = ["Schedule", "is_one_update", "schedule_of"]
+__all__ = ["Schedule", "is_one_update", "schedule_for", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedu
     for overlap in without:
         schedule = replace(schedule, **_SWITCHED_OFF[overlap])
     return schedule
+
+
+def schedule_for(spec: PPOJobSpec) -> Schedule:
+    """Return the schedule of a resolved spec. Dynamic sampling goes without Streaming: the scores choose the rows."""
+    without = set(spec.schedule.disabled_overlaps)
+    if spec.algorithm.dynamic_sampling is not None:
+        without.add(Overlap.STREAMING)
+    return schedule_of(spec.schedule.mode, without)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

@@ -22,8 +22,8 @@ from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import JobNetwork, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.status_server.metrics import OperatorMetrics
+from tests.unit.operator.fake_api_server import connected
 from tests.unit.operator.loop.memory_cluster import GOOD, SPEC, SilentDashboard
-from tests.unit.operator.played_api_server import connected
 
 CODES = (400, 401, 403, 404, 409, 413, 422, 429, 500, 503)
 FETCHED = {**SPEC, "model": {"actor": {"path": "hf://Qwen/Qwen3-8B"}}}

@@ -64,7 +64,7 @@ def _fails(reason: str, kind: FailureKind) -> Happening:
 
 def _stops(world: World) -> None:
     if world.observed.ray is not None and world.observed.ray.jobs:
-        world.trainer_stops_in_order()
+        world.trainer_stops_gracefully()
 
 
 def _pods(*, ready: bool, pool: str = "", trouble: Trouble | None = None) -> Happening:

@@ -78,10 +78,11 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class FakeBatch:
-    """Rows with columns; a column is one number."""
+    """Rows with columns; a column is one number. rows: the prompt and the sample of each row, if a test reads them."""
 
     num_rows: int
     columns: Mapping[str, float]
+    rows: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return self.num_rows
@@ -90,17 +91,18 @@ class FakeBatch:
         merged = dict(self.columns)
         for other in others:
             merged |= other.columns
-        return FakeBatch(self.num_rows, merged)
+        return FakeBatch(self.num_rows, merged, self.rows)
 
     def replaced_by(self, other: FakeBatch) -> FakeBatch:
-        return FakeBatch(self.num_rows, {**self.columns, **other.columns})
+        return FakeBatch(self.num_rows, {**self.columns, **other.columns}, self.rows)
 
     def take(self, rows: Sequence[int]) -> FakeBatch:
-        return FakeBatch(len(rows), self.columns)
+        return FakeBatch(len(rows), self.columns, tuple(self.rows[row] for row in rows) if self.rows else ())
 
     def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
         assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
-        return FakeBatch(len(numbers), self.columns)
+        rows = [row for batch in (self, *others) for row in batch.rows]
+        return FakeBatch(len(numbers), self.columns, tuple(rows[numbers.index(n)] for n in range(len(rows))))
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class World:
     critic: float = 2.0
     rollout: float = 1.0
     engines_sleep: bool = False
+    share_of_mixed: float = 0.5
     asleep: set[str] = field(default_factory=set)
 
     async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
@@ -168,19 +171,30 @@ class FakeData:
     def __init__(self, world: World) -> None:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
+        self.position = 0
+        self.positions: dict[int, int] = {}
+        self.counts: dict[int, list[int]] = {}
+        """For each step, the numbers of prompts that dynamic sampling requested."""
 
-    async def prompts(self, step: int) -> FakePrompts:
+    async def prompts(self, step: int, count: int | None = None) -> FakePrompts:
         await self.world.phase("prompts", step)
-        return FakePrompts(FakeBatch(2, {"step": step}))
+        if count is None:
+            return FakePrompts(FakeBatch(2, {"step": step}))
+        self.counts.setdefault(step, []).append(count)
+        prompts = range(self.position, self.position + count)
+        self.position = self.positions[step] = self.position + count
+        rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
+        return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
 
     async def validation_prompts(self) -> FakeBatch:
         return FakeBatch(2, {"validation": 1.0})
 
     async def state(self, step: int) -> Mapping[str, Any]:
-        return {"position": step}
+        return {"position": self.positions.get(step, step)}
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         self.restored = (step, state)
+        self.position = state.get("position", 0)
 
 
 class FakeRollouts:
@@ -295,6 +309,14 @@ class FakeReward:
         score = batch.columns["of_function"] + batch.columns["of_model"]
         return batch.union(FakeBatch(2, {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
 
+    def row_scores(self, batch: FakeBatch) -> list[float | None]:
+        """Half of the prompts have different scores, by their numbers; those of the rows are 0 or 1."""
+        assert "score" in batch.columns
+        return [
+            float(sample % 2 and number_of("mixed", prompt) < self.world.share_of_mixed)
+            for prompt, sample in batch.rows
+        ]
+
     async def validate(self, batch: FakeBatch) -> Metrics:
         if self.model is not None:
             await self.world.phase("judge")
@@ -325,7 +347,7 @@ class FakeAdvantages:
     async def compute_advantages(self, batch: FakeBatch, kl_coefficient: float) -> tuple[FakeBatch, Metrics]:
         await self.world.phase("advantages", int(batch.columns["step"]))
         read = {name: value for name, value in batch.columns.items() if name != "diff"}
-        advantage = number_of("advantage", sorted(read.items()), kl_coefficient)
+        advantage = number_of("advantage", sorted(read.items()), kl_coefficient, batch.rows)
         return FakeBatch(2, {"advantage": advantage}), {
             "critic/score/mean": batch.columns["score"],
             "actor/reward_kl_penalty": 0.5,

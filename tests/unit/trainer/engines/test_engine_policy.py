@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
@@ -25,13 +25,13 @@ Parameters = dict[str, torch.Tensor]
 
 @pytest.fixture
 def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., PolicyEngine]:
-    def make(kl: KL | None = None, checkpointing: bool = False, **training: object) -> PolicyEngine:
+    def make(algorithm: AlgorithmSpec | None = None, checkpointing: bool = False, **training: object) -> PolicyEngine:
         settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": 1000, **training}
         return PolicyEngine(
             parallel,
             ActorModel(path=str(model_path), gradient_checkpointing=checkpointing),
             ActorSpec(**settings),
-            kl or KL(),
+            algorithm or AlgorithmSpec(),
             total_steps=10,
             dtype=torch.float32,
         )
@@ -79,13 +79,20 @@ def test_the_reference_equals_the_policy_before_training(
     assert torch.equal(computed.tensor(Keys.REF_LOG_PROB), expected)
 
 
+OWN_LOSS = {
+    "policyLoss": "Function",
+    "policyLossFunction": {"path": str(Path("examples/12-own-algorithm/algorithm.py").absolute())},
+}
+
+
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
+@pytest.mark.parametrize("loss", [{}, {"policyLoss": "GSPO"}, {"policyLoss": "CISPO"}, OWN_LOSS], ids=str)
 def test_neither_micro_batches_nor_checkpointing_change_an_update(
-    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation
+    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation, loss: dict[str, Any]
 ) -> None:
-    kl = KL(in_loss=True, loss_coefficient=0.1)
+    algorithm = AlgorithmSpec.model_validate({"kl": KL(in_loss=True, loss_coefficient=0.1), **loss})
     settings = {"loss_aggregation": aggregation, "entropy_coefficient": 0.01}
-    whole, cut = make_policy(kl, **settings), make_policy(kl, True, max_tokens_per_gpu=16, **settings)
+    whole, cut = make_policy(algorithm, **settings), make_policy(algorithm, True, max_tokens_per_gpu=16, **settings)
     before = parameters(whole)
     metrics, metrics_of_cut = whole.update(batch), cut.update(batch)
     assert metrics_of_cut == pytest.approx(metrics, rel=1e-4, abs=1e-6)

@@ -103,7 +103,7 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, but kernels are not deterministic")),
         Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
-        Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
+        Checked(f"{verl}.loss_scale_factor", only(None, "SeqMeanTokenSumNorm divides by data.maxResponseLength")),
         Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
         Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
         Unsupported(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),

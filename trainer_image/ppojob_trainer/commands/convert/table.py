@@ -25,6 +25,7 @@ from ppojob_trainer.commands.convert.rows import (
 from ppojob_trainer.commands.convert.values import (
     ESTIMATORS,
     KL_ESTIMATORS,
+    LOSSES,
     number,
     one_of,
     only,
@@ -82,10 +83,10 @@ TABLE: tuple[Row, ...] = (
     field(f"{_A}.kl_loss_coef", "algorithm.kl.lossCoefficient", number),
     field(f"{_A}.kl_loss_type", "algorithm.kl.lossEstimator", KL_ESTIMATORS),
     field(f"{_A}.checkpoint.async_save", "checkpoint.async", truth),
-    Checked(f"{_A}.policy_loss.loss_mode", only("vanilla", "the policy loss is PPO's clipped one")),
+    field(f"{_A}.policy_loss.loss_mode", "algorithm.policyLoss", LOSSES),
     *rows_of_trained(_A, "actor", f"{_A}.fsdp_config"),
     Ignored(f"{_A}.checkpoint.*", "a checkpoint always holds all that a resumed run needs; see checkpoint.export"),
-    Ignored(f"{_A}.policy_loss.*", "it belongs to another policy loss than PPO's"),
+    Ignored(f"{_A}.policy_loss.*", "it belongs to another policy loss"),
     Ignored(f"{_A}.entropy_*", "the entropy is always computed in chunks"),
     Unsupported(f"{_A}.freeze_vision_tower", _TEXT),
     *ignored(_A, "tau_* calculate_* sum_pi_squared*", "it changes nothing in PPO on text"),
@@ -169,15 +170,12 @@ TABLE: tuple[Row, ...] = (
     field("algorithm.kl_ctrl.kl_coef", "algorithm.kl.controller.coefficient", number),
     field("algorithm.kl_ctrl.horizon", "algorithm.kl.controller.horizon", whole),
     field("algorithm.kl_ctrl.target_kl", "algorithm.kl.controller.target", number),
-    Checked("algorithm.norm_adv_by_std_in_grpo", only(True, "grpo divides by the group's standard deviation")),
+    Ignored("algorithm.norm_adv_by_std_in_grpo", "only grpo reads it: see advantageEstimator DrGRPO"),
     Checked("algorithm.use_pf_ppo", only(False, "there is no preference-filtered PPO")),
-    Checked("algorithm.filter_groups.enable", only(False, "no prompts are drawn anew: every batch is used whole")),
     Checked(
         "algorithm.rollout_correction.rollout_is", only(None, "training is on-policy: there is nothing to correct")
     ),
-    *ignored(
-        "algorithm", "pf_ppo.* filter_groups.* rollout_correction.*", "it belongs to an algorithm that is not chosen"
-    ),
+    *ignored("algorithm", "pf_ppo.* rollout_correction.*", "it belongs to an algorithm that is not chosen"),
     # Rewards.
     field("reward.num_workers", "reward.function.numWorkers", whole),
     Checked("reward_model.reward_manager", only("naive", "a reward function is called for one response at a time")),

@@ -80,10 +80,12 @@ def only(expected: Any, why: str) -> Change:
     return change
 
 
+_OWN = "write a function of your own, see docs/algorithms.md"
 ESTIMATORS = one_of(
     {"gae": "GAE", "grpo": "GRPO", "rloo": "RLOO", "reinforce_plus_plus": "ReinforcePlusPlus"},
-    "choose one of them for algorithm.advantageEstimator",
+    f"choose one of them for algorithm.advantageEstimator, or {_OWN}",
 )
+LOSSES = one_of({"vanilla": "PPO", "gspo": "GSPO", "cispo": "CISPO"}, f"choose one for algorithm.policyLoss, or {_OWN}")
 KL_ESTIMATORS = one_of(
     {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3", "abs": "Abs"},
     "the estimators with another gradient (k1+, k3+, full) are not computed: choose one of them",
@@ -95,6 +97,7 @@ AGGREGATIONS = one_of(
     {
         "token-mean": "TokenMean",
         "seq-mean-token-sum": "SeqMeanTokenSum",
+        "seq-mean-token-sum-norm": "SeqMeanTokenSumNorm",
         "seq-mean-token-mean": "SeqMeanTokenMean",
     },
     "choose one of them for lossAggregation",

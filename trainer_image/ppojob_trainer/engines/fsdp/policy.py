@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.algorithms import policy_loss_of
 from ppojob_trainer.engines.batch import MicroBatch
 from ppojob_trainer.engines.fsdp import checkpoint
 from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
@@ -29,7 +30,8 @@ from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, tem
 from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 from ppojob_trainer.maths.kl import kl_estimate
-from ppojob_trainer.maths.losses import Clipping, Denominators, Loss, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.maths.losses import Denominators, Loss, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.maths.policy_losses import Clipping, PolicyLossInputs
 from ppojob_trainer.protocol import DataProto, Keys
 
 
@@ -41,7 +43,7 @@ class PolicyEngine:
         parallel: DataParallel,
         model: ActorModel,
         training: ActorSpec,
-        kl: KL,
+        algorithm: AlgorithmSpec,
         *,
         total_steps: int,
         seed: int = 0,
@@ -52,6 +54,7 @@ class PolicyEngine:
 
         Args:
             parallel: from `mesh.init_process_group`.
+            algorithm: its policy loss and KL are read.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of new adapters.
             stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step, and
@@ -59,9 +62,11 @@ class PolicyEngine:
             dtype: of the computation; float32 is for tests that compare small numbers.
 
         Raises:
+            AlgorithmFunctionError: the user's policy loss cannot be loaded. `update` raises it for a wrong result.
             ModelNotFoundError, ModelUnsupportedError: see `model.load_policy`.
         """
-        self.parallel, self.training, self.kl = parallel, training, kl
+        self.parallel, self.training, self.kl = parallel, training, algorithm.kl
+        self._compute_policy_loss = policy_loss_of(algorithm)
         self.path, self.lora, self._dtype = model.path, model.lora, dtype
         options = LoadOptions.of(model, dtype, stays_gathered=stays_gathered)
         self.module: PolicyModule = load_policy(model.path, options, parallel, seed=seed)
@@ -156,7 +161,8 @@ class PolicyEngine:
         clipping = Clipping(training.clip_ratio_low, training.clip_ratio_high, training.clip_ratio_dual)
         # Without old_log_probs this is the only update on the batch, so the current log-probs are used instead.
         old_log_prob, advantages = fields.get(Keys.OLD_LOG_PROBS, log_prob.detach()), fields[Keys.ADVANTAGES]
-        loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask, denominators, clipping, aggregation)
+        inputs = PolicyLossInputs(log_prob, old_log_prob, advantages, mask, clipping)
+        loss, metrics = policy_loss(inputs, denominators, self._compute_policy_loss, aggregation)
         if training.entropy_coefficient == 0:
             entropy = entropy.detach()
         bonus, shares = entropy_bonus(entropy, mask, denominators, training.entropy_coefficient, aggregation)

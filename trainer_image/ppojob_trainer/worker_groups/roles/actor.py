@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.algorithms import try_functions
 from ppojob_trainer.engines.batch import EngineMeta
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, with_metrics
+from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, overlong_of, with_metrics
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
@@ -44,13 +45,15 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Check the model without loading it.
+        """Check the model without loading it, and call the user's estimator and policy loss with a small batch.
 
         Raises:
+            AlgorithmFunctionError: a user's function cannot be used.
             ModelNotFoundError: there is no model at the path.
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
+        try_functions(self.spec.algorithm)
         model = self.spec.model.actor
         sizes = sizes_of("actor", self.spec.actor)
         sizes["rollout.tensorParallelSize"] = self.spec.rollout.tensor_parallel_size
@@ -68,7 +71,7 @@ class ActorWorker(TrainedWorker):
             self.parallel,
             spec.model.actor,
             spec.actor,
-            spec.algorithm.kl,
+            spec.algorithm,
             total_steps=total_steps,
             seed=spec.trainer.seed,
             stays_gathered=stays_gathered,
@@ -98,7 +101,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns, for estimators without a critic."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
 from ppojob_trainer.protocol import DataProto
-from ppojob_trainer.worker_groups.advantages import compute_advantages
+from ppojob_trainer.worker_groups.advantages import compute_advantages, overlong_of
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
@@ -79,7 +79,7 @@ class CriticWorker(TrainedWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> Metrics:

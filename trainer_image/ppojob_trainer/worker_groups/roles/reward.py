@@ -164,6 +164,11 @@ class RewardGroup:
         table = await self.function.add(batch)
         return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
 
+    def row_scores(self, batch: Table) -> list[float | None]:
+        """See `RewardPort`."""
+        scores, tokens = batch.sums[Keys.TOKEN_LEVEL_SCORES], batch.sums[Keys.RESPONSE_MASK]
+        return [score if kept else None for score, kept in zip(scores, tokens, strict=True)]
+
     async def validate(self, batch: Table) -> dict[str, float]:
         """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as in verl, and the mean over all sources.
 

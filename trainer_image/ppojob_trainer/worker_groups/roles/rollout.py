@@ -272,7 +272,7 @@ class RolloutOfStep:
     @property
     def response_lengths(self) -> Sequence[int]:
         """Tokens of each response."""
-        return self.batch.lengths[Keys.RESPONSE_MASK]
+        return [int(length) for length in self.batch.sums[Keys.RESPONSE_MASK]]
 
 
 class RolloutGroup:

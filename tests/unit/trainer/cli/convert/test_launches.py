@@ -69,7 +69,6 @@ class TestPools:
     ("program", "why"),
     [
         ("verl.experimental.one_step_off_policy.main_ppo", "from the weights of one step before"),
-        ("recipe.dapo.main_dapo", "DAPO draws prompts again"),
         ("my_project.train", "only its settings were read, not its code"),
     ],
 )

@@ -40,11 +40,7 @@ PROGRAMS = (
         r"verl\.experimental\.transfer_queue\.main_ppo|recipe\.transfer_queue\.main_ppo",
         "transfer_queue_ppo_trainer",
     ),
-    Program(
-        r"recipe\.dapo\.main_dapo|dapo\.main_dapo",
-        "dapo_trainer",
-        "DAPO draws prompts again until a batch has mixed rewards, and scores overlong responses: neither is done here",
-    ),
+    Program(r"recipe\.dapo\.main_dapo|dapo\.main_dapo", "dapo_trainer"),
     Program(
         r"(verl\.experimental|recipe)\.one_step_off_policy\.(async_)?main_ppo",
         "one_step_off_ppo_trainer",
