@@ -7,6 +7,7 @@ languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOO
 from typing import Any
 
 from tests.bad_checkpoints import BAD_CHECKPOINTS
+from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
@@ -245,6 +246,7 @@ BAD_SPECS = (
     BadSpec("overlaps that the mode has not",
             {_spec("schedule", "mode"): "Serial", _spec("schedule", "disabledOverlaps"): ["Values"]},
             "spec.schedule.disabledOverlaps", "use Overlapped", shows="Values"),
+    *BAD_OFF_POLICY,
     BadSpec("both kinds of peers",
             {_spec("actor", "tensorParallelSize"): 2, _spec("actor", "sequenceParallelSize"): 2,
              _spec("pools", 0, "gpusPerNode"): 4},

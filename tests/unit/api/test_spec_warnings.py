@@ -14,6 +14,12 @@ from tests.examples import EXAMPLES, name_of
 
 POOL = {"name": "actor", "gpusPerNode": 2, "nodes": 2}
 CRITIC = {"name": "critic", "gpusPerNode": 2, "nodes": 1}
+OFF = {
+    "schedule": {"mode": "OneStepOff"},
+    "algorithm": {"rolloutCorrection": {"method": "None"}},
+    "pools": [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "rollout")],
+    "placement": {"actor": "actor", "critic": "critic", "rollout": ["rollout"]},
+}
 GPU = "nvidia.com/gpu.product"
 
 
@@ -43,6 +49,14 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         (
             {"autoBalance": {"enabled": True}, "runPolicy": {"queueName": "gpus"}},
             "spec.autoBalance.enabled: True: in a queue, pools are not resized",
+        ),
+        (
+            OFF,
+            "spec.schedule.mode: 'OneStepOff': this job is not trained on-policy: responses come from weights up to 1",
+        ),
+        (
+            {**OFF, "schedule": {"mode": "OneStepOff", "maxStaleness": 4}},
+            "spec.schedule.mode: 'OneStepOff': this job is not trained on-policy: responses come from weights up to 4",
         ),
         ({"pools": [POOL, CRITIC]}, "spec.pools[0].nodeSelector: nothing says which GPU the 2 pods get"),
         (
