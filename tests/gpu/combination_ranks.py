@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -147,7 +147,7 @@ def run(parallel: DataParallel, model: Path, combination: Combination) -> dict[s
         parallel,
         ActorModel(path=str(model), **combination.model),
         training,
-        KL(),
+        AlgorithmSpec(),
         total_steps=10,
         stays_gathered=division.stays_gathered,
     )

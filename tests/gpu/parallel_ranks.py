@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -73,7 +73,7 @@ def make_batch() -> DataProto:
 def run(parallel: DataParallel, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
     training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=MAX_TOKENS_PER_GPU)
     actor = ActorModel(path=str(model), **options)
-    engine = PolicyEngine(parallel, actor, training, KL(), total_steps=10)
+    engine = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10)
     batch = batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
     grad_norm = engine.update(batch)["actor/grad_norm"]
     torch.cuda.reset_peak_memory_stats()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -52,7 +52,7 @@ def parallel() -> Iterator[DataParallel]:
 def make_policy(parallel: DataParallel, path: Path, dtype: torch.dtype, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=model.pop("max_tokens", 4096))
     actor = ActorModel(path=str(path), **model)
-    return PolicyEngine(parallel, actor, training, KL(), total_steps=10, dtype=dtype)
+    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=dtype)
 
 
 def make_batch() -> DataProto:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -116,7 +116,9 @@ def measure(parallel: DataParallel, path: Path, settings: dict[str, Any]) -> See
     """Run the steps; speed is that of the last."""
     _forget()
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=16_384)
-    engine = PolicyEngine(parallel, ActorModel(path=str(path), **settings), training, KL(), total_steps=STEPS)
+    engine = PolicyEngine(
+        parallel, ActorModel(path=str(path), **settings), training, AlgorithmSpec(), total_steps=STEPS
+    )
     batch = make_batch()
     num_tokens = float(batch.tensor(Keys.ATTENTION_MASK).sum())
     updates: list[dict[str, float]] = []
@@ -197,7 +199,7 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
 def make_engine(parallel: DataParallel, path: Path, *, stays_gathered: bool = False, **settings: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
     model = ActorModel(path=str(path), **settings)
-    return PolicyEngine(parallel, model, training, KL(), total_steps=STEPS, stays_gathered=stays_gathered)
+    return PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=STEPS, stays_gathered=stays_gathered)
 
 
 @pytest.mark.parametrize("stays_gathered", [False, True])
@@ -259,7 +261,7 @@ def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: DataParall
         _forget()
         training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=sequences * length)
         model = ActorModel(path=str(tmp_path), activation_offload=is_asked)
-        engine = PolicyEngine(parallel, model, training, KL(), total_steps=1)
+        engine = PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=1)
         old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
         torch.cuda.reset_peak_memory_stats()
         engine.update(batch.union(old))

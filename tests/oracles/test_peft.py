@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -45,7 +45,7 @@ def engine(parallel: DataParallel, folder: Path) -> PolicyEngine:
     """With adapters that two updates have moved."""
     actor = ActorModel(path=str(save_tiny_model(folder / "tiny")), lora=LoRA(rank=4, alpha=12.0))
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
-    policy = PolicyEngine(parallel, actor, training, KL(), total_steps=9, seed=5, dtype=torch.float32)
+    policy = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
     policy.update(BATCH)
     policy.update(BATCH)
     return policy

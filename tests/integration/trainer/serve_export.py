@@ -36,7 +36,7 @@ class Actor:
 
 def export(root: Path) -> Path:
     """Write a model, export it by the code of a run, and return the folder."""
-    from ppojob_api.v1alpha1.algorithm import KL
+    from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.resolve import JobFile, resolve
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
@@ -53,7 +53,9 @@ def export(root: Path) -> Path:
     data = {**GOOD["spec"]["data"], "chatTemplate": TEMPLATE}
     model = {"actor": {"path": str(base), "lora": {"rank": 4}}}
     spec = resolve(parse_spec({**GOOD["spec"], "data": data, "model": model}))
-    policy = PolicyEngine(parallel, spec.model.actor, ActorSpec(max_tokens_per_gpu=1024), KL(), total_steps=1)
+    policy = PolicyEngine(
+        parallel, spec.model.actor, ActorSpec(max_tokens_per_gpu=1024), AlgorithmSpec(), total_steps=1
+    )
     job = JobFile(namespace="team", name="served", uid="u", root=str(root), spec=spec)
     exports = JobExports(job, Actor(policy), RunFiles(root), 0, lambda: None)  # type: ignore[arg-type]
     return asyncio.run(exports.export(1, 1))

@@ -47,7 +47,7 @@ def chat_prompts(path: str) -> list[list[int]]:
 
 
 def make_trainer(path: str, device: Device, backend: str) -> Trainer:
-    from ppojob_api.v1alpha1.algorithm import KL
+    from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_trainer.engines.fsdp.mesh import init_process_group
@@ -57,7 +57,7 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
 
     parallel = init_process_group(device, 0, 1, "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
-    policy = PolicyEngine(parallel, ActorModel(path=path), training, KL(), total_steps=10)
+    policy = PolicyEngine(parallel, ActorModel(path=path), training, AlgorithmSpec(), total_steps=10)
     plan = LinkPlan(0, backend, (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
@@ -21,7 +21,7 @@ from tests.unit.trainer.engines.tiny_llama import make_batch
 
 ROWS = 8
 TEMPERATURE = 0.7
-KL_IN_LOSS = KL(in_loss=True, loss_coefficient=0.1)
+KL_IN_LOSS = AlgorithmSpec(kl=KL(in_loss=True, loss_coefficient=0.1))
 ENTROPY_COEFFICIENT = 0.02
 ROLES = ("actor", "critic")
 

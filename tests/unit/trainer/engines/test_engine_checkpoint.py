@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
@@ -30,7 +30,9 @@ def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
     training = ActorSpec(
         learning_rate=1e-3, max_tokens_per_gpu=1000, learning_rate_schedule=LearningRateSchedule.LINEAR
     )
-    return PolicyEngine(parallel, ActorModel(path=str(path)), training, KL(), total_steps=5, dtype=torch.float32)
+    return PolicyEngine(
+        parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=5, dtype=torch.float32
+    )
 
 
 def test_an_update_after_loading_equals_the_one_after_saving(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
@@ -50,7 +50,7 @@ def update(
             parallel,
             ActorModel(path=str(deep_model), **model),
             ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=1000),
-            KL(),
+            AlgorithmSpec(),
             total_steps=10,
             dtype=torch.float32,
         )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
@@ -86,7 +86,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
-    return PolicyEngine(parallel, ActorModel(path=str(path)), training, KL(), total_steps=9, dtype=torch.float32)
+    return PolicyEngine(
+        parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=9, dtype=torch.float32
+    )
 
 
 def plain(auto: Any, path: Path, batch: DataProto) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupportedError
@@ -33,7 +33,7 @@ ADAPTERS = LoRA(rank=4, alpha=12.0)
 def make_policy(parallel: DataParallel, path: Path, lora: LoRA | None = ADAPTERS, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
     actor = ActorModel(path=str(path), lora=lora, **model)
-    return PolicyEngine(parallel, actor, training, KL(), total_steps=9, seed=5, dtype=torch.float32)
+    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
 
 
 def log_probs(engine: PolicyEngine, batch: DataProto) -> torch.Tensor:
@@ -182,6 +182,6 @@ def test_frozen_weights_keep_the_dtype_of_their_file(parallel: DataParallel, mod
     path = tmp_path / "bfloat16"
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(path)
     actor = ActorModel(path=str(path), lora=ADAPTERS)
-    engine = PolicyEngine(parallel, actor, ActorSpec(), KL(), total_steps=1)
+    engine = PolicyEngine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1)
     dtypes = {is_adapter(name): value.dtype for name, value in engine.module.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}

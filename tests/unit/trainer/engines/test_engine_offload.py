@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
@@ -25,7 +25,7 @@ BOTH = Offload(parameters=True, optimizer=True)
 def make_policy(parallel: DataParallel, path: Path, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
     actor = ActorModel(path=str(path), **model)
-    return PolicyEngine(parallel, actor, training, KL(), total_steps=9, dtype=torch.float32)
+    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
 
 
 def num_bytes(tensors: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.fsdp.critic import CriticEngine
@@ -27,7 +27,7 @@ def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., Polic
         actor = ActorModel(path=str(model_path), **model)
         training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=PROMPT + RESPONSE)
         kl = KL(in_loss=True)
-        return PolicyEngine(parallel, actor, training, kl, total_steps=9, dtype=torch.float32)
+        return PolicyEngine(parallel, actor, training, AlgorithmSpec(kl=kl), total_steps=9, dtype=torch.float32)
 
     return make
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -182,7 +182,7 @@ def test_the_weights_of_a_sharded_model_arrive(
     parallel: DataParallel, model_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     engine = PolicyEngine(
-        parallel, ActorModel(path=str(model_path)), ActorSpec(), KL(), total_steps=1, dtype=torch.float32
+        parallel, ActorModel(path=str(model_path)), ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=torch.float32
     )
     source = engine.weights()
     sender = WeightSender(source, [LinkPlan(0, "gloo", (0,))], HOST, 20, CPU)

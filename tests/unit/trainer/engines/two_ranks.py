@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppojob_api.v1alpha1.algorithm import KL
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
@@ -38,7 +38,7 @@ def make_policy(
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     actor = ActorModel(path=str(model), **settings)
     run: dict[str, Any] = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": dtype}
-    return PolicyEngine(parallel, actor, training, KL(), **run)
+    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), **run)
 
 
 def make_critic(

@@ -68,7 +68,7 @@ class ActorWorker(TrainedWorker):
             self.parallel,
             spec.model.actor,
             spec.actor,
-            spec.algorithm.kl,
+            spec.algorithm,
             total_steps=total_steps,
             seed=spec.trainer.seed,
             stays_gathered=stays_gathered,
