@@ -274,17 +274,27 @@ class Ports(Generic[B]):
     shared: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
 
 
-class CheckpointPort(Protocol):
+@dataclass(frozen=True)
+class Restored(Generic[B]):
+    """The checkpoint that a run resumes from: its step, the `state` of `commit`, the `batches` of `stage`."""
+
+    step: int
+    state: Mapping[str, Any]
+    batches: Sequence[B] = ()
+
+
+class CheckpointPort(Protocol[B]):
     """Saves the state of the models and of the run in the storage."""
 
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Load the checkpoint to resume from. Return its step and run state, or None if there is no checkpoint."""
+    async def restore(self) -> Restored[B] | None:
+        """Load the checkpoint to resume from into the models; None if there is no checkpoint."""
         ...
 
-    async def stage(self, step: int, *, in_background: bool) -> None:
+    async def stage(self, step: int, *, in_background: bool, batches: Sequence[B]) -> None:
         """Save the current models into a new checkpoint. They may change after this returns.
 
         Args:
+            batches: to be saved with them.
             in_background: return before everything is written; `commit` waits for the rest.
         """
         ...
@@ -326,10 +336,10 @@ class ExportPort(Protocol):
 
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(Generic[B]):
     """What a run leaves behind."""
 
-    checkpoints: CheckpointPort
+    checkpoints: CheckpointPort[B]
     exports: ExportPort
 
 

@@ -23,11 +23,13 @@
 * values N+1 wait for update_critic N, so every number equals that of the serial order.
 * Without a critic (GRPO, RLOO, REINFORCE++) the phases are the same less the critic's. If the rollout has its own pool,
   log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
-* With one minibatch and one epoch, the policy that is updated is the one that generated: old_log_prob is left out.
+* With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
+* In mode OneStepOff, `queue` draws which steps are generated while others are trained. old_log_prob stays that of the
+  policy at the start of the step, so the clipping does not depend on the staleness.
 
-`loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (cannot be dropped).
-Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped and repeated gives the same
-responses.
+`loop` calls `queue.begin` (generations), `prepare` (up to the advantages: it changes no model and can be dropped) and
+`apply` (cannot be dropped). Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped
+and repeated gives the same responses.
 """
 
 from __future__ import annotations
@@ -40,16 +42,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.forward import Early, ForwardPhase, on_whole
 from ppojob_trainer.controller.generation import Generation
-from ppojob_trainer.controller.metrics import length_metrics
+from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
+from ppojob_trainer.controller.queue import Generated, GenerationQueue
 from ppojob_trainer.controller.schedule import Schedule
 
 if TYPE_CHECKING:
     # `maths` imports torch, which the controller does not need.
     from ppojob_trainer.maths.kl import KLController
 
-__all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
+__all__ = ["PPO", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
 
@@ -70,21 +73,6 @@ class PPOSettings:
 
 
 @dataclass(frozen=True)
-class Generated(Generic[B]):
-    """Responses to the prompts of a step; `batch` also has the columns of the prompts.
-
-    `early` holds the forward phases that started on responses while others were generated.
-    """
-
-    step: int
-    batch: B
-    rollout: Rollout[B]
-    epoch: int
-    metrics: Metrics
-    early: Early[B] | None = None
-
-
-@dataclass(frozen=True)
 class Prepared(Generic[B]):
     """The data that the updates of a step read."""
 
@@ -94,7 +82,10 @@ class Prepared(Generic[B]):
 
 
 class PPO(Generic[B]):
-    """Runs steps. It keeps the running update of the critic, because the next step's values wait for it."""
+    """Runs steps. It keeps the running update of the critic, because the next step's values wait for it.
+
+    queue: the generations; `loop` saves and restores them.
+    """
 
     def __init__(
         self, ports: Ports[B], schedule: Schedule, phases: Phases, settings: PPOSettings, kl: KLController
@@ -105,27 +96,28 @@ class PPO(Generic[B]):
         self._settings = settings
         self._kl = kl
         self._generation = Generation(ports, phases)
+        self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._early: Early[B] | None = None
 
-    async def generate(self, step: int) -> Generated[B]:
-        """Get the prompts of a step, generate the responses, and call the users' hooks after Generate."""
+    async def _generate(self, step: int, version: int) -> Generated[B]:
+        """Get the prompts of a step and generate the responses, with the engines' weights of that version."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         early: Early[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, early = await self._stream(prompts.batch, step)
         else:
             rollout = await self._generation.write(prompts.batch, step)
+        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, early)
+
+    async def prepare(self, step: int) -> Prepared[B]:
+        """Compute everything that the updates read. Waits for the last step's critic update before the values."""
+        ports, generated = self._ports, await self.queue.take(step)
         # A user-defined worker gets the hook calls of all steps in order.
         await self._hook_metrics()
-        batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
-        return Generated(step, batch, rollout, prompts.epoch, found, early)
-
-    async def prepare(self, generated: Generated[B]) -> Prepared[B]:
-        """Compute everything that the updates read. Waits for the last step's critic update before the values."""
-        step, ports = generated.step, self._ports
-        batch, found = await self._forward(generated)
+        batch, generate_hooked = await self._hooks(HookPoint.GENERATE, generated.batch, step)
+        batch, found = await self._forward(replace(generated, batch=batch))
         batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
         coefficient = self._kl.coefficient
         computed, statistics = await self._run(
@@ -133,7 +125,8 @@ class PPO(Generic[B]):
         )
         metrics = {
             **length_metrics(generated.rollout, self._settings.max_response_length),
-            **generated.metrics,
+            **staleness_metrics(step, generated.version),
+            **generate_hooked,
             **found,
             **hooked,
             **statistics,
@@ -148,6 +141,7 @@ class PPO(Generic[B]):
     async def apply(self, prepared: Prepared[B]) -> dict[str, float]:
         """Update the models and send the weights. The critic's update may still run afterwards (`critic_metrics`)."""
         step, batch = prepared.step, prepared.batch
+        self.queue.forget(step)
         if self._ports.critic is not None:
             work = self._run(Phase.UPDATE_CRITIC, "critic", step, self._ports.critic.update(batch))
             self._critic_update = asyncio.create_task(work)
@@ -162,20 +156,35 @@ class PPO(Generic[B]):
         return dict(updated)
 
     async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
-        """Update the policy, unless the critic warms up, and send its weights to the engines that need them."""
+        """Update the policy, unless the critic warms up, and send its weights if the next generations need them."""
         step, batch = prepared.step, prepared.batch
+        is_trained = step > self._settings.critic_warmup_steps
         updated: Metrics = {}
-        if step > self._settings.critic_warmup_steps:
+        if is_trained:
             updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
-        elif not self._ports.weights.are_given_up:
+        if not self.queue.is_due(step):
             return updated
-        if not self._schedule.weight_sync:
-            await self.critic_metrics()
+        await self.queue.idle()
+        if is_trained or self._ports.weights.are_given_up:
+            if not self._schedule.weight_sync:
+                await self.critic_metrics()
+            updated = {**updated, **await self._push(step)}
+        self.queue.pushed(step)
+        return updated
+
+    async def load_engines(self, step: int) -> None:
+        """Send the weights after `step`, the last one, to engines that have older ones; for validation."""
+        if self.queue.loaded != step:
+            await self.queue.idle()
+            await self._push(step)
+            self.queue.pushed(step, is_base=False)
+
+    async def _push(self, step: int) -> Metrics:
         own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
         also = shared if self._ports.weights.are_given_up else []
         pushing = self._ports.weights.push(step)
-        return {**updated, **await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)}
+        return await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""
@@ -196,6 +205,7 @@ class PPO(Generic[B]):
 
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
+        self.queue.drop()
         if self._early is not None:
             self._early.cancel()
         for task in (self._critic_update, self._step_hooks):

@@ -25,7 +25,7 @@ from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
-from ppojob_trainer.controller.schedule import is_one_update, schedule_of
+from ppojob_trainer.controller.schedule import is_one_update, schedule_of_spec
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
@@ -174,7 +174,7 @@ class _Attempt:
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
         spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
-        schedule = schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps)
+        schedule = schedule_of_spec(spec.schedule)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
         settings = PPOSettings(

@@ -69,6 +69,17 @@ class VirtualTime:
             self._advance()
         return await task
 
+    async def kill_at(self, end: float, work: Awaitable[T]) -> None:
+        """Move the time until `end`, then cancel `work`."""
+        task = asyncio.ensure_future(work)
+        while not task.done() and (not self._waiting or self._waiting[0][0] <= end):
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            if self._waiting and self._waiting[0][0] <= end:
+                self._advance()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
     def _advance(self) -> None:
         if self._waiting:
             self.now, _, future = heapq.heappop(self._waiting)
@@ -133,6 +144,12 @@ class World:
     actor: float = 1.0
     critic: float = 2.0
     rollout: float = 1.0
+    generated: dict[int, float] = field(default_factory=dict)
+    """The engines' weights with which the responses of each step were generated."""
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    """Step and prompts of each update of the actor."""
+    actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    """The actor's weights after each step."""
     engines_sleep: bool = False
     asleep: set[str] = field(default_factory=set)
 
@@ -168,19 +185,25 @@ class FakeData:
     def __init__(self, world: World) -> None:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
+        self.position = 0
+        """Prompts that were read; each batch has the number of its own in the column `prompt`."""
+        self.positions = {0: 0}
 
     async def prompts(self, step: int) -> FakePrompts:
         await self.world.phase("prompts", step)
-        return FakePrompts(FakeBatch(2, {"step": step}))
+        self.position += 1
+        self.positions[step] = self.position
+        return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
 
     async def validation_prompts(self) -> FakeBatch:
         return FakeBatch(2, {"validation": 1.0})
 
     async def state(self, step: int) -> Mapping[str, Any]:
-        return {"position": step}
+        return {"position": self.positions[step]}
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         self.restored = (step, state)
+        self.position = self.positions[step] = state["position"]
 
 
 class FakeRollouts:
@@ -194,8 +217,9 @@ class FakeRollouts:
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
         assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
-        weights = self.world.rollout
+        weights = self.world.generated[step] = self.world.rollout
         await self.world.phase(f"generate{self.suffix}", step)
+        assert self.world.rollout == weights, "the engines got other weights while they generated"
         self._sleep()
         return FakeRollout(FakeBatch(len(prompts), {"response": number_of(step, weights)}))
 
@@ -242,6 +266,9 @@ class FakeActor:
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_actor", int(batch.columns["step"]))
         self.world.actor += batch.columns["advantage"]
+        step = int(batch.columns["step"])
+        self.world.actors[step] = self.world.actor
+        self.world.trained.append((step, int(batch.columns["prompt"])))
         return {"actor/pg_loss": batch.columns["advantage"]}
 
 
@@ -341,8 +368,10 @@ class FakeWeights:
         return self.world.engines_sleep
 
     async def push(self, version: int) -> dict[str, float]:
+        weights = self.world.actor
         await self.world.phase("push", version)
-        self.world.rollout = self.world.actor
+        assert self.world.actor == weights, "the actor was updated while its weights were sent"
+        self.world.rollout = weights
         self.world.asleep.clear()
         return {"comm_mb/update_weights": 269.0}
 
