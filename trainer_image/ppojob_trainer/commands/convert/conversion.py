@@ -74,7 +74,7 @@ def convert(settings: Settings) -> Conversion:
     if settings.is_whole:
         given = {key: value for key, value in given.items() if not is_unset(key, value)}
     given, unresolved = _resolved(given)
-    draft = draft_of(given, splits=settings.splits)
+    draft = draft_of(given, splits=settings.splits, is_one_step_off=settings.is_one_step_off)
     rows = {name: _row_of(name) for name in draft.given}
     needless = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Needless)]
     for name, value in draft.given.items():
@@ -159,7 +159,7 @@ def _place(target: str) -> int:
     """The order in which people read a PPOJob."""
     order = (
         "image", "device", "model", "data", "reward", "algorithm", "actor", "critic", "rollout", "pools", "placement",
-        "storage", "checkpoint", "trainer", "telemetry",
+        "schedule", "storage", "checkpoint", "trainer", "telemetry",
     )  # fmt: skip
     return order.index(target.partition(".")[0])
 

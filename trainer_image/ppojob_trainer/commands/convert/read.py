@@ -56,6 +56,8 @@ class Settings:
     """Whether it is a whole configuration, with verl's defaults in it, and not only what somebody set."""
     splits: bool = False
     """Half of the GPUs are the actor's, half the critic's."""
+    is_one_step_off: bool = False
+    """Responses come from the weights of one step before."""
     notes: Sequence[str] = ()
     """How the script was read, and what it would have done besides."""
 
@@ -179,7 +181,9 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     lost = [*base.lost, *((word, None, "this is no setting: name=value") for word in unread)]
     if launch.program.lost is not None:
         lost.insert(0, (launch.name, None, launch.program.lost))
-    return Settings(folded({**base.values, **engine_of(given), **given}), lost, splits=launch.program.splits)
+    program = launch.program
+    values = folded({**base.values, **engine_of(given), **given})
+    return Settings(values, lost, splits=program.splits, is_one_step_off=program.is_one_step_off)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:

@@ -35,6 +35,8 @@ class Draft:
     name: str = "from-verl"
     splits: bool = False
     """Half of the GPUs are the actor's, half the critic's."""
+    is_one_step_off: bool = False
+    """Responses come from the weights of one step before."""
 
     def take(self, *names: str, default: Any = None) -> Any:
         """Take settings of the same meaning out; return the first one that says something."""
@@ -232,6 +234,27 @@ def rewards(draft: Draft) -> None:
         draft.values[f"{where}.kwargs"] = kwargs
 
 
+def older_weights(draft: Draft) -> None:
+    """The schedule of verl's one-step-off-policy, and the importance weights of the rollout."""
+    where, target = "algorithm.rollout_correction", "algorithm.rolloutCorrection"
+    level, bounds = draft.given.get(f"{where}.rollout_is"), draft.given.get(f"{where}.rollout_is_threshold")
+    if level in _LEVELS:
+        draft.take(f"{where}.rollout_is", f"{where}.rollout_is_threshold")
+        lower, _, upper = str(bounds if bounds is not None else 2.0).rpartition("_")
+        draft.values |= {f"{target}.method": "Mask" if lower else "Truncate", f"{target}.level": _LEVELS[level]}
+        draft.values[f"{target}.upper"] = float(upper)
+        if lower:
+            draft.values[f"{target}.lower"] = float(lower)
+    if draft.is_one_step_off:
+        draft.values |= {"schedule.mode": "OneStepOff", "schedule.maxStaleness": 1}
+        draft.values.setdefault(f"{target}.method", "None")
+        # The defaults of that program; `pools` makes the rollout's of them.
+        draft.given = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, **draft.given}
+
+
+_LEVELS: Mapping[str | None, str] = {"token": "Token", "sequence": "Sequence"}
+
+
 def pools(draft: Draft) -> None:
     """The pools that verl makes: one for all roles, two of half the GPUs, or further ones for rollout and reward."""
     nodes = whole(draft.take("trainer.nnodes", default=1))
@@ -310,14 +333,14 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
     name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, clipping,
-    followers, rewards, pools,
+    followers, rewards, older_weights, pools,
     length, resuming, trackers, cluster,
 )  # fmt: skip
 
 
-def draft_of(given: Mapping[str, Any], *, splits: bool = False) -> Draft:
+def draft_of(given: Mapping[str, Any], *, splits: bool = False, is_one_step_off: bool = False) -> Draft:
     """Return a draft with all that needs several settings; the rest of them is left in `given`."""
-    draft = Draft(dict(given), splits=splits)
+    draft = Draft(dict(given), splits=splits, is_one_step_off=is_one_step_off)
     for part in TOGETHER:
         before = dict(draft.given)
         try:
