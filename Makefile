@@ -217,7 +217,7 @@ integration: install ## Run operator, chart and CRD against the cluster.
 FUZZ := 10000
 .PHONY: fuzz
 fuzz: install ## Send thousands of generated specs to the operator's code, and some of them to the cluster (FUZZ="10000").
-	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) --capture=no tests/unit/operator/test_fuzzed_specs.py
+	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) --capture=no tests/unit/operator/test_fuzzed_specs.py tests/unit/operator/reconcile/test_states.py
 	PPOJOB_FUZZ=$$(($(FUZZ) / 10)) $(PYTEST) --capture=no --timeout=7200 tests/integration/operator/test_fuzzed_jobs.py
 
 .PHONY: e2e

@@ -47,7 +47,7 @@ BAD_CHECKPOINTS = (
             f"exports {where} the checkpoints",
             {_CHECKPOINT: {"path": "s3://bucket/job", "exportTo": address}},
             "spec.checkpoint.exportTo",
-            "give it a prefix of its own",
+            "use another prefix",
             shows=f"'{address}'",
         )
         for where, address in {"among": "s3://bucket/job", "below": "s3://bucket/job/models"}.items()

@@ -44,6 +44,18 @@ BAD_OFF_POLICY = (
         shows="OneStepOff",
     ),
     BadSpec(
+        "prompts that are replaced while older weights generate",
+        {
+            **_APART,
+            _spec("algorithm", "advantageEstimator"): "GRPO",
+            _spec("algorithm", "dynamicSampling"): {},
+            _spec("rollout", "samplesPerPrompt"): 4,
+        },
+        "spec.schedule.mode",
+        "remove algorithm.dynamicSampling",
+        shows="OneStepOff",
+    ),
+    BadSpec(
         "overlaps of another mode",
         {**_APART, _spec("schedule", "disabledOverlaps"): ["Values"]},
         "spec.schedule.disabledOverlaps",

@@ -12,11 +12,11 @@ from importlib.metadata import version
 from time import monotonic
 
 from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator import ownership
 from ppojob_operator.api_server import ApiError, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.leadership import Lease
 from ppojob_operator.plan import EventRecord, Job, JobKey, OtherLease
-from ppojob_operator.reconcile import ownership
 from ppojob_operator.reconcile.status import owned
 from ppojob_operator.settings import Settings
 

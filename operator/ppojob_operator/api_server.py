@@ -32,6 +32,9 @@ StatusOf = Callable[[RawObject], RawObject | None]
 class ApiError(Exception):
     """The request failed; the message includes the API server's own."""
 
+    is_in_status = False
+    """Whether the status of the job that it is about says it already."""
+
 
 class ApiUnavailable(ApiError):
     """No answer, or a request to retry: the same call may succeed later."""
@@ -77,21 +80,30 @@ class Answer:
 class ApiServer:
     """The API server. Paths are templates, so that a name from outside cannot change the path."""
 
-    def __init__(self, client: "ApiClient", *, timeout: float, guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        client: "ApiClient",
+        *,
+        timeout: float,
+        guard: Callable[[], None] = lambda: None,
+        count: Callable[[str, str, str], None] = lambda method, resource, code: None,
+    ) -> None:
         """Use a client.
 
         Args:
             client: the connection.
             timeout: of one call, in seconds.
             guard: called before each write; if it raises, nothing is sent.
+            count: called after each request with its method, the resource, and the HTTP status or `error`.
         """
         self._client = client
         self._timeout = timeout
         self._guard = guard
+        self._count = count
 
     def guarded(self, guard: Callable[[], None]) -> "ApiServer":
         """Return the same connection with another guard."""
-        return ApiServer(self._client, timeout=self._timeout, guard=guard)
+        return ApiServer(self._client, timeout=self._timeout, guard=guard, count=self._count)
 
     async def read(self, collection: str, namespace: str, name: str, *, may_lag: bool = False) -> RawObject | None:
         """Return an object, or None if there is none.
@@ -193,21 +205,31 @@ class ApiServer:
             header_params={"Accept": "application/json", "Content-Type": content_type},
             auth_settings=["BearerToken"],
         )
-        where = f"{method} {path.format(namespace=namespace, name=name)}"
+        where, code = f"{method} {path.format(namespace=namespace, name=name)}", "error"
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._client.call_api(method, url, headers, body, _request_timeout=self._timeout)
                 data: bytes = await response.read()  # type: ignore[no-untyped-call]
+                code = str(response.status)
         except TimeoutError as error:
             raise ApiUnavailable(f"{where}: no answer within {self._timeout:g} s") from error
         except aiohttp.ClientError as error:
             raise ApiUnavailable(f"{where}: {type(error).__name__} {error}") from error
+        finally:
+            self._count(method, _resource(path), code)
         answer = Answer(response.status, _decode(data))
         if answer.status in _COME_AGAIN:
             raise ApiUnavailable(f"{where}: {answer.message}")
         if answer.status >= 500:
             raise ApiFailed(f"{where}: {answer.message}")
         return answer
+
+
+def _resource(path: str) -> str:
+    """Return the resource of a path template, such as `pods` or `ppojobs/status`."""
+    parts = [part for part in path.split("/") if part and not part.startswith("{") and part != "namespaces"]
+    group_and_version = 2 if parts[0] == "api" else 3
+    return "/".join(parts[group_and_version:])
 
 
 def _decode(data: bytes) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiFailed, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.manifests import naming, queues
+from ppojob_operator.manifests.ray_cluster import with_job_fields
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
 _ALL_JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/{constants.PLURAL}"
@@ -114,12 +115,8 @@ class Cluster:
             raise _taken(kind, found, owner)
         if found is not None and kind == "RayCluster":
             manifest = queues.with_kueue_fields(manifest, found)
-        answer = await self._api.call(
-            "PATCH", f"{path}/{{name}}", namespace, metadata["name"], body=manifest, query=_APPLY
-        )
-        if answer.status == 409:
+        if (await self._patch(manifest, _APPLY)).status == 409:
             raise ApiUnavailable(f"{kind} {metadata['name']} changed while it was being written")
-        answer.expect(200, 201)
 
     async def dry_run(self, manifest: Manifest) -> str:
         """Apply as a dry run; return why the API server or a webhook rejects the object, or "".
@@ -127,14 +124,8 @@ class Cluster:
         Raises:
             ApiUnavailable: it did not answer.
         """
-        metadata = manifest["metadata"]
-        path = f"{_COLLECTIONS[manifest['kind']]}/{{name}}"
-        query = {**_APPLY, "dryRun": "All"}
         try:
-            answer = await self._api.call(
-                "PATCH", path, metadata["namespace"], metadata["name"], body=manifest, query=query
-            )
-            answer.expect(200, 201)
+            (await self._patch(manifest, {**_APPLY, "dryRun": "All"})).expect(200, 201)
         except (ApiRefused, ApiFailed) as error:
             return str(error)
         return ""
@@ -153,7 +144,9 @@ class Cluster:
 
         def status_of(current: Manifest) -> Manifest:
             if _owner(current.get("status", {})) != before:
-                raise ApiUnavailable(f"PPOJob {key} went to another operator while its status was being written")
+                raise ApiUnavailable(
+                    f"PPOJob {key} was handed over to another operator while its status was being written"
+                )
             return {**job.unknown, **status}
 
         manager = constants.FIELD_MANAGER_OPERATOR
@@ -222,6 +215,19 @@ class Cluster:
     async def _list(self, collection: str, key: JobKey) -> Answer:
         query = {"labelSelector": f"{constants.LABEL_JOB}={key.name}"}
         return await self._api.call("GET", collection, key.namespace, query=query)
+
+    async def _patch(self, manifest: Manifest, query: Mapping[str, str]) -> Answer:
+        """Apply an object; return the answer, which may be a conflict (409)."""
+        metadata, path = manifest["metadata"], f"{_COLLECTIONS[manifest['kind']]}/{{name}}"
+        try:
+            answer = await self._api.call(
+                "PATCH", path, metadata["namespace"], metadata["name"], body=manifest, query=query
+            )
+            if answer.status != 409:
+                answer.expect(200, 201)
+        except (ApiRefused, ApiFailed) as error:
+            raise type(error)(with_job_fields(str(error))) from error
+        return answer
 
     async def _delete(self, collection: str, namespace: str, name: str, options: Mapping[str, Any]) -> None:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background", **options}

@@ -8,7 +8,7 @@ import re
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.api_server import ApiServer, RawObject
-from ppojob_operator.reconcile.references import Kind, Reference
+from ppojob_operator.reconcile.acceptance import Kind, Reference
 
 _COLLECTIONS = {
     Kind.CLAIM: "/api/v1/namespaces/{namespace}/persistentvolumeclaims",

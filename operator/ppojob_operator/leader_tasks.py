@@ -22,7 +22,7 @@ from ppojob_operator.settings import Settings
 from ppojob_operator.status_server import Health, OperatorMetrics
 from ppojob_operator.supervisor import supervise
 
-_LOOP_PULSE_SECONDS = 300.0
+_LOOP_HEARTBEAT_SECONDS = 300.0
 _LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
 
 
@@ -76,7 +76,7 @@ class LeaderTasks:
         cluster = Cluster(api, reporter=self._settings.pod_name)
         metrics = self._metrics
         hooks = Hooks(
-            beat=self._health.pulse(_LOOP, _LOOP_PULSE_SECONDS).beat,
+            beat=self._health.heartbeat(_LOOP, _LOOP_HEARTBEAT_SECONDS).beat,
             observe_reconcile=metrics.observe_reconcile,
             count_submission=metrics.count_submission,
             count_retries=metrics.count_retries,

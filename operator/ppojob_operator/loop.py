@@ -19,10 +19,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import Any
 
-from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
 from ppojob_operator.adoption import Adopter, own_identity
@@ -30,26 +30,19 @@ from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.job_events import JobEvents
-from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
-from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
+from ppojob_operator.observer import Observer
+from ppojob_operator.plan import Job, JobKey, Observed, Plan, Surroundings
+from ppojob_operator.reading import (
+    read_job,
+)
 from ppojob_operator.reconcile import (
     JobState,
     dashboard_target,
     decide,
-    is_fetch_pod,
-    is_finished,
     job_state,
-    needs_fetch,
-    read_claim,
-    read_cluster,
-    read_fetch_job,
-    read_fetch_pod,
-    read_job,
-    read_pod,
-    read_workload,
     show_fault,
-    was_accepted,
+    show_refusal,
 )
 from ppojob_operator.report_times import ReportTimes
 from ppojob_operator.settings import DashboardAccess, Settings
@@ -62,6 +55,9 @@ _BURST = 0.2
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
+_REFUSALS = (ApiRefused, ApiFailed)
+_TOLERATED_ERRORS = 3
+"""Number of errors in a row from which on the status shows also those that usually pass by themselves."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,7 @@ class Loop:
         self._events = JobEvents(cluster)
         self._dashboard = dashboard
         self._surroundings = surroundings
+        self._observer = Observer(cluster, surroundings)
         self._hooks = hooks
         self._clock = clock
         self._leading_since = clock()
@@ -105,13 +102,11 @@ class Loop:
         self._states: dict[JobKey, JobState] = {}
         self._watched: set[JobKey] = set()
         self._not_watched: set[JobKey] = set()
-        self._cache: dict[JobKey, Observed | None] = {}
-        """What the last reconcile observed. None: read it again. No entry: a watch has reported a change since."""
 
     def enqueue(self, key: JobKey) -> None:
         """Enqueue a job whose objects changed. The handlers of the watches call it."""
         self._watched.add(key)
-        self._cache.pop(key, None)
+        self._observer.drop(key)
         self._queue.add(key, _BURST)
 
     @property
@@ -165,7 +160,7 @@ class Loop:
             # A watch has one resync interval to report a job.
             self._not_watched, found = found & keys, keys
             for key in keys:
-                self._cache.pop(key, None)
+                self._observer.drop(key)
                 self._queue.add(key)
 
     async def _reconcile_guarded(self, key: JobKey) -> None:
@@ -175,28 +170,42 @@ class Loop:
             async with asyncio.timeout(self._settings.pass_timeout):
                 outcome = await self.reconcile(key)
             self._num_errors.pop(key, None)
-        except (ApiError, DashboardError) as error:
+        except DashboardError as error:
             self._retry_later(key, str(error))
-        except TimeoutError:
-            self._retry_later(key, f"the reconcile took more than {self._settings.pass_timeout:g} s")
-        except Exception as error:  # A defect that one job triggers must not stop the other jobs.
-            logger.exception("%s: defect in the operator", key)
-            await self._show_fault(key, error)
+        except (ApiError, TimeoutError) as error:
+            words = str(error) or f"the reconcile took more than {self._settings.pass_timeout:g} s"
+            self._retry_later(key, words)
+            # One request without an answer says nothing about the job; a refusal does, and so do several in a row.
+            is_shown = isinstance(error, ApiError) and error.is_in_status
+            is_lasting = isinstance(error, _REFUSALS) or self._num_errors[key] >= _TOLERATED_ERRORS
+            if is_lasting and not is_shown:
+                await self._show(key, partial(show_refusal, words=words))
+        except Exception as error:  # A bug that one job triggers must not stop the other jobs.
+            logger.exception("%s: bug in the operator", key)
+            await self._show(key, partial(show_fault, error=error))
             self._retry_later(key, "see the exception above")
         self._hooks.observe_reconcile(monotonic() - began, outcome)
 
-    async def _show_fault(self, key: JobKey, error: Exception) -> None:
-        """Write into the job's status that a defect of the operator prevents its reconcile."""
+    async def _show(self, key: JobKey, explain: Callable[..., Plan]) -> None:
+        """Write into the job's status, or at least into an Event, why its reconcile is not possible."""
         try:
             raw = await self._cluster.read_job(key)
             job = None if raw is None else await self._adopter.adopt(read_job(raw))
-            if job is not None:
-                await self._write(job, show_fault(job, error, self._clock()))
-        except Exception:  # The same defect may prevent this write.
-            logger.exception("%s: the defect could not be written into the status", key)
+            if job is None:
+                return
+            plan = explain(job, now=self._clock())
+            try:
+                await self._write(job, plan)
+            except ApiError as error:
+                logger.warning("%s: the status cannot be written: %s", key, error)
+                await self._events.write(job, plan.events)
+        except ApiError as error:
+            logger.warning("%s: neither status nor Event can be written: %s", key, error)
+        except Exception:  # The same bug may prevent this write.
+            logger.exception("%s: the bug could not be written into the status", key)
 
     def _retry_later(self, key: JobKey, message: str) -> None:
-        self._cache.pop(key, None)
+        self._observer.drop(key)
         count = self._num_errors[key] = self._num_errors.get(key, 0) + 1
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(count - 1, 10))
         logger.warning("%s: %s; retry in %g s", key, message, pause)
@@ -231,7 +240,7 @@ class Loop:
             observed = replace(observed, log_tail=await self._read_log(job, observed, plan.read_log_of))
             plan = decide(job, observed, self._clock())
         await self._execute(job, observed, plan)
-        self._update_cache(job, observed, plan)
+        self._observer.keep(job, observed, plan)
         self._states[key] = job_state(job, plan.status)
         if plan.requeue_after is not None:
             self._queue.add(key, plan.requeue_after)
@@ -241,12 +250,12 @@ class Loop:
         self._states.pop(key, None)
         self._report_times.forget(key)
         self._num_errors.pop(key, None)
-        self._cache.pop(key, None)
+        self._observer.drop(key)
         self._events.forget(key)
 
     async def _observe(self, job: Job) -> Observed:
         reported_at = self._report_times.seen(job, self._clock())
-        found = await self._objects(job)
+        found = await self._observer.objects(job)
         observed = replace(
             found,
             surroundings=self._surroundings(job.key),
@@ -255,69 +264,6 @@ class Loop:
         )
         address = self._address(job, observed)
         return observed if address is None else replace(observed, ray=await self._dashboard.list_jobs(address))
-
-    async def _objects(self, job: Job) -> Observed:
-        """Return the job's objects, from the cache if the job was admitted and no watch has reported a change."""
-        cached = self._cache.get(job.key)
-        if cached is not None and job.status.start_time is not None:
-            # ConfigMap and Workloads have no watch; once there is a trainer, they can wait for the resync.
-            if job.status.submission_id is not None:
-                return cached
-            cached = replace(cached, config=await self._cluster.read_config(job.key))
-            return await self._with_workloads(job, cached)
-        # If a watch reports a change from here on, it removes this entry, and the result is not cached.
-        self._cache[job.key] = None
-        clusters = await self._cluster.list_clusters(job.key)
-        observed = Observed(
-            surroundings=self._surroundings(job.key),
-            is_kuberay_served=clusters is not None,
-            clusters=tuple(read_cluster(raw) for raw in clusters or () if naming.is_owned(raw, job.uid)),
-        )
-        if job.is_deleting or is_finished(job.status):
-            return observed
-        pods, config, claim, fetch_job = await asyncio.gather(
-            self._cluster.list_pods(job.key),
-            self._cluster.read_config(job.key),
-            self._read_claim(job),
-            self._read_fetch_job(job),
-        )
-        observed = replace(
-            observed,
-            claim=None if claim is None else read_claim(claim),
-            pods=tuple(read_pod(raw) for raw in pods if not is_fetch_pod(raw)),
-            fetch_job=None if fetch_job is None else read_fetch_job(fetch_job),
-            fetch_pods=tuple(read_fetch_pod(raw) for raw in pods if is_fetch_pod(raw)),
-            config=config,
-        )
-        return await self._with_workloads(job, observed)
-
-    async def _with_workloads(self, job: Job, observed: Observed) -> Observed:
-        """Add Kueue's Workloads if the job has a queue."""
-        if not isinstance(job.spec, PPOJobSpec) or job.spec.run_policy.queue_name is None:
-            return observed
-        owners = [cluster.uid for cluster in observed.clusters if cluster.uid]
-        found = await self._cluster.list_workloads(job.key, owners)
-        return replace(observed, workloads=None if found is None else tuple(read_workload(raw) for raw in found))
-
-    def _update_cache(self, job: Job, observed: Observed, plan: Plan) -> None:
-        """Cache what was observed, unless this reconcile changed it."""
-        is_as_found = not (
-            plan.apply or plan.submission or plan.delete_clusters or plan.delete_fetch_job or plan.delete_job
-        )
-        if job.key in self._cache:
-            keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
-            self._cache[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
-
-    async def _read_claim(self, job: Job) -> Manifest | None:
-        """Return the job's PersistentVolumeClaim, which is checked until the job is admitted."""
-        if not isinstance(job.spec, PPOJobSpec) or was_accepted(job):
-            return None
-        return await self._cluster.read_claim(job.key.namespace, job.spec.storage.claim_name)
-
-    async def _read_fetch_job(self, job: Job) -> Manifest | None:
-        """Return the Job that fetches, as long as it matters. Another owner's is none of ours: `apply` names it."""
-        raw = await self._cluster.read_fetch_job(job.key) if needs_fetch(job) else None
-        return raw if raw is not None and naming.is_owned(raw, job.uid) else None
 
     def _address(self, job: Job, observed: Observed) -> Address | None:
         target = dashboard_target(job, observed)
@@ -337,10 +283,12 @@ class Loop:
     async def _execute(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
             await self._apply(job, observed, plan)
-        except (ApiRefused, ApiFailed, DashboardError) as error:
+        except (*_REFUSALS, DashboardError) as error:
             # The status shows the error too, because the user may be able to fix it.
             failed = decide(job, replace(observed, last_error=str(error)), self._clock())
             await self._write(job, replace(failed, apply=(), submission=None))
+            if isinstance(error, ApiError):
+                error.is_in_status = True
             raise
         if await self._write(job, plan):
             for name in plan.delete_clusters:
@@ -393,7 +341,8 @@ class Loop:
 
 
 def _summary(plan: Plan) -> str:
-    """Return one line for the log: phase, attempt, ready GPUs and the Events of the plan."""
+    """Return one line for the log: transition, attempt, ready GPUs and the Events of the plan."""
     status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    summary = f"{status.get('phase')} attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
+    change = f"{plan.state} --{plan.event}--> {plan.next_state}"
+    summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
     return summary.rstrip()

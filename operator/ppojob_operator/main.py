@@ -54,7 +54,7 @@ _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _KEY_BYTES = 32
 _KEY_TRIES = 30
 _KEY_PAUSE = 1.0
-_ELECTION_PULSE_SECONDS = 60.0
+_ELECTION_HEARTBEAT_SECONDS = 60.0
 
 
 class StartError(Exception):
@@ -86,13 +86,13 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _api_client() as client, aiohttp.ClientSession() as session:
-        api = ApiServer(client, timeout=settings.request_timeout)
+        metrics = OperatorMetrics()
+        api = ApiServer(client, timeout=settings.request_timeout, count=metrics.count_api_request)
         own = own_identity(settings)
         await log_differences(api, own.version)
         ports = ProgressCluster(api)
         key = await dashboard_key(ports, settings.namespace, settings.dashboard_secret)
         health = Health()
-        metrics = OperatorMetrics()
         server = _status_server(settings, ports, health, metrics)
         if settings.webhook_configuration:
             endpoint = AdmissionEndpoint(AdmissionCluster(api), own, metrics.count_review)
@@ -141,7 +141,7 @@ def _election(settings: Settings, api: ApiServer, health: Health) -> Election:
         # A restarted container has the same pod name, and the old process may still be running.
         f"{settings.pod_name}_{secrets.token_hex(4)}",
         ElectionTimes(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period),
-        beat=health.pulse("election", _ELECTION_PULSE_SECONDS).beat,
+        beat=health.heartbeat("election", _ELECTION_HEARTBEAT_SECONDS).beat,
     )
     health.ready_when("election", lambda: "the Lease could not be read yet" if election.leader is None else None)
     return election

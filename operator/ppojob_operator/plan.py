@@ -323,5 +323,11 @@ class Plan:
     """RayCluster to apply as a dry run, before anything else. None: none."""
     read_log_of: str = ""
     """Submission whose log `decide` needs, before anything else. Empty: none."""
+    state: str = ""
+    """State of the job at the beginning, one of `reconcile.states.State`. Empty: an observation is missing."""
+    event: str = ""
+    """Event that decides what happens, one of `reconcile.states.Event`."""
+    next_state: str = ""
+    """State of the job when the status is written."""
     requeue_after: float | None = None
     """Seconds until the next reconcile, if no watch triggers it earlier. None: none is scheduled."""

@@ -104,7 +104,7 @@ def _running(job: dict[str, Any], output: Path, part: str) -> Iterator[subproces
             yield process
         finally:
             if process.poll() is None:
-                # Ray's processes end with the one that started them. A stop in order would save once more.
+                # Ray's processes end with the one that started them. A graceful stop would save once more.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 

@@ -17,7 +17,7 @@ FEW_SAMPLES: dict[str, Any] = {
 }
 _SMALL = {"cpu": "250m", "memory": "6Gi", "shm": "512Mi"}
 _STEP_LIMIT_SECONDS = 600.0
-_RESUMED = re.compile(r"going on after step (\d+)")
+_RESUMED = re.compile(r"resuming after step (\d+)")
 
 
 def small_pools(actor_ranks: int, **fields: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from ppojob_operator.plan import Claim, FetchJob, JobKey, Observed, Plan, Pod, Ray, Surroundings
-from ppojob_operator.reconcile import decide, read_cluster, read_job
+from ppojob_operator.reading import read_cluster, read_job
+from ppojob_operator.reconcile import decide
 from tests.examples import EXAMPLES, name_of
 
 GOLDEN = Path("tests/golden")

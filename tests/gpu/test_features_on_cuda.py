@@ -203,19 +203,17 @@ def make_engine(parallel: DataParallel, path: Path, *, stays_gathered: bool = Fa
 
 
 @pytest.mark.parametrize("stays_gathered", [False, True])
-def test_after_a_rehearsal_a_step_compiles_nothing(
-    parallel: DataParallel, model_path: Path, stays_gathered: bool
-) -> None:
+def test_after_a_warmup_a_step_compiles_nothing(parallel: DataParallel, model_path: Path, stays_gathered: bool) -> None:
     from torch._dynamo.utils import counters
 
     _forget()
     counters.clear()
     engine, batch = make_engine(parallel, model_path, compile=True, stays_gathered=stays_gathered), make_batch()
-    engine.rehearse(PROMPT, RESPONSE)
-    rehearsed = counters["stats"]["unique_graphs"]
-    assert rehearsed > 0
+    engine.warm_up(PROMPT, RESPONSE)
+    warmed_up = counters["stats"]["unique_graphs"]
+    assert warmed_up > 0
     engine.update(batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])))
-    assert counters["stats"]["unique_graphs"] == rehearsed
+    assert counters["stats"]["unique_graphs"] == warmed_up
 
 
 def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(

@@ -230,6 +230,8 @@ class _Operator:
             self._metrics.status_writes.labels(outcome="written").inc()
         self._metrics.reports.labels(outcome="StaleAttempt").inc()
         self._metrics.count_review("Allowed" if int(minute) % 7 else "Refused")
+        self._metrics.count_api_request("GET", "ppojobs", "200")
+        self._metrics.count_api_request("PATCH", "rayclusters", "422")
         if int(minute) % 11 == 0:
             self._metrics.count_watch_failure()
             self._metrics.count_closed_connection("TooSlow")

@@ -8,8 +8,9 @@ from torch import Tensor
 from ppojob_trainer.maths.advantages import ESTIMATORS, AdvantageInputs
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.maths.log_probs import linear_log_probs
-from ppojob_trainer.maths.losses import Clipping, Denominators, policy_loss, value_loss
+from ppojob_trainer.maths.losses import Denominators, policy_loss, value_loss
 from ppojob_trainer.maths.masked import masked_whiten
+from ppojob_trainer.maths.policy_losses import POLICY_LOSSES, Clipping, PolicyLossInputs
 from tests.oracles.random_cases import KL_HISTORY, SETTINGS, VOCABULARY
 
 Case = dict[str, Tensor]
@@ -33,20 +34,13 @@ def advantages(case: Case, name: str, gamma: float = 1.0, lam: float = 1.0) -> t
 
 
 def policy(
-    case: Case, clipping: Clipping, aggregation: str, rows: slice | None = None
+    case: Case, clipping: Clipping, aggregation: str, rows: slice | None = None, name: str = "PPO"
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The share of `rows` of the policy loss, its metrics, and the gradient by log_prob."""
     part = {key: case[key][rows or slice(None)] for key in ("log_prob", "old_log_prob", "advantages", "mask")}
     log_prob = part["log_prob"].clone().requires_grad_()
-    loss, metrics = policy_loss(
-        log_prob,
-        part["old_log_prob"],
-        part["advantages"],
-        part["mask"],
-        Denominators.of(case["mask"]),
-        clipping,
-        aggregation,
-    )
+    inputs = PolicyLossInputs(log_prob, part["old_log_prob"], part["advantages"], part["mask"], clipping)
+    loss, metrics = policy_loss(inputs, Denominators.of(case["mask"]), POLICY_LOSSES[name], aggregation)
     return loss, metrics, torch.autograd.grad(loss, log_prob)[0]
 
 

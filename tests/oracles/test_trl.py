@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ppojob_trainer.maths.kl import kl_estimate, penalize_rewards
-from ppojob_trainer.maths.losses import Clipping, Denominators, entropy_bonus
+from ppojob_trainer.maths.losses import Denominators, entropy_bonus
 from ppojob_trainer.maths.masked import masked_mean, masked_var, masked_whiten
+from ppojob_trainer.maths.policy_losses import Clipping
 from tests.oracles import ours
 from tests.oracles.ours import Case, assert_equal
 from tests.oracles.random_cases import DISCOUNTS, SETTINGS

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.commands.convert import Conversion, Settings, convert
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(ROOT is None, reason="VERL_CHECKOUT is not set: the folder of a git checkout of verl"),
 ]
 
+_LOSSES = {PolicyLoss.PPO: "vanilla", PolicyLoss.GSPO: "gspo", PolicyLoss.CISPO: "cispo"}
 _A, _R, _P = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 SAME: dict[str, Callable[[PPOJobSpec], Any]] = {
     "data.train_batch_size": lambda spec: spec.data.train_batch_size,
@@ -42,7 +44,9 @@ SAME: dict[str, Callable[[PPOJobSpec], Any]] = {
     f"{_R}.temperature": lambda spec: spec.rollout.temperature,
     f"{_R}.tensor_model_parallel_size": lambda spec: spec.rollout.tensor_parallel_size,
     f"{_R}.gpu_memory_utilization": lambda spec: spec.rollout.gpu_memory_utilization,
-    f"{_P}.adv_estimator": lambda spec: spec.algorithm.advantage_estimator.name.lower(),
+    # Dr.GRPO is verl's grpo without norm_adv_by_std_in_grpo.
+    f"{_P}.adv_estimator": lambda spec: spec.algorithm.advantage_estimator.name.lower().removeprefix("dr_"),
+    f"{_A}.policy_loss.loss_mode": lambda spec: _LOSSES[spec.algorithm.policy_loss],
     f"{_P}.gamma": lambda spec: spec.algorithm.gamma,
     f"{_P}.lam": lambda spec: spec.algorithm.lam,
     f"{_P}.use_kl_in_reward": lambda spec: spec.algorithm.kl.in_reward,
@@ -84,8 +88,8 @@ def test_numbers_are_those_of_verls_own_configuration(compositions: Compositions
     wrong: list[tuple[Any, ...]] = []
     for example, conversion, config in compositions:
         known, spec = dict(flat(config)), spec_of(conversion)
-        lost = {entry.name for entry in conversion.lost}
-        found = {name: (known[name], get(spec)) for name, get in SAME.items() if name not in lost}
+        unconverted = {entry.name for entry in conversion.unconverted}
+        found = {name: (known[name], get(spec)) for name, get in SAME.items() if name not in unconverted}
         wrong += [(example.name, name, *pair) for name, pair in found.items() if pair[0] != pair[1]]
         if sum(pool.gpus for pool in spec.pools) != known["trainer.nnodes"] * known["trainer.n_gpus_per_node"]:
             wrong.append((example.name, "GPUs", spec.pools))

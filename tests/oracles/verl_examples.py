@@ -107,8 +107,8 @@ class Example:
             reason = str(self.conversion).removeprefix(f"{self.name}:").strip()
             return {column: "" for column in COLUMNS} | {"script": self.name, "outcome": "refused", "reasons": reason}
         spec = self.conversion.manifest["spec"]
-        lost = [entry.name for entry in self.conversion.lost]
-        outcome = ("converted in part" if lost else "converted") if self.conversion.is_valid else "invalid"
+        unconverted = [entry.name for entry in self.conversion.unconverted]
+        outcome = ("converted in part" if unconverted else "converted") if self.conversion.is_valid else "invalid"
         pools = spec.get("pools", [])
         found = {
             "train_batch": spec["data"].get("trainBatchSize"),
@@ -119,7 +119,7 @@ class Example:
             "estimator": spec.get("algorithm", {}).get("advantageEstimator"),
             "gpus": sum(pool["nodes"] * pool["gpusPerNode"] for pool in pools),
             "pools": " ".join(pool["name"] for pool in pools),
-            "reasons": " ".join(dict.fromkeys(lost)),
+            "reasons": " ".join(dict.fromkeys(unconverted)),
         }
         texts = {name: "" if value is None else str(value) for name, value in found.items()}
         return {"script": self.name, "outcome": outcome, **texts}

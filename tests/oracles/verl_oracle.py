@@ -11,13 +11,16 @@ os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
 
 import numpy as np
 import torch
+from verl import DataProto
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils import torch_functional
 from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
+from verl.workers.reward_manager.dapo import DAPORewardManager
 
 Arrays = dict[str, np.ndarray]
-MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean"}
+MODES = {"TokenMean": "token-mean", "SeqMeanTokenSum": "seq-mean-token-sum", "SeqMeanTokenMean": "seq-mean-token-mean",
+         "SeqMeanTokenSumNorm": "seq-mean-token-sum-norm"}  # fmt: skip
 """Our names of the aggregations, and verl's."""
 
 
@@ -31,6 +34,9 @@ def advantages(case: dict[str, Any], discounts: np.ndarray) -> dict[str, Any]:
         found = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
         answers[f"ReinforcePlusPlus/{number}/advantages"], answers[f"ReinforcePlusPlus/{number}/returns"] = found
     answers["GRPO"], _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, groups)
+    answers["DrGRPO"], _ = core_algos.compute_grpo_outcome_advantage(
+        rewards, mask, groups, norm_adv_by_std_in_grpo=False
+    )
     answers["RLOO"], _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, groups)
     return answers
 
@@ -48,15 +54,31 @@ def kl(case: dict[str, Any], settings: dict[str, float]) -> dict[str, Any]:
     return answers
 
 
-def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
-    config = ActorConfig(
+def actor(low: float, high: float, dual: float) -> ActorConfig:
+    return ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
-        clip_ratio_low=settings["clip_low"],
-        clip_ratio_high=settings["clip_high"],
-        clip_ratio_c=settings["clip_dual"],
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=dual,
     )
+
+
+def other_losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
+    answers = {}
+    for name, (low, high) in {"GSPO": ("gspo_low", "gspo_high"), "CISPO": ("clip_low", "clip_high")}.items():
+        config = actor(settings[low], settings[high], settings["clip_dual"])
+        log_prob = case["log_prob"].clone().requires_grad_()
+        function = core_algos.get_policy_loss_fn(name.lower())
+        loss, metrics = function(case["old_log_prob"], log_prob, case["advantages"], case["mask"], mode, config)
+        answers |= {name: loss, f"{name}/gradient": torch.autograd.grad(loss, log_prob)[0]}
+        answers |= {f"{name}/{key.removeprefix('actor/')}": value for key, value in metrics.items()}
+    return answers
+
+
+def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[str, Any]:
+    config = actor(settings["clip_low"], settings["clip_high"], settings["clip_dual"])
     mask, log_prob = case["mask"], case["log_prob"].clone().requires_grad_()
     policy = core_algos.compute_policy_loss_vanilla
     loss, metrics = policy(case["old_log_prob"], log_prob, case["advantages"], mask, mode, config)
@@ -74,8 +96,32 @@ def losses(case: dict[str, Any], settings: dict[str, float], mode: str) -> dict[
         values, case["returns"], case["values"], mask, settings["clip_value"], mode
     )
     answers |= {"vf_loss": loss, "vf_loss/gradient": torch.autograd.grad(loss, values)[0], "vf_clipfrac": fraction}
+    answers |= other_losses(case, settings, mode)
     answers["entropy"] = core_algos.compute_entropy_loss(case["logits"], mask, mode)
     return answers
+
+
+def overlong(case: dict[str, Any], settings: dict[str, float]) -> torch.Tensor:
+    """What the reward manager dapo gives a response whose score is 0."""
+    mask = case["mask"]
+    num_rows, width = mask.shape
+    data = DataProto.from_dict(
+        {
+            "prompts": torch.zeros(num_rows, 1, dtype=torch.long),
+            "responses": torch.zeros_like(mask),
+            "attention_mask": torch.cat([torch.ones(num_rows, 1, dtype=torch.long), mask], dim=1),
+        },
+        {
+            "reward_model": np.array([{"ground_truth": ""}] * num_rows, dtype=object),
+            "data_source": np.array(["d"] * num_rows, dtype=object),
+        },
+    )
+    buffer = SimpleNamespace(
+        enable=True, len=int(settings["overlong_buffer"]), penalty_factor=settings["overlong_factor"], log=False
+    )
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token="<end>")
+    manager = DAPORewardManager(tokenizer, 0, lambda **_: 0.0, max_resp_len=width, overlong_buffer_cfg=buffer)
+    return manager(data).sum(dim=1)
 
 
 CORRECTIONS = (("token", "2.0"), ("sequence", "2.0"), ("token", "0.5_2.0"), ("sequence", "0.5_1e9"))
@@ -149,6 +195,7 @@ def main(given: str, answered: str) -> None:
         found = (
             advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case) | corrections(case)
         )
+        found["overlong"] = overlong(case, settings)
         for name_of_mode, mode in MODES.items():
             found |= {f"{name_of_mode}/{key}": value for key, value in losses(case, settings, mode).items()}
         answers |= {f"{name}/{key}": value for key, value in found.items()}

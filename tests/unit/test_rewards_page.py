@@ -21,7 +21,7 @@ PAGE = Path("docs/rewards.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 FILES = dict(re.findall(r"^```python\n# /data/(\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 MODULES = set(
-    re.findall(r"^\| `(\w+)` \|", PAGE.split("## Functions that ship")[1].split("One example")[0], re.MULTILINE)
+    re.findall(r"^\| `(\w+)` \|", PAGE.split("## Built-in functions")[1].split("An example")[0], re.MULTILINE)
 )
 NO_FUNCTIONS = {"__init__", "batch", "errors", "extractors", "interface", "loader", "model_input", "retries", "samples"}
 
@@ -71,6 +71,6 @@ def test_the_tables_have_all_that_there_is() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     assert f"up to {DEFAULT_CALLS} calls" in PAGE
-    assert f"ended {GRACE_S:g} seconds later" in PAGE.replace("\n", " ")
+    assert f"terminated {GRACE_S:g} s later" in PAGE.replace("\n", " ")
     *most, last = sorted(TRANSIENT_STATUS)
     assert f"{', '.join(map(str, most))} or {last}" in PAGE.replace("\n", " ")

@@ -13,8 +13,9 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_operator import ownership
 from ppojob_operator.plan import OtherLease, Trouble
-from ppojob_operator.reconcile import ownership, read_job
+from ppojob_operator.reading import read_job
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.connection import check_gpus
 from ppojob_trainer.main.memory_fit import check_memory
@@ -114,7 +115,7 @@ def test_a_pod_on_a_node_that_was_lost() -> None:
 
 def test_a_job_of_another_operator() -> None:
     ours, theirs = (
-        OperatorStatus(namespace=name, lease="ppojob-leader", version="0.1.0") for name in ("rl-team", "ppojob-system")
+        OperatorStatus(namespace=name, lease="ppojob-leader", version="0.2.0") for name in ("rl-team", "ppojob-system")
     )
     world = World()
     world.status = {"operator": theirs.to_wire()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tools.site import states
 from tools.site.drawing import AMBER, BLUE, GREEN, GREY, PALE, PAPER, RED, VIOLET, Drawing
 
 
@@ -16,7 +17,7 @@ def overview() -> Drawing:
     d.box((20, 30), (190, 92), "You", ["ppojob.yaml", "kubectl, kubectl ppo"], BLUE)
     d.box((350, 30), (210, 92), "API server", ["PPOJob: spec, status", "RayCluster, Events"])
     d.box((710, 30), (230, 92), "PPOJob operator", ["two replicas, one leads", "reconciles every PPOJob"], VIOLET)
-    d.box((350, 190), (210, 56), "KubeRay operator", ["makes the pods"])
+    d.box((350, 190), (210, 56), "KubeRay operator", ["creates the pods"])
     d.arrow((210, 76), (348, 76))
     d.text((279, 66), "kubectl apply", size=12, ink=GREY, anchor="middle")
     d.arrow((562, 76), (708, 76), has_two_heads=True)
@@ -89,7 +90,7 @@ _STEPS: tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, float, float], ...]],
 
 def step() -> Drawing:
     """Return one step in time, in three placements."""
-    d = Drawing(960, 370, "One PPO step in three placements: one pool, two pools, two pools with shared generation")
+    d = Drawing(960, 386, "One PPO step in three placements: one pool, two pools, two pools with shared generation")
     y, unit, left = 34.0, 12.4, 110.0
     for title, lanes in _STEPS:
         d.text((20, y), title, is_bold=True)
@@ -104,7 +105,7 @@ def step() -> Drawing:
         d.arrow((left + end * unit, y + 12), (left + end * unit, y))
         d.text((left + end * unit - 8, y + 16), "next step", size=12, ink=GREY, anchor="end")
         y += 46
-    d.text((20, 358), "Time runs to the right; lengths are illustrative. The narrow grey bar sends the new weights to "
+    d.text((20, 376), "Time runs to the right; lengths are illustrative. The narrow grey bar sends the new weights to "
                       "the rollout engines.", size=12, ink=GREY)  # fmt: skip
     return d
 
@@ -131,57 +132,6 @@ def objects() -> Drawing:
     return d
 
 
-def phases() -> Drawing:
-    """Return the phases of a job and what moves it from one to the next."""
-    d = Drawing(960, 360, "The phases of a PPOJob and what moves a job from one phase to the next")
-    places = {
-        "Pending": (20, 180, 120, PALE),
-        "Fetching": (60, 290, 120, PALE),
-        "Queued": (200, 70, 120, PALE),
-        "Suspended": (400, 70, 120, VIOLET),
-        "Suspending": (600, 70, 120, VIOLET),
-        "Running": (600, 180, 120, GREEN),
-        "Succeeded": (820, 130, 120, BLUE),
-        "Failed": (820, 230, 120, RED),
-    }
-    for name, (x, y, width, fill) in places.items():
-        d.box((x, y), (width, 40), name, fill=fill)
-    d.box((270, 180), (190, 58), "Starting, Restarting", ["first attempt, later ones"], AMBER)
-    labels: list[tuple[str, tuple[float, float], str]] = [
-        ("accepted", (205, 217), "middle"),
-        ("accepted, names addresses", (88, 258), "start"),
-        ("fetched", (240, 304), "middle"),
-        ("accepted,", (88, 128), "start"),
-        ("has a queue", (88, 144), "start"),
-        ("admitted", (292, 150), "start"),
-        ("resumed", (436, 150), "start"),
-        ("trainer reports", (530, 190), "middle"),
-        ("suspended,", (668, 144), "start"),
-        ("pre-empted", (668, 160), "start"),
-        ("pre-empted by the queue", (460, 34), "middle"),
-        ("all steps done", (790, 120), "middle"),
-        ("no retries left", (764, 262), "middle"),
-        ("attempt failed, or another layout", (512, 290), "middle"),
-    ]
-    for words, at, anchor in labels:
-        d.text(at, words, size=12, ink=GREY, anchor=anchor)
-    d.arrow((140, 202), (268, 202))
-    d.arrow((80, 178), (80, 90), (198, 90))
-    d.arrow((80, 222), (80, 288))
-    d.arrow((180, 310), (300, 310), (300, 240))
-    d.arrow((285, 112), (285, 178))
-    d.arrow((430, 112), (430, 178))
-    d.arrow((460, 198), (598, 198))
-    d.arrow((660, 178), (660, 112))
-    d.arrow((598, 90), (522, 90))
-    d.arrow((660, 68), (660, 42), (260, 42), (260, 68), is_dashed=True)
-    d.arrow((720, 192), (818, 152))
-    d.arrow((720, 208), (818, 248))
-    d.arrow((660, 220), (660, 272), (365, 272), (365, 240))
-    d.text((20, 335), "Deadlines can fail a job in any phase but Queued and Suspended.", size=12, ink=GREY)
-    return d
-
-
 DIAGRAMS: Mapping[str, Callable[[], Drawing]] = {
-    "overview": overview, "step": step, "objects": objects, "phases": phases,
+    "overview": overview, "step": step, "objects": objects, "states": states.picture,
 }  # fmt: skip

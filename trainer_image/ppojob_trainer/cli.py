@@ -121,9 +121,9 @@ def convert(
         int | None, typer.Option("--launch", min=1, help="Which launch of a script that has several.", show_default="1")
     ] = None,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that bash may take.")] = 30.0,
-    strict: Annotated[bool, typer.Option("--strict", help="End with 1 where anything was not carried over.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything was not converted.")] = False,
 ) -> None:
-    """Turn a verl PPO command line, script or YAML into a PPOJob; what was not carried over is listed on stderr."""
+    """Turn a verl PPO command line, script or YAML into a PPOJob; stderr lists the settings without a counterpart."""
     from ppojob_trainer.commands.convert import Options, read, variables_of
     from ppojob_trainer.commands.convert import convert as convert_settings
     from ppojob_trainer.commands.convert.listing import listing
@@ -136,7 +136,7 @@ def convert(
         else:
             output.write_text(conversion.to_yaml())
     Console(stderr=True, highlight=False).print(listing(conversion, settings.notes))
-    if not conversion.is_valid or (strict and conversion.lost):
+    if not conversion.is_valid or (strict and conversion.unconverted):
         raise typer.Exit(1)
 
 
@@ -193,7 +193,7 @@ def hold(
     from ppojob_trainer.commands.hold import hold as hold_pod
 
     if not hold_pod(job, limit):
-        typer.echo(f"a run was still there after {limit:g} s: its last checkpoint counts", err=True)
+        typer.echo(f"a run was still active after {limit:g} s: it will resume from its last checkpoint", err=True)
 
 
 @app.command()

@@ -1,7 +1,7 @@
-"""Python code that a PPOJob names: an installed module, or a file. It is imported here; each mistake has its sentence.
+"""Python code that a PPOJob names: an installed module, or a file; each mistake has its sentence.
 
-Called for reward functions and for users' own worker groups. It knows nothing of what the code is for, and calls none
-of it beyond the import.
+Called for reward functions, estimators, policy losses and users' own worker groups. It knows nothing of what the code
+is for, and calls none of it beyond the import.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
-__all__ = ["UserCodeError", "import_user_code"]
+__all__ = ["UserCodeError", "find_function", "import_user_code"]
 
 
 class UserCodeError(RuntimeError):
@@ -37,6 +40,29 @@ def import_user_code(field: str, module: str | None, path: str | Path | None) ->
     if module is not None:
         return _import_module(field, module)
     return _import_file(field, Path(str(path)))
+
+
+def find_function(loaded: ModuleType, name: str, name_field: str, where: str) -> Callable[..., Any]:
+    """Return the function of that name.
+
+    Args:
+        name_field: the field of the PPOJob that holds the name; where: the module or the file; for messages.
+
+    Raises:
+        UserCodeError: there is none; says which there are.
+    """
+    function = getattr(loaded, name, None)
+    if function is None:
+        own = [
+            key
+            for key, value in vars(loaded).items()
+            if inspect.isfunction(value) and value.__module__ == loaded.__name__ and not key.startswith("_")
+        ]
+        choice = f"set {name_field} to one of {', '.join(own)}" if own else "it defines no function at all"
+        raise UserCodeError(f"{where} has no function {name!r}: {choice}")
+    if not callable(function):
+        raise UserCodeError(f"{name!r} in {where} is a {type(function).__name__}, not a function")
+    return cast(Callable[..., Any], function)
 
 
 def _import_module(field: str, module: str) -> ModuleType:
@@ -74,8 +100,9 @@ def _reason(field: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return (
             f"No module named {error.name!r}. Install the package that has it in the trainer's image, or correct the "
-            f"name; a file of yours is named with {field}.path"
+            f"name; for a file of your own, set {field}.path"
         )
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno}). Correct the file"
-    return f"its import failed with {type(error).__name__}: {error}. Import it in the trainer's image to see all of it"
+    said = f"its import failed with {type(error).__name__}: {error}"
+    return f"{said}. Import it in the trainer's image to see the whole error"

@@ -1,19 +1,80 @@
-"""`spec.algorithm`: the estimator of advantages, the KL terms, and the correction of the rollout."""
+"""`spec.algorithm`: advantages, policy loss, dynamic sampling, the KL terms, and the correction of the rollout."""
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
+from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
 
 
 class AdvantageEstimator(StrEnum):
-    """How advantages come from rewards; only GAE needs a critic."""
+    """How advantages come from rewards."""
 
     GAE = "GAE"
     GRPO = "GRPO"
+    DR_GRPO = "DrGRPO"
     RLOO = "RLOO"
     REINFORCE_PLUS_PLUS = "ReinforcePlusPlus"
+    FUNCTION = "Function"
+
+
+class PolicyLoss(StrEnum):
+    """How the loss of a token comes from its log-probs and its advantage."""
+
+    PPO = "PPO"
+    GSPO = "GSPO"
+    CISPO = "CISPO"
+    FUNCTION = "Function"
+
+
+GROUP_ESTIMATORS = (AdvantageEstimator.GRPO, AdvantageEstimator.DR_GRPO, AdvantageEstimator.RLOO)
+"""Estimators that compare the responses to one prompt with each other."""
+
+
+class UserFunction(ApiModel):
+    """A Python function of the user."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(rule="has(self.module) != has(self.path)", message="set exactly one of module and path")
+        )
+    )
+
+    module: ShortText | None = None
+    """Dotted name of an installed module."""
+    path: Path | None = None
+    """A Python file, as the container sees it."""
+    kwargs: RawObject = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+class AdvantageFunction(UserFunction):
+    """A Python function `compute_advantages(inputs, **kwargs)`. See docs/algorithms.md."""
+
+    name: ShortText = "compute_advantages"
+    """Name of the function."""
+    needs_values: bool = False
+    """It reads the critic's values, so the job has a critic."""
+    needs_groups: bool = False
+    """It compares the responses to one prompt with each other."""
+    whitens: bool = False
+    """Its advantages are whitened over the whole batch."""
+
+
+class PolicyLossFunction(UserFunction):
+    """A Python function `compute_policy_loss(inputs, **kwargs)`. See docs/algorithms.md."""
+
+    name: ShortText = "compute_policy_loss"
+    """Name of the function."""
+
+
+class DynamicSampling(ApiModel):
+    """Dynamic sampling (DAPO, Yu et al. 2025): prompts whose responses all have the same score are replaced by others
+    until the batch is full, because their advantages are 0."""
+
+    max_generation_batches: int = Field(default=10, ge=1, le=1000)
+    """Times that a step may generate. If its batch is not full then, the job fails with BatchNotFilled."""
 
 
 class KLEstimator(StrEnum):
@@ -106,7 +167,18 @@ class AlgorithmSpec(ApiModel):
     """PPO (Schulman et al. 2017) and its relatives."""
 
     advantage_estimator: AdvantageEstimator = AdvantageEstimator.GAE
-    """GAE needs a critic; GRPO, RLOO and ReinforcePlusPlus (REINFORCE++) do not."""
+    """GAE needs a critic; GRPO, DrGRPO (Dr.GRPO), RLOO and ReinforcePlusPlus (REINFORCE++) do not. Function:
+    advantageFunction."""
+    advantage_function: AdvantageFunction | None = None
+    """The user's own estimator, with advantageEstimator Function."""
+    policy_loss: PolicyLoss = PolicyLoss.PPO
+    """PPO: the clipped surrogate with dual clip. GSPO: with the ratio of a whole response (Zheng et al. 2025). CISPO: a
+    clipped ratio as a weight without gradient (MiniMax 2025). Function: policyLossFunction."""
+    policy_loss_function: PolicyLossFunction | None = None
+    """The user's own policy loss, with policyLoss Function."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Replace prompts whose responses all have the same score. For estimators that compare the responses to a prompt.
+    Absent: all prompts are used."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of future rewards."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -128,7 +200,14 @@ class AlgorithmSpec(ApiModel):
     @property
     def needs_critic(self) -> bool:
         """Whether the estimator reads values."""
-        return self.advantage_estimator is AdvantageEstimator.GAE
+        own = self.advantage_function
+        return self.advantage_estimator is AdvantageEstimator.GAE or (own is not None and own.needs_values)
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the estimator compares the responses to one prompt with each other."""
+        own = self.advantage_function
+        return self.advantage_estimator in GROUP_ESTIMATORS or (own is not None and own.needs_groups)
 
     @property
     def needs_reference(self) -> bool:

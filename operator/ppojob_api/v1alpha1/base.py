@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-# Types of pydantic's core schema that the API server does not convert: "16" is no integer, 1 is no boolean.
+# Types of pydantic's core schema that the API server does not convert: "16" is not an integer, 1 is not a boolean.
 _STRICT = {"bool", "int", "float"}
 # Parts of a core schema that take no part in validation.
 _NOT_VALIDATED = {"default", "metadata", "serialization"}
@@ -30,7 +30,7 @@ def _make_strict(node: object) -> None:
             _make_strict(item)
     elif isinstance(node, dict):
         kind = node.get("type")
-        # A dictionary of fields may have a field `type`, which is no kind of schema but a schema itself.
+        # A dictionary of fields may have a field `type`, which is not a kind of schema but a schema itself.
         is_schema = isinstance(kind, str)
         if is_schema and kind in _STRICT:
             node.setdefault("strict", True)

@@ -5,12 +5,19 @@
 
 from collections.abc import Iterator
 
-from ppojob_api.v1alpha1.algorithm import AdvantageEstimator
+from ppojob_api.v1alpha1.algorithm import GROUP_ESTIMATORS
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-_OF_GROUPS = (AdvantageEstimator.GRPO, AdvantageEstimator.RLOO)
-"""Estimators that compare the responses to one prompt with each other."""
+NEEDS_CRITIC = (
+    "(self.algorithm.advantageEstimator == 'GAE' || "
+    "(has(self.algorithm.advantageFunction) && self.algorithm.advantageFunction.needsValues))"
+)
+NEEDS_GROUPS = (
+    f"(self.algorithm.advantageEstimator in {[kind.value for kind in GROUP_ESTIMATORS]} || "
+    "(has(self.algorithm.advantageFunction) && self.algorithm.advantageFunction.needsGroups))"
+)
+"""`AlgorithmSpec.needs_critic` and `needs_groups` in CEL."""
 
 BATCH_RULES = [
     Rule(
@@ -19,18 +26,13 @@ BATCH_RULES = [
         field_path=".actor.miniBatchSize",
     ),
     Rule(
-        rule=(
-            "self.algorithm.advantageEstimator != 'GAE' || self.data.trainBatchSize % self.critic.miniBatchSize == 0"
-        ),
+        rule=(f"!{NEEDS_CRITIC} || self.data.trainBatchSize % self.critic.miniBatchSize == 0"),
         message="critic.miniBatchSize must divide data.trainBatchSize",
         field_path=".critic.miniBatchSize",
     ),
     Rule(
-        rule=(
-            f"!(self.algorithm.advantageEstimator in {[kind.value for kind in _OF_GROUPS]}) || "
-            "self.rollout.samplesPerPrompt > 1"
-        ),
-        message="this advantageEstimator compares the responses to one prompt: it needs 2 or more for each",
+        rule=f"!{NEEDS_GROUPS} || self.rollout.samplesPerPrompt > 1",
+        message="this advantageEstimator compares the responses to one prompt: set samplesPerPrompt to 2 or more",
         field_path=".rollout.samplesPerPrompt",
     ),
 ]
@@ -47,12 +49,16 @@ def _mini_batches_divide_the_batch(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"{role}.miniBatchSize", size, remedy
         elif batch % size:
             fitting = max(n for n in range(1, size) if batch % n == 0)
-            yield f"{role}.miniBatchSize", size, f"does not divide data.trainBatchSize ({batch}): use {fitting}, say"
+            yield (
+                f"{role}.miniBatchSize",
+                size,
+                f"does not divide data.trainBatchSize ({batch}): use {fitting}, for example",
+            )
 
 
 def _groups_have_two_responses(spec: PPOJobSpec) -> Iterator[Problem]:
     estimator, samples = spec.algorithm.advantage_estimator, spec.rollout.samples_per_prompt
-    if estimator in _OF_GROUPS and samples < 2:
+    if spec.algorithm.needs_groups and samples < 2:
         remedy = (
             f"{estimator.value} compares the responses to one prompt with each other, so every advantage would be 0: "
             "use 2 or more, say 8"

@@ -133,7 +133,8 @@ class DataSpec(ApiModel):
     max_response_length: int = Field(default=512, ge=1, le=1_048_576)
     """Longest response, in tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.FAIL
-    """What happens to a prompt longer than maxPromptLength."""
+    """What happens to a prompt longer than maxPromptLength. Fail: the job fails. Filter: the prompt is left out.
+    Truncate: the prompt is truncated on the left."""
     chat_template: ChatTemplate | None = None
     """Chat template (Jinja) for the prompts. Absent: the one of the actor's tokenizer."""
     chat_template_kwargs: RawObject = Field(default_factory=dict)

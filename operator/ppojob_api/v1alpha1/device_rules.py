@@ -14,12 +14,15 @@ MIG_PREFIX = "nvidia.com/mig-"
 DEVICE_RULES = [
     Rule(
         rule=f"!has(self.gpuResourceName) || !self.gpuResourceName.startsWith('{MIG_PREFIX}') || self.gpusPerNode == 1",
-        message="CUDA finds one MIG slice in a pod: use gpusPerNode 1, and more nodes",
+        message="CUDA finds one MIG slice in a pod: set gpusPerNode to 1 and use more nodes",
         field_path=".gpusPerNode",
     ),
     Rule(
         rule="!has(self.resourceClaims) || size(self.resourceClaims) == 0 || has(self.gpuResourceName)",
-        message="say where the GPUs come from: gpuResourceName '' where a claim brings them, else its resource",
+        message=(
+            "with resourceClaims, gpuResourceName is required: set it to '' if a claim has the GPUs, else to the GPUs' "
+            "resource name"
+        ),
         field_path=".resourceClaims",
     ),
 ]
@@ -28,7 +31,9 @@ DEVICE_RULES = [
 def _slices_are_alone_in_their_pods(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         if (pool.gpu_resource_name or "").startswith(MIG_PREFIX) and pool.gpus_per_node != 1:
-            remedy = f"CUDA finds one MIG slice in a pod ({pool.gpu_resource_name}): use gpusPerNode 1, and more nodes"
+            remedy = (
+                f"CUDA finds one MIG slice in a pod ({pool.gpu_resource_name}): set gpusPerNode to 1 and use more nodes"
+            )
             yield f"pools[{index}].gpusPerNode", pool.gpus_per_node, remedy
 
 
@@ -36,10 +41,17 @@ def _claims_say_where_the_gpus_come_from(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         names = [claim.name for claim in pool.resource_claims]
         if names and pool.gpu_resource_name is None:
-            remedy = "say where the GPUs come from: gpuResourceName '' where a claim brings them, else its resource"
+            remedy = (
+                "with resourceClaims, gpuResourceName is required: set it to '' if a claim has the GPUs, else to "
+                "the GPUs' resource name"
+            )
             yield f"pools[{index}].resourceClaims", names, remedy
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"pools[{index}].resourceClaims", name, "this name is taken by another claim: give each its own"
+            yield (
+                f"pools[{index}].resourceClaims",
+                name,
+                "another claim has this name: give each claim a different name",
+            )
 
 
 DEVICE_CHECKS = (_slices_are_alone_in_their_pods, _claims_say_where_the_gpus_come_from)

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from ppojob_api.v1alpha1.base import Problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-_WEIGHTS = "the trainer sends the weights, and this changes how they are stored: leave it out"
-_PROCESSES = "the trainer starts the engine's processes: leave it out"
-_ALGORITHM = "this changes which responses are sampled: leave it out"
+_WEIGHTS = "the trainer sends the weights, and this changes how they are stored: remove it"
+_PROCESSES = "the trainer starts the engine's processes: remove it"
+_ALGORITHM = "this changes which responses are sampled: remove it"
 
 RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "model": "use model.actor.path",
-    "tokenizer": "the tokenizer is that of model.actor.path: leave it out",
+    "tokenizer": "the tokenizer is that of model.actor.path: remove it",
     "trust_remote_code": "use model.actor.trustRemoteCode",
     "max_model_len": "use data.maxPromptLength and data.maxResponseLength",
     "max_num_seqs": "use rollout.maxNumSeqs",
@@ -32,15 +32,15 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "load_format": _WEIGHTS,
     "enable_lora": "use model.actor.lora: the engine gets the merged weights",
     "pipeline_parallel_size": _PROCESSES,
-    "data_parallel_size": "the pool has as many engines as its GPUs allow: leave it out",
+    "data_parallel_size": "the number of engines follows from the pool's GPUs: remove it",
     "enable_expert_parallel": _WEIGHTS,
     "distributed_executor_backend": _PROCESSES,
     "worker_cls": _PROCESSES,
     "worker_extension_cls": _PROCESSES,
-    "logprobs_mode": "the trainer compares its log-probs with these: leave it out",
+    "logprobs_mode": "the trainer compares its log-probs with these: remove it",
     "generation_config": _ALGORITHM,
     "speculative_config": _ALGORITHM,
-    "disable_log_stats": "the trainer reports the engine's metrics: leave it out",
+    "disable_log_stats": "the trainer reports the engine's metrics: remove it",
 }
 """Name of an argument of vLLM's AsyncEngineArgs -> what to do instead."""
 

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.training import ExportPolicy
 EXPORT_RULES = [
     Rule(
         rule="!has(self.exportTo) || self.export != 'Never'",
-        message="export Never leaves nothing to upload: set export to Final or Each, or remove exportTo",
+        message="with export Never there is nothing to upload: set export to Final or Each, or remove exportTo",
         field_path=".exportTo",
     ),
     Rule(
@@ -20,7 +20,7 @@ EXPORT_RULES = [
             "!has(self.exportTo) || !has(self.path) || "
             "!(self.exportTo == self.path || self.exportTo.startsWith(self.path + '/'))"
         ),
-        message="exportTo lies in checkpoint.path, which belongs to the checkpoints: give it a prefix of its own",
+        message="exportTo is in checkpoint.path, which is only for checkpoints: use another prefix",
         field_path=".exportTo",
     ),
 ]
@@ -29,14 +29,16 @@ EXPORT_RULES = [
 def _there_is_something_to_upload(spec: PPOJobSpec) -> Iterator[Problem]:
     checkpoint = spec.checkpoint
     if checkpoint.export_to is not None and checkpoint.export is ExportPolicy.NEVER:
-        remedy = "export Never leaves nothing to upload: set checkpoint.export to Final or Each, or remove exportTo"
+        remedy = (
+            "with export Never there is nothing to upload: set checkpoint.export to Final or Each, or remove exportTo"
+        )
         yield "checkpoint.exportTo", checkpoint.export_to, remedy
 
 
 def _exports_and_checkpoints_are_apart(spec: PPOJobSpec) -> Iterator[Problem]:
     target, path = spec.checkpoint.export_to, spec.checkpoint.path
     if target is not None and path is not None and (target == path or target.startswith(f"{path}/")):
-        remedy = f"it lies in checkpoint.path {path}, which belongs to the checkpoints: give it a prefix of its own"
+        remedy = f"it is in checkpoint.path {path}, which is only for checkpoints: use another prefix"
         yield "checkpoint.exportTo", target, remedy
 
 

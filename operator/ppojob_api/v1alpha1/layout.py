@@ -95,7 +95,7 @@ def digest_of(layout: Layout) -> str:
 def layout_of(spec: PPOJobSpec) -> Layout:
     """Return the layout of a resolved spec."""
     return Layout(
-        # What autoBalance may do is no part of what is.
+        # What autoBalance may do is not part of what is.
         pools=[pool.model_copy(update={"min_nodes": None, "max_nodes": None}) for pool in spec.pools],
         placement=spec.placement,
         schedule=spec.schedule,

@@ -14,9 +14,9 @@ class LoRA(ApiModel):
     trained, beside the critic's value head. The rollout engines and the exported model get the sum."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    """Rows of A and columns of B."""
+    """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=65_536)
-    """Numerator of the factor before B A."""
+    """Scale of the adapters: their product B A is multiplied by alpha / rank."""
     target_modules: Annotated[list[ShortText], Field(max_length=64)] = Field(default_factory=list)
     """Linear layers that get adapters, by the last part of their name, such as q_proj. Empty: all linear layers of the
     decoder layers."""
@@ -52,7 +52,7 @@ class TrainedModel(ApiModel):
     compile: bool = False
     """Compile each layer with torch.compile. The default is false because the first start takes longer, and because it
     is measured only up to 1.5 B parameters. Recommended for long runs of such models. No effect with tensorParallelSize
-    above 1: torch 2.13 cannot compile divided layers."""
+    above 1: torch 2.13 cannot compile tensor-parallel layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()

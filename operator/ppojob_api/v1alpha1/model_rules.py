@@ -24,7 +24,10 @@ MODEL_RULES = [
     *(
         Rule(
             rule=f"!self.model.{role}.activationOffload || self.model.{role}.gradientCheckpointing",
-            message="activationOffload keeps what gradientCheckpointing recomputes from: set that to true as well",
+            message=(
+                "activationOffload moves the tensors that gradientCheckpointing keeps: set gradientCheckpointing to "
+                "true, too"
+            ),
             field_path=f".model.{role}.activationOffload",
         )
         for role in _TRAINED
@@ -32,7 +35,7 @@ MODEL_RULES = [
     *(
         Rule(
             rule=f"self.device != 'CPU' || !self.model.{path}",
-            message="with device CPU everything is in the host's memory already: leave it out",
+            message="with device CPU, everything is already in the host's memory: remove it",
             field_path=f".model.{path}",
         )
         for path in _OFFLOADING
@@ -44,14 +47,15 @@ MODEL_RULES = [
         ),
         message=(
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
-            "leave placement.ref out, or give model.ref.path"
+            "remove placement.ref, or set model.ref.path"
         ),
         field_path=".placement.ref",
     ),
     Rule(
         rule=f"!{_REFERENCE_IS_ACTOR} || !self.model.ref.offload.parameters",
         message=(
-            "with model.actor.lora the reference is the actor itself: set model.actor.offload, or give model.ref.path"
+            "with model.actor.lora the reference is the actor itself: set model.actor.offload instead, or set "
+            "model.ref.path"
         ),
         field_path=".model.ref.offload.parameters",
     ),
@@ -61,7 +65,7 @@ MODEL_RULES = [
 def _activation_offload_needs_checkpointing(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, model in (("actor", spec.model.actor), ("critic", spec.model.critic)):
         if model.activation_offload and not model.gradient_checkpointing:
-            remedy = "keeps what gradientCheckpointing recomputes from: set that to true as well"
+            remedy = "moves the tensors that gradientCheckpointing keeps: set gradientCheckpointing to true, too"
             yield f"model.{role}.activationOffload", True, remedy
 
 
@@ -79,7 +83,7 @@ def _the_cpu_has_nothing_to_offload(spec: PPOJobSpec) -> Iterator[Problem]:
     )
     for path, is_asked in zip(_OFFLOADING, asked, strict=True):
         if is_asked:
-            yield f"model.{path}", True, "with device CPU everything is in the host's memory already: leave it out"
+            yield f"model.{path}", True, "with device CPU, everything is already in the host's memory: remove it"
 
 
 def _a_reference_without_adapters_is_the_actor(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -89,12 +93,13 @@ def _a_reference_without_adapters_is_the_actor(spec: PPOJobSpec) -> Iterator[Pro
     if pool is not None and pool != spec.placement.actor:
         remedy = (
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
-            f"leave this out, or give model.ref.path (the actor's path for a copy in pool {pool})"
+            f"remove this field, or set model.ref.path (the actor's path for a copy in pool {pool})"
         )
         yield "placement.ref", pool, remedy
     if spec.model.ref.offload.parameters:
         remedy = (
-            "with model.actor.lora the reference is the actor itself: set model.actor.offload, or give model.ref.path"
+            "with model.actor.lora the reference is the actor itself: set model.actor.offload instead, or set "
+            "model.ref.path"
         )
         yield "model.ref.offload.parameters", True, remedy
 

@@ -21,14 +21,14 @@ NETWORK_RULES = [
             + " || ".join(f"name.startsWith('{prefix}')" for prefix in PREFIXES)
             + ")"
         ),
-        message=f"nccl sets variables that begin with {', '.join(PREFIXES)} only; others belong into spec.env",
+        message=f"nccl sets only variables that begin with {', '.join(PREFIXES)}: set others in spec.env",
         field_path=".nccl",
     ),
     Rule(
         rule=(
             f"!has(self.interface) || !has(self.nccl) || !self.nccl.exists(name, name in {list(INTERFACE_VARIABLES)!r})"
         ),
-        message=f"interface sets {' and '.join(INTERFACE_VARIABLES)}: take them out of nccl, or leave interface out",
+        message=f"interface sets {' and '.join(INTERFACE_VARIABLES)}: remove them from nccl, or remove interface",
         field_path=".interface",
     ),
 ]
@@ -39,11 +39,11 @@ def _networks_set_their_own_variables(spec: PPOJobSpec) -> Iterator[Problem]:
         where, network = f"pools[{index}].network", pool.network
         foreign = [name for name in network.nccl if not name.startswith(PREFIXES)]
         if foreign:
-            remedy = f"sets variables that begin with {', '.join(PREFIXES)} only: put others into spec.env"
+            remedy = f"sets only variables that begin with {', '.join(PREFIXES)}: set others in spec.env"
             yield f"{where}.nccl", foreign, remedy
         doubled = [name for name in INTERFACE_VARIABLES if name in network.nccl]
         if network.interface is not None and doubled:
-            remedy = f"sets {', '.join(doubled)}, as nccl does: take them out there, or leave interface out"
+            remedy = f"sets {', '.join(doubled)}, which nccl sets, too: remove them from nccl, or remove interface"
             yield f"{where}.interface", network.interface, remedy
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.algorithm import CorrectionMethod
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.batch_rules import NEEDS_CRITIC
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ScheduleMode
@@ -22,11 +23,16 @@ OFF_POLICY_RULES = [
     Rule(
         rule=(
             f"self.schedule.mode != 'OneStepOff' || !{ROLLOUT_POOLS}.exists(p, p == {ACTOR_POOL} || "
-            f"(self.algorithm.advantageEstimator == 'GAE' && p == {CRITIC_POOL}))"
+            f"({NEEDS_CRITIC} && p == {CRITIC_POOL}))"
         ),
         message=(
             "OneStepOff generates while actor and critic train: name a pool in placement.rollout that has neither"
         ),
+        field_path=".schedule.mode",
+    ),
+    Rule(
+        rule="self.schedule.mode != 'OneStepOff' || !has(self.algorithm.dynamicSampling)",
+        message="mode OneStepOff has no dynamic sampling: use Overlapped, or remove algorithm.dynamicSampling",
         field_path=".schedule.mode",
     ),
     Rule(
@@ -101,6 +107,16 @@ def _generation_has_its_own_pool(spec: PPOJobSpec) -> Iterator[Problem]:
             return
 
 
+def _every_batch_is_used_whole(spec: PPOJobSpec) -> Iterator[Problem]:
+    mode = spec.schedule.mode
+    if mode is ScheduleMode.ONE_STEP_OFF and spec.algorithm.dynamic_sampling is not None:
+        yield (
+            "schedule.mode",
+            mode.value,
+            "it has no dynamic sampling: use Overlapped, or remove algorithm.dynamicSampling",
+        )
+
+
 def _only_one_step_off_is_stale(spec: PPOJobSpec) -> Iterator[Problem]:
     schedule = spec.schedule
     if schedule.max_staleness is not None and schedule.mode is not ScheduleMode.ONE_STEP_OFF:
@@ -126,6 +142,7 @@ def _correction_has_what_it_reads(spec: PPOJobSpec) -> Iterator[Problem]:
 OFF_POLICY_CHECKS = (
     _old_weights_are_corrected,
     _generation_has_its_own_pool,
+    _every_batch_is_used_whole,
     _only_one_step_off_is_stale,
     _correction_has_what_it_reads,
 )

@@ -7,6 +7,7 @@ trainer can say, which reads the model's configuration before it loads anything.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.batch_rules import NEEDS_CRITIC
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -17,7 +18,7 @@ _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
     "critic": (
         CRITIC_POOL,
-        "self.algorithm.advantageEstimator != 'GAE' || ",
+        f"!{NEEDS_CRITIC} || ",
     ),
 }
 """The pool of a trained role, and when it has none."""
@@ -38,7 +39,7 @@ PARALLEL_RULES = [
     *(
         Rule(
             rule=f"self.{role}.tensorParallelSize == 1 || self.{role}.sequenceParallelSize == 1",
-            message="tensorParallelSize and sequenceParallelSize above 1 together are not computed: use one of them",
+            message="tensorParallelSize and sequenceParallelSize cannot both be above 1: set one of them to 1",
             field_path=f".{role}.sequenceParallelSize",
         )
         for role in _TRAINED
@@ -49,7 +50,9 @@ PARALLEL_RULES = [
                 f"self.{role}.tensorParallelSize == 1 || "
                 f"!(has(self.model.{role}.lora) || self.model.{role}.activationOffload)"
             ),
-            message="tensorParallelSize above 1 goes with neither lora nor activationOffload: use sequenceParallelSize",
+            message=(
+                "tensorParallelSize above 1 cannot be combined with lora or activationOffload: use sequenceParallelSize"
+            ),
             field_path=f".{role}.tensorParallelSize",
         )
         for role in _TRAINED
@@ -65,7 +68,7 @@ PARALLEL_RULES = [
     ),
     Rule(
         rule="self.rollout.tensorParallelSize == 1 || self.device != 'CPU'",
-        message="with device CPU a replica has a whole node: leave tensorParallelSize at 1",
+        message="with device CPU, a replica uses a whole node: set tensorParallelSize to 1",
         field_path=".rollout.tensorParallelSize",
     ),
 ]
@@ -86,7 +89,8 @@ def _peers_divide_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
         yield (
             f"actor.{field}",
             value,
-            f"the reference is divided as the actor is, and this does not divide the {pools[ref]} GPUs of its pool "
+            f"the reference is sharded like the actor, and this value does not divide the {pools[ref]} GPUs of "
+            "its pool "
             f"{ref}: set placement.ref to {spec.placement.actor}, or give the pool more GPUs",
         )
 
@@ -98,11 +102,14 @@ def _peers_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
     ):
         tensor, sequence = training.tensor_parallel_size, training.sequence_parallel_size
         if tensor > 1 and sequence > 1:
-            remedy = f"together with tensorParallelSize {tensor} it is not computed: set one of them to 1"
+            remedy = f"tensorParallelSize is {tensor}, and only one of the two may be above 1: set one of them to 1"
             yield f"{role}.sequenceParallelSize", sequence, remedy
         for name, is_asked in (("lora", model.lora is not None), ("activationOffload", model.activation_offload)):
             if tensor > 1 and is_asked:
-                remedy = f"above 1 it does not go with model.{role}.{name}: use sequenceParallelSize, or leave that out"
+                remedy = (
+                    f"a value above 1 cannot be combined with model.{role}.{name}: use sequenceParallelSize, or "
+                    "remove that field"
+                )
                 yield f"{role}.tensorParallelSize", tensor, remedy
 
 
@@ -110,7 +117,7 @@ def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
     names = spec.placement.rollout_pools
     if size > 1 and spec.device is Device.CPU:
-        remedy = "with device CPU a replica has a whole node: leave it at 1"
+        remedy = "with device CPU, a replica uses a whole node: set it to 1"
         yield "rollout.tensorParallelSize", size, remedy
     for pool in spec.pools:
         if pool.name in names and pool.gpus_per_node % size:

@@ -7,6 +7,7 @@ spec.
 
 from collections.abc import Iterator
 
+from ppojob_api.v1alpha1.algorithm_rules import user_functions
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
 from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
@@ -61,6 +62,14 @@ PATH_RULES = [
     ),
     _path_rule("reward.function", "path", "startsWith('/')", _words(_ABSOLUTE, "reward.py")),
     _path_rule("reward.function", "path", "endsWith('.py')", _PYTHON),
+    *(
+        _path_rule(f"algorithm.{block}", "path", condition, message)
+        for block in ("advantageFunction", "policyLossFunction")
+        for condition, message in (
+            ("startsWith('/')", _words(_ABSOLUTE, "algorithm.py")),
+            ("endsWith('.py')", _PYTHON),
+        )
+    ),
     Rule(
         rule="!has(self.workers) || "
         "self.workers.all(w, !has(w.path) || (w.path.startsWith('/') && w.path.endsWith('.py')))",
@@ -115,6 +124,9 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     function = spec.reward.function
     if function is not None and function.path is not None:
         yield "reward.function.path", function.path
+    for where, own in user_functions(spec):
+        if own.path is not None:
+            yield f"{where}.path", own.path
     for index, worker in enumerate(spec.workers):
         if worker.path is not None:
             yield f"workers[{index}].path", worker.path

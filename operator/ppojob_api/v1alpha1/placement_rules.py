@@ -20,7 +20,7 @@ ROLLOUT_POOLS = f"({_PLACED} && has(self.placement.rollout) ? self.placement.rol
 PLACEMENT_RULES = [
     Rule(
         rule=f"{_PLACED} || size(self.pools) == 1",
-        message="with several pools, placement is required: give the pool of each role",
+        message="with several pools, placement is required: set the pool of each role",
         field_path=".placement",
     ),
     *(
@@ -40,15 +40,15 @@ PLACEMENT_RULES = [
             f"!{_PLACED} || !has(self.placement.rollout) || "
             "self.placement.rollout.all(n, self.pools.exists(p, p.name == n))"
         ),
-        message="each of placement.rollout must be the name of one of spec.pools",
+        message="each entry of placement.rollout must be the name of one of spec.pools",
         field_path=".placement.rollout",
     ),
 ]
 
 DISTINCT_POOLS_RULE = Rule(
-    # The list has an order, so it is no set of the API server.
+    # The list has an order, so it is not a set of the API server.
     rule="!has(self.rollout) || self.rollout.all(n, self.rollout.exists_one(m, m == n))",
-    message="a pool is named twice: keep one",
+    message="a pool is listed twice: remove one",
     field_path=".rollout",
 )
 """Of `placement` alone."""
@@ -60,7 +60,7 @@ def _several_pools_need_a_placement(spec: PPOJobSpec) -> Iterator[Problem]:
         yield (
             "placement",
             None,
-            f"with several pools ({', '.join(names)}) it is required: give the pool of each role, at least "
+            f"with several pools ({', '.join(names)}) it is required: set the pool of each role, at least "
             f"{{actor: {names[0]}}}",
         )
 
@@ -78,7 +78,7 @@ def _pools_that_generate_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
     names = spec.placement.rollout or []
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield f"placement.rollout[{index}]", name, "this pool is named twice: keep one"
+            yield f"placement.rollout[{index}]", name, "this pool is listed twice: remove one"
 
 
 PLACEMENT_CHECKS = (_several_pools_need_a_placement, _placement_names_pools, _pools_that_generate_are_distinct)

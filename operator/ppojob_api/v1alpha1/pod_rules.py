@@ -25,7 +25,7 @@ def _resources_are_above_zero(spec: PPOJobSpec) -> Iterator[Problem]:
     amounts |= {f"head.resources.{name}": getattr(spec.head.resources, name) for name in ("cpu", "memory")}
     for path, amount in amounts.items():
         if parse_quantity(amount) <= 0:
-            yield path, amount, "the pods need some of it: give more than 0"
+            yield path, amount, "it must be above 0: the pods need some of it"
 
 
 def _shared_memory_is_part_of_the_memory(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -42,7 +42,11 @@ def _storage_hides_nothing(spec: PPOJobSpec) -> Iterator[Problem]:
     if ".." in path.parts or "\0" in given or ":" in given:
         yield "storage.mountPath", given, "must be a path without .., colons and NUL, such as /data"
     elif str(path) in _SHARED or any(path.is_relative_to(folder) for folder in _SYSTEM):
-        yield "storage.mountPath", given, "a volume there would hide files of the container: use another, such as /data"
+        yield (
+            "storage.mountPath",
+            given,
+            "a volume there would hide files of the container: use another path, such as /data",
+        )
 
 
 POD_CHECKS = (_resources_are_above_zero, _shared_memory_is_part_of_the_memory, _storage_hides_nothing)

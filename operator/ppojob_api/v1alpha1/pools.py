@@ -54,7 +54,8 @@ class Scheduling(ApiModel):
     tolerations: RawObjects = Field(default_factory=list)
     """Tolerations of the pods (core/v1 Toleration)."""
     pod_template: RawObject = Field(default_factory=dict)
-    """core/v1 PodTemplateSpec that is merged into the pods, lists by name. Settings that Ray needs win."""
+    """core/v1 PodTemplateSpec that is merged into the pods, lists by name. Settings that would break Ray are
+    rejected."""
 
 
 class ResourceClaim(ApiModel):
@@ -72,7 +73,7 @@ class Pool(Scheduling):
     name: DNSLabel
     """Name of the pool; placement refers to it."""
     nodes: int = Field(default=1, ge=1, le=4096)
-    """Ray worker pods."""
+    """Number of Ray worker pods."""
     min_nodes: int | None = Field(default=None, ge=1, le=4096)
     """Smallest number of pods for autoBalance. Absent: nodes."""
     max_nodes: int | None = Field(default=None, ge=1, le=4096)

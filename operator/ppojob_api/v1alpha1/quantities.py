@@ -48,11 +48,12 @@ def parse_quantity(value: str) -> Decimal:
     """Return the number that a Kubernetes quantity stands for: `500m` is 0.5, `1Ki` is 1024.
 
     Raises:
-        ValueError: the text is no quantity.
+        ValueError: the text is not a quantity.
     """
     if not re.match(_QUANTITY, value):
         raise ValueError(
-            f"{value!r} is no Kubernetes quantity: write a number with an optional suffix, such as 8, 500m or 64Gi"
+            f"{value!r} is not a Kubernetes quantity: write a number with an optional unit suffix, such as 8, "
+            "500m or 64Gi"
         )
     number = value.rstrip("mkKMGTPi")
     return Decimal(number) * _FACTORS[value[len(number) :]]

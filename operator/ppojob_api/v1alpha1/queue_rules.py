@@ -17,17 +17,20 @@ _HEAD = "head"
 QUEUE_RULES = [
     Rule(
         rule=f"!has(self.runPolicy.queueName) || !self.pools.exists(p, p.name == '{_HEAD}')",
-        message=f"with runPolicy.queueName no pool may be called {_HEAD}, which Kueue calls Ray's head: rename it",
+        message=(
+            f"with runPolicy.queueName, no pool may be called {_HEAD}, because Kueue uses this name for Ray's head: "
+            "rename the pool"
+        ),
         field_path=".pools",
     ),
     Rule(
         rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",
-        message="only a gang scheduler reads gangSchedulerQueue: set gangScheduler, or take it out",
+        message="gangSchedulerQueue has an effect only with gangScheduler: set gangScheduler, or remove it",
         field_path=".runPolicy.gangSchedulerQueue",
     ),
     Rule(
         rule="self.runPolicy.gangScheduler != 'KAI' || has(self.runPolicy.gangSchedulerQueue)",
-        message="KAI leaves pods without a queue alone: set gangSchedulerQueue",
+        message="KAI ignores pods without a queue: set gangSchedulerQueue",
         field_path=".runPolicy.gangScheduler",
     ),
 ]
@@ -36,23 +39,27 @@ QUEUE_RULES = [
 def _no_pool_has_kueues_name_for_the_head(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
         if spec.run_policy.queue_name is not None and pool.name == _HEAD:
-            remedy = "with runPolicy.queueName this name is taken by Ray's head: rename the pool"
+            remedy = "with runPolicy.queueName, Kueue uses this name for Ray's head: rename the pool"
             yield f"pools[{index}].name", pool.name, remedy
 
 
 def _priority_is_of_a_queue(spec: PPOJobSpec) -> Iterator[Problem]:
     policy = spec.run_policy
     if policy.queue_priority_class is not None and policy.queue_name is None:
-        remedy = "only a queue reads it: set runPolicy.queueName too, or take it out"
+        remedy = "it has an effect only with runPolicy.queueName: set queueName, or remove it"
         yield "runPolicy.queuePriorityClass", policy.queue_priority_class, remedy
 
 
 def _gang_scheduler_and_its_queue_belong_together(spec: PPOJobSpec) -> Iterator[Problem]:
     scheduler, queue = spec.run_policy.gang_scheduler, spec.run_policy.gang_scheduler_queue
     if queue is not None and scheduler is GangScheduler.NONE:
-        yield "runPolicy.gangSchedulerQueue", queue, "only a gang scheduler reads it: set gangScheduler, or take it out"
+        yield (
+            "runPolicy.gangSchedulerQueue",
+            queue,
+            "it has an effect only with gangScheduler: set gangScheduler, or remove it",
+        )
     if queue is None and scheduler is GangScheduler.KAI:
-        remedy = "leaves pods without a queue alone: set runPolicy.gangSchedulerQueue"
+        remedy = "ignores pods without a queue: set runPolicy.gangSchedulerQueue"
         yield "runPolicy.gangScheduler", scheduler.value, remedy
 
 

@@ -114,7 +114,7 @@ class JobFile(ApiModel):
 
         Raises:
             UnknownFieldsError: the spec has fields that this version does not know: they would have no effect.
-            ValidationError: it is no job.
+            ValidationError: it is not a job.
         """
         raw = json.loads(text)
         job = cls.model_validate(raw, extra="ignore")

@@ -49,9 +49,9 @@ class RewardFunction(ApiModel):
     kwargs: RawObject = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     on_error: OnError = OnError.FAIL
-    """What is done with a response whose reward function raises, ends its process or exceeds timeoutSeconds. Fail: the
-    job fails with the prompt's index and is not retried. Score: the response gets errorScore. Drop: the response is
-    left out of advantages, losses and the mean scores."""
+    """What happens to a response if the reward function raises an exception, returns no finite number, ends its process
+    or exceeds timeoutSeconds. Fail: the job fails with the prompt's index and is not retried. Score: the response gets
+    errorScore. Drop: the response is left out of advantages, losses and the mean scores."""
     error_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a response that the function does not score, with onError Score."""
     num_workers: int = Field(default=1, ge=1, le=256)
@@ -61,7 +61,7 @@ class RewardFunction(ApiModel):
     coroutine function has one process, in which the calls share an event loop. Absent: 1, for a coroutine function
     64."""
     timeout_seconds: int = Field(default=60, ge=1, le=86_400)
-    """Longest time for scoring one response, in seconds. See onError for what follows."""
+    """Longest time for scoring one response, in seconds. onError decides what happens then."""
 
 
 # `function` is a reserved word of CEL, where a field of this name is `__function__`.
@@ -74,7 +74,7 @@ class RewardWeights(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="self.__function__ != 0.0 || self.model != 0.0",
-                message="both weights are 0, so every score would be 0: give at least one another value",
+                message="both weights are 0, so every score would be 0: set at least one to another value",
             )
         )
     )
@@ -85,6 +85,16 @@ class RewardWeights(ApiModel):
     """Weight of the model's score."""
 
 
+class OverlongPenalty(ApiModel):
+    """DAPO's soft punishment of overlong responses (Yu et al. 2025, equation 13), beside the score."""
+
+    buffer: int = Field(ge=1, le=1_048_576)
+    """Length of the interval before data.maxResponseLength in which the penalty grows from 0 to factor, in
+    tokens."""
+    factor: float = Field(default=1.0, gt=0, le=1_000_000)
+    """Punishment of a response of data.maxResponseLength tokens."""
+
+
 class RewardSpec(ApiModel):
     """How a response is scored."""
 
@@ -92,23 +102,26 @@ class RewardSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="self.type == 'Model' ? !has(self.__function__) : has(self.__function__)",
-                message="types Function and Both need the block function, type Model does not read it",
+                message="types Function and Both need the block function; type Model must not have it",
                 field_path=".function",
             ),
             Rule(
                 rule="self.type == 'Both' || !has(self.weights)",
-                message="only type Both reads weights: remove them, or set type: Both",
+                message="only type Both uses weights: remove them, or set type: Both",
                 field_path=".weights",
             ),
         )
     )
 
     type: RewardType = RewardType.FUNCTION
-    """Who scores: Function, Model (model.reward), or Both (their weighted sum)."""
+    """What scores: Function, Model (model.reward), or Both (their weighted sum)."""
     function: RewardFunction | None = None
     """The reward function, with type Function or Both."""
     weights: RewardWeights | None = None
     """Weights of the sum, with type Both. Absent: 1 each."""
+    overlong_penalty: OverlongPenalty | None = None
+    """Subtract a penalty for overlong responses from the reward. Scores, validation and dynamicSampling do not have
+    it. Absent: none."""
 
     @property
     def uses_function(self) -> bool:

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import get_args
 
 from ppojob_api.v1alpha1.algorithm import RolloutCorrection
+from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULES
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
@@ -70,9 +71,10 @@ IMMUTABLE = (
 SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
+    *ALGORITHM_RULES,
     Rule(
         rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
-        message="ParallelUpdate needs actor and critic in different pools; use Auto, or give the critic a pool",
+        message="ParallelUpdate needs actor and critic in different pools: use Auto, or give the critic its own pool",
         field_path=".schedule.mode",
     ),
     Rule(
@@ -95,7 +97,7 @@ SPEC_RULES = [
     ),
     Rule(
         rule="(self.reward.type == 'Function') != has(self.model.reward)",
-        message="reward.type Model and Both need model.reward, type Function reads none",
+        message="reward.type Model and Both need model.reward; type Function must not have it",
         field_path=".model.reward",
     ),
     Rule(
@@ -177,7 +179,7 @@ def _pool_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
     seen: set[str] = set()
     for index, pool in enumerate(spec.pools):
         if pool.name in seen:
-            yield f"pools[{index}].name", pool.name, "this name is taken by another pool: give each pool its own"
+            yield f"pools[{index}].name", pool.name, "another pool has this name: give each pool a different name"
         seen.add(pool.name)
 
 
@@ -193,7 +195,7 @@ def _env_names_are_unique(spec: PPOJobSpec) -> Iterator[Problem]:
     seen: set[str] = set()
     for index, variable in enumerate(spec.env):
         if variable.name in seen:
-            yield f"env[{index}].name", variable.name, "this variable is given twice: keep one"
+            yield f"env[{index}].name", variable.name, "this variable is set twice: remove one"
         seen.add(variable.name)
 
 
@@ -211,7 +213,7 @@ def _only_overlapped_has_overlaps_to_disable(spec: PPOJobSpec) -> Iterator[Probl
         yield (
             "schedule.disabledOverlaps",
             value,
-            f"mode {schedule.mode} has none of these overlaps: use Overlapped, or take it out",
+            f"mode {schedule.mode} has no overlaps to disable: use Overlapped, or remove it",
         )
 
 
@@ -225,7 +227,10 @@ def _sources_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
 def _the_run_has_one_length(spec: PPOJobSpec) -> Iterator[Problem]:
     trainer = spec.trainer
     if trainer.total_steps is not None and trainer.total_epochs is not None:
-        remedy = f"the run has one length, and totalSteps is {trainer.total_steps}: remove one of the two"
+        remedy = (
+            f"only one of totalSteps and totalEpochs may be set, and totalSteps is {trainer.total_steps}: remove "
+            "one of the two"
+        )
         yield "trainer.totalEpochs", trainer.total_epochs, remedy
 
 
@@ -238,13 +243,13 @@ def _prometheus_has_a_port_of_its_own(spec: PPOJobSpec) -> Iterator[Problem]:
 def _reward_has_what_its_type_reads(spec: PPOJobSpec) -> Iterator[Problem]:
     reward, kind = spec.reward, spec.reward.type.value
     if reward.uses_function and reward.function is None:
-        yield "reward.function", None, f"type {kind} needs the block function: add it"
+        yield "reward.function", None, f"type {kind} needs the block reward.function: add it"
     if not reward.uses_function and reward.function is not None:
-        yield "reward.function", None, f"type {kind} reads no function: take it out, or set type: Both"
+        yield "reward.function", None, f"type {kind} does not use a function: remove it, or set type: Both"
     if reward.uses_model and spec.model.reward is None:
         yield "model.reward", None, f"reward.type {kind} needs the block model.reward with a path: add it"
     if not reward.uses_model and spec.model.reward is not None:
-        remedy = f"reward.type {kind} reads no model: take it out, or set reward.type to Model or Both"
+        remedy = f"reward.type {kind} does not use a model: remove it, or set reward.type to Model or Both"
         yield "model.reward.path", spec.model.reward.path, remedy
 
 
@@ -254,9 +259,9 @@ def _reward_weights_weigh(spec: PPOJobSpec) -> Iterator[Problem]:
         return
     shown = {"function": weights.function, "model": weights.model}
     if spec.reward.type is not RewardType.BOTH:
-        yield "reward.weights", shown, "only type Both reads weights: remove them, or set type: Both"
+        yield "reward.weights", shown, "only type Both uses weights: remove them, or set type: Both"
     elif weights.function == 0 and weights.model == 0:
-        yield "reward.weights", shown, "every score would be 0: give at least one another value"
+        yield "reward.weights", shown, "every score would be 0: set at least one weight to another value"
 
 
 def _reward_is_module_or_file(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -274,7 +279,7 @@ def _workers_have_names_pools_and_classes(spec: PPOJobSpec) -> Iterator[Problem]
         if worker.name in RESERVED_NAMES:
             yield f"{where}.name", worker.name, "this is the name of a built-in worker group: choose another"
         if worker.name in seen:
-            yield f"{where}.name", worker.name, "this name is taken by another worker: give each its own"
+            yield f"{where}.name", worker.name, "another worker has this name: give each worker a different name"
         seen.add(worker.name)
         if worker.pool not in pools:
             remedy = f"there is no pool of this name: use one of {', '.join(pools)}, or add the pool"
@@ -290,6 +295,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _env_names_are_unique,
     *PLACEMENT_CHECKS,
     *BATCH_CHECKS,
+    *ALGORITHM_CHECKS,
     _parallel_updates_need_two_pools,
     _only_overlapped_has_overlaps_to_disable,
     _sources_are_of_one_kind,

@@ -96,6 +96,10 @@ class RunPolicy(ApiModel):
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time from admission (also by the queue) until all pools are ready, and from then until the trainer
     starts, in seconds each. Then a job that has never run fails; a job that has run keeps waiting."""
+    partial_pods_timeout_seconds: int = Field(default=3600, ge=1, le=31_536_000)
+    """Longest time in which a job that has run keeps GPUs while not all of its pods start, in seconds. Then all pods
+    are released, and created again after a pause of at most this time, which differs between jobs. So two jobs do not
+    wait for each other's GPUs for ever. In a queue, it has no effect, because the queue admits all pods or none."""
     active_deadline_seconds: int | None = Field(default=None, ge=1, le=315_360_000)
     """Longest active time over all attempts, in seconds, without the time suspended or queued. Then the job fails.
     Absent: none."""

@@ -115,7 +115,7 @@ def problem(path: str, kind: SourceKind, example: str) -> str:
     if re.fullmatch(PATTERNS[kind], path):
         return ""
     if kind is not SourceKind.DATA_FILE and is_repository_name(path):
-        return f"is no absolute path; if it is a repository of the Hugging Face Hub, write hf://{path}"
+        return f"is not an absolute path; if it is a repository of the Hugging Face Hub, write hf://{path}"
     if page := _PAGE.fullmatch(path):
         name = f"hf://datasets/{page[1]}/path/of/the/file" if kind is SourceKind.DATA_FILE else f"hf://{page[1]}"
         return f"the address of a page cannot be fetched: write {name}"

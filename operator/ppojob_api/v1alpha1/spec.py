@@ -52,7 +52,7 @@ class PPOJobSpec(ApiModel):
     data: DataSpec
     """Prompts to train and to validate on."""
     reward: RewardSpec
-    """What a response is worth."""
+    """How responses are scored."""
     workers: Workers = Field(default_factory=list)
     """Custom worker groups."""
     algorithm: AlgorithmSpec = AlgorithmSpec()

@@ -7,6 +7,7 @@ always be right, because users ignore noise. Errors are in `rules.py`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -15,6 +16,7 @@ from ppojob_api.v1alpha1.validation import FieldError
 
 _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
 """Resource names that every GPU model has."""
+_LARGE_FOR_GSPO = 0.1
 _MOVING_TAGS = ("", "latest")
 
 
@@ -24,6 +26,7 @@ def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _image_moves(spec)
     yield from _nothing_to_balance(spec)
     yield from _reward_limit_is_no_limit(spec)
+    yield from _gspo_is_hardly_clipped(spec)
     yield from _is_off_policy(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
@@ -34,13 +37,16 @@ def _image_moves(spec: PPOJobSpec) -> Iterator[FieldError]:
     name, _, digest = spec.image.partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     if not digest and tag in _MOVING_TAGS:
-        remedy = "this tag moves, and a pod that comes later may get another image: name a version or a digest"
+        remedy = "this tag is mutable, and pods that start later may get another image: use a version or a digest"
         yield FieldError("spec.image", spec.image, remedy)
 
 
 def _nothing_is_saved(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.checkpoint.every_steps == 0:
-        remedy = "no checkpoint before the end: after a failure the job begins again at its first step; set it above 0"
+        remedy = (
+            "no checkpoint is saved before the end, so after a failure the job restarts at its first step: set "
+            "it above 0"
+        )
         yield FieldError("spec.checkpoint.everySteps", 0, remedy)
 
 
@@ -51,6 +57,13 @@ def _reward_limit_is_no_limit(spec: PPOJobSpec) -> Iterator[FieldError]:
             f"trainer.phaseTimeoutSeconds ({phase_s}) ends the phase first, so onError is never applied: set it lower"
         )
         yield FieldError("spec.reward.function.timeoutSeconds", function.timeout_seconds, remedy)
+
+
+def _gspo_is_hardly_clipped(spec: PPOJobSpec) -> Iterator[FieldError]:
+    high = spec.actor.clip_ratio_high
+    if spec.algorithm.policy_loss is PolicyLoss.GSPO and high >= _LARGE_FOR_GSPO:
+        remedy = "GSPO's ratio is a mean over a response's tokens and stays near 1: the paper clips at 4e-4 (low: 3e-4)"
+        yield FieldError("spec.actor.clipRatioHigh", high, remedy)
 
 
 def _is_off_policy(spec: PPOJobSpec) -> Iterator[FieldError]:
@@ -66,12 +79,17 @@ def _is_off_policy(spec: PPOJobSpec) -> Iterator[FieldError]:
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.auto_balance.enabled and spec.run_policy.queue_name is not None:
-        remedy = "in a queue, pools are not resized, because the job would have to queue again: use only one of the two"
+        remedy = (
+            "autoBalance does not resize pools of a job in a queue: use only one of autoBalance and runPolicy.queueName"
+        )
         yield FieldError("spec.autoBalance.enabled", True, remedy)
         return
     is_bound = all((pool.min_nodes or pool.nodes) == (pool.max_nodes or pool.nodes) for pool in spec.pools)
     if spec.auto_balance.enabled and is_bound:
-        remedy = "no pool may have more or fewer nodes than now: give pools minNodes and maxNodes"
+        remedy = (
+            "no pool can be resized, because minNodes and maxNodes equal nodes or are not set: set minNodes and "
+            "maxNodes"
+        )
         yield FieldError("spec.autoBalance.enabled", True, remedy)
 
 
@@ -82,13 +100,16 @@ def _kinds_are_mixed(pool: Pool, path: str) -> Iterator[FieldError]:
     terms = _node_terms(pod)
     mixed = [name for term in terms for name in _gpu_values(term)]
     if mixed:
-        remedy = "several kinds of GPU in one pool: each step waits for the slowest; name one kind, or make two pools"
+        remedy = (
+            "the pool may get several kinds of GPU, and each step waits for the slowest: name one kind, or use "
+            "two pools"
+        )
         yield FieldError(f"{path}.podTemplate.spec.affinity.nodeAffinity", mixed, remedy)
     is_pinned = bool(pool.node_selector or pod.get("nodeSelector") or terms)
     if not is_pinned and pool.gpu_resource_name in _ANY_GPU:
         remedy = (
-            f"nothing says which GPU the {pool.nodes} pods get: where the cluster has several kinds, each step waits "
-            "for the slowest; name one, such as {nvidia.com/gpu.product: ...}"
+            f"no node selector chooses the kind of GPU for the {pool.nodes} pods; if the cluster has several kinds, "
+            "each step waits for the slowest: name one, such as {nvidia.com/gpu.product: ...}"
         )
         yield FieldError(f"{path}.nodeSelector", None, remedy)
 

@@ -226,18 +226,20 @@ class LastFailure(ApiModel):
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
     layout_digest: Name | None = None
-    """Short hash of the layout in force: two attempts that ran out of memory with the same one are enough."""
+    """Short hash of the layout in force. If two attempts in a row run out of memory with the same hash, the job
+    fails."""
     time: Time
     """When it failed."""
 
 
 class StopStatus(ApiModel):
-    """The last stop in order that the operator asked for; its attempt's reports are answered with the command."""
+    """The last graceful stop that the operator requested. Replies to reports of its attempt have the command."""
 
     attempt: int
     """Number of the attempt that stops or has stopped."""
     reason: Name
-    """Suspending, Reallocating, Preempted, or StartupDelayed (autoBalance found no room for larger pools)."""
+    """Suspending, Reallocating, Preempted, StartupDelayed (autoBalance found no room for larger pools), or
+    PodsReleased (not all pods could start)."""
     time: Time
     """When it was requested."""
     completion_time: Time | None = None
@@ -301,13 +303,13 @@ class PPOJobStatus(ApiModel):
     retries: Retries | None = None
     """Retries by cause."""
     ready: Name | None = None
-    """GPUs ready / wanted."""
+    """Ready GPUs / requested GPUs."""
     pools: Annotated[list[PoolStatus], _map_by("name", 7)]
     """State of each pool."""
     fetch: FetchStatus | None = None
     """The fetch of models and data. Absent: nothing is fetched, or the trainer has reported since."""
     sources: Annotated[list[SourceStatus], _replaced_whole(MAX_SOURCES)]
-    """What was fetched: the first 32, if there are more."""
+    """The fetched models and data; at most the first 32."""
     progress: Progress | None = None
     """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]

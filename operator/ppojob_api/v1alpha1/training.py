@@ -14,6 +14,7 @@ class LossAggregation(StrEnum):
 
     TOKEN_MEAN = "TokenMean"
     SEQ_MEAN_TOKEN_SUM = "SeqMeanTokenSum"
+    SEQ_MEAN_TOKEN_SUM_NORM = "SeqMeanTokenSumNorm"
     SEQ_MEAN_TOKEN_MEAN = "SeqMeanTokenMean"
 
 
@@ -65,13 +66,15 @@ class ActorSpec(Trained):
     max_tokens_per_gpu: int = Field(default=16_384, ge=1, le=16_777_216)
     """Tokens per forward and backward pass and GPU."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped at 1 - this."""
+    """The probability ratio is clipped to at least 1 - this value. 1: no lower bound."""
     clip_ratio_high: float = Field(default=0.2, ge=0, le=1000)
-    """The ratio is clipped at 1 + this."""
+    """The probability ratio is clipped to at most 1 + this value. Above clipRatioLow: DAPO's clip-higher."""
     clip_ratio_dual: float = Field(default=3.0, gt=1, le=1000)
-    """Dual clip: bound of the ratio if the advantage is negative (Ye et al. 2019)."""
+    """Dual clip: bound of the ratio if the advantage is negative (Ye et al. 2019). policyLoss GSPO and CISPO do not
+    read it."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
-    """How token losses are aggregated."""
+    """How token losses are aggregated. SeqMeanTokenSumNorm: the mean over responses of their sums, divided by
+    data.maxResponseLength (Dr.GRPO)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
 
@@ -134,11 +137,11 @@ class RolloutSpec(ApiModel):
     log_probs: bool = True
     """The engine reports log-probs, which the trainer compares with its own. The default is true because a difference
     shows wrong weights or kernels. false makes generation faster, by up to a quarter for a small model with many short
-    steps. Recommended once training/rollout_probs_diff_mean is known to be small."""
+    steps. Set it to false once training/rollout_probs_diff_mean is known to be small."""
     sleep: bool = True
     """Release GPU memory after each generation if a trained role shares the GPU. The default is true because it needs
-    the least memory. false keeps it, which is faster. Recommended if gpuMemoryUtilization leaves enough for the
-    others."""
+    the least memory. false keeps it, which is faster. Set it to false if gpuMemoryUtilization leaves enough memory for
+    the other roles."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
     """Memory for the key-value cache of each replica with device CPU, in GiB."""
     engine_args: RawObject = Field(default_factory=dict)
@@ -268,7 +271,7 @@ class TrainerSpec(ApiModel):
         json_schema_extra=rules(
             Rule(
                 rule="!has(self.totalSteps) || !has(self.totalEpochs)",
-                message="the run has one length: set totalSteps or totalEpochs, not both",
+                message="set totalSteps or totalEpochs, not both",
                 field_path=".totalEpochs",
             )
         )

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-UNKNOWN_FIELD = "there is no such field: correct its name or take it out"
+UNKNOWN_FIELD = "there is no such field: correct its name or remove it"
 """What is said of a field that this version does not have."""
 QUEUE_LABEL_PATH = f"metadata.labels[{constants.LABEL_QUEUE}]"
 _NOT_FILLED_IN = "default_factory_not_called"
@@ -76,11 +76,11 @@ def with_queue(raw: Mapping[str, Any], label: str | None) -> Mapping[str, Any]:
         SpecError: `spec.runPolicy.queueName` names another queue.
     """
     if not label or not isinstance(raw, Mapping) or not isinstance(policy := raw.get("runPolicy", {}), Mapping):
-        # There is no queue, or this is no spec, which `parse_spec` says better.
+        # There is no queue, or this is not a spec, which `parse_spec` says better.
         return raw
     given = policy.get("queueName")
     if given not in (None, label):
-        remedy = f"spec.runPolicy.queueName is {given!r}: remove one of the two, or give both the same value"
+        remedy = f"spec.runPolicy.queueName is {given!r}: remove one of the two, or set both to the same value"
         raise SpecError([FieldError(QUEUE_LABEL_PATH, label, remedy)])
     return {**raw, "runPolicy": {**policy, "queueName": label}}
 

@@ -54,7 +54,7 @@ class WorkerSpec(ApiModel):
     path: Path | None = None
     """Path of a Python file, as the containers of the head and the pool see it."""
     class_name: ShortText
-    """Name of the class in it. It is called with its `Seat` and the kwargs."""
+    """Name of the class in it. It is created with a `WorkerContext` (rank, group size, node) and the kwargs."""
     kwargs: RawObject = Field(default_factory=dict)
     """Keyword arguments of the class."""
     pool: DNSLabel
@@ -62,9 +62,9 @@ class WorkerSpec(ApiModel):
     num_workers: int = Field(default=1, ge=1, le=256)
     """Number of processes."""
     uses_gpu: bool = False
-    """Each process sees the GPU of its place in the pool and shares it with the pool's roles."""
+    """Each process sees one GPU of the pool, and shares it with the pool's roles."""
     hooks: Annotated[list[Hook], Field(min_length=1, max_length=8)]
-    """When the controller calls it, in this order."""
+    """Methods that the controller calls in each step, in this order."""
 
 
 Workers = Annotated[

@@ -13,15 +13,15 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ppojob_api.v1alpha1.status import OperatorStatus
-from ppojob_operator import logs
+from ppojob_operator import logs, ownership
 from ppojob_operator.admission import review, verdict
 from ppojob_operator.admission.ports import ReferencePort
 from ppojob_operator.admission.review import Request, ReviewError
 from ppojob_operator.admission.verdict import Seen, Verdict
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.plan import Job, Manifest
-from ppojob_operator.reconcile import ownership, read_job
-from ppojob_operator.reconcile.references import Reference
+from ppojob_operator.reading import read_job
+from ppojob_operator.reconcile.acceptance import Reference
 
 _LOG = logging.getLogger(__name__)
 PATH = "/validate"

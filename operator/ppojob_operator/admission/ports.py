@@ -6,7 +6,7 @@
 from typing import Protocol
 
 from ppojob_operator.api_server import RawObject
-from ppojob_operator.reconcile.references import Reference
+from ppojob_operator.reconcile.acceptance import Reference
 
 
 class ReferencePort(Protocol):

@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
-from ppojob_operator.reconcile.reading import queue_label, requested_owner
+from ppojob_operator.reading import queue_label, requested_owner
 
 _API_VERSION = "admission.k8s.io/v1"
 _KIND = "AdmissionReview"

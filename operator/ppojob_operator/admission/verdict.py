@@ -10,8 +10,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import QUEUE_LABEL_PATH, FieldError, SpecError
 from ppojob_operator.plan import Job, Manifest
-from ppojob_operator.reconcile import is_accepted, is_finished, references, spec_problem, was_accepted
-from ppojob_operator.reconcile.references import Reference
+from ppojob_operator.reading import is_accepted
+from ppojob_operator.reconcile import is_finished, spec_problem, was_accepted
+from ppojob_operator.reconcile.acceptance import Reference, judge_references, named
 
 _TOO_LATE = "the job has finished, and a change of its spec has no effect: create another PPOJob"
 
@@ -37,7 +38,7 @@ class Verdict:
 
 def references_to_read(job: Job) -> list[Reference]:
     """Return the objects to read; none for an invalid spec."""
-    return references.named(job.spec) if isinstance(job.spec, PPOJobSpec) and spec_problem(job) is None else []
+    return named(job.spec) if isinstance(job.spec, PPOJobSpec) and spec_problem(job) is None else []
 
 
 def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
@@ -54,12 +55,12 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
         return Verdict(str(SpecError(new)))
     if not isinstance(job.spec, PPOJobSpec):
         return Verdict("", (*map(str, problems), *_remarks(job, seen)))
-    named = references.judge(job.spec, job.key.namespace, seen.found)
+    objects = judge_references(job.spec, job.key.namespace, seen.found)
     # The claim of a job that was accepted cannot be changed.
-    refusals = () if was_accepted(job) else named.refusals
+    refusals = () if was_accepted(job) else objects.refusals
     if refusals:
         return Verdict(str(SpecError(refusals)))
-    problems_and_warnings = (*problems, *spec_warnings(job.spec), *named.refusals, *named.warnings)
+    problems_and_warnings = (*problems, *spec_warnings(job.spec), *objects.refusals, *objects.warnings)
     return Verdict("", (*map(str, problems_and_warnings), *_remarks(job, seen)))
 
 

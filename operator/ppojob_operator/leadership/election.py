@@ -94,7 +94,7 @@ class Election:
             ApiUnavailable: it does not lead and must not write.
         """
         if not self.leads:
-            raise ApiUnavailable(f"replica {self._identity} is not the leader: it writes nothing")
+            raise ApiUnavailable(f"replica {self._identity} is not the leader: and writes nothing")
 
     async def run(self, stop: asyncio.Event, work: Work) -> None:
         """Be standby or leader until `stop` is set, then release the Lease.

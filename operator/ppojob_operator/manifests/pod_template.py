@@ -37,20 +37,20 @@ which `spread` may set too. Other lists are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
-    "hostPID": "Ray's processes share no process ids with the node: leave it out",
-    "restartPolicy": "Ray's pods are replaced, not restarted: leave it out",
+    "hostPID": "Ray's processes share no process ids with the node: remove it",
+    "restartPolicy": "Ray's pods are replaced instead of restarted: remove it",
     "serviceAccountName": "use spec.serviceAccountName, which applies to all pods",
     "serviceAccount": "use spec.serviceAccountName, which applies to all pods",
-    "automountServiceAccountToken": "the trainer gets no credentials for the API server: leave it out",
+    "automountServiceAccountToken": "the trainer gets no credentials for the API server: remove it",
 }
 _RAY_COMMAND = {
-    "command": "KubeRay starts Ray in this container: put your program into a separate container",
-    "args": "KubeRay starts Ray in this container: put your program into a separate container",
+    "command": "KubeRay starts Ray in this container: run your program in a separate container",
+    "args": "KubeRay starts Ray in this container: run your program in a separate container",
     "resources": "use resourcesPerGPU, gpuResourceName and resourceClaims of the pool, or resources of the head",
 }
 _HOOK_REMEDY = (
     "the operator uses it to delay the deletion of the pod until the trainer has saved a checkpoint: "
-    "put yours into a separate container"
+    "run yours in a separate container"
 )
 RESERVED_ENV = frozenset({
     "FQ_RAY_IP", "RAY_IP", "RAY_PORT", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", constants.EnvName.RAY_CLUSTER,
@@ -85,7 +85,7 @@ def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[Fie
 
 def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[FieldError]:
     for name in sorted(set(metadata) - {"labels", "annotations"}):
-        yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be given")
+        yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be set")
     for kind in ("labels", "annotations"):
         given = metadata.get(kind) or {}
         if not isinstance(given, Mapping):
@@ -128,7 +128,7 @@ def _grace_problems(needed: int, user: Mapping[str, Any], path: str) -> Iterator
     name = "terminationGracePeriodSeconds"
     given = user.get(name, needed)
     if not isinstance(given, int) or given < needed:
-        remedy = f"spec.runPolicy.stopGracePeriodSeconds needs {needed} or more: lower that, or leave this one out"
+        remedy = f"spec.runPolicy.stopGracePeriodSeconds needs {needed} or more: lower it, or remove this field"
         yield FieldError(f"{path}.{name}", given, remedy)
 
 
@@ -145,7 +145,7 @@ def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) 
     taken = {mount["mountPath"] for mount in base["volumeMounts"]}
     for index, mount in enumerate(_items(user, "volumeMounts")):
         if mount.get("mountPath") in taken:
-            remedy = "the operator mounts something there: choose another path"
+            remedy = "the operator mounts a volume there: choose another path"
             yield FieldError(f"{path}.volumeMounts[{index}].mountPath", mount["mountPath"], remedy)
 
 
@@ -155,7 +155,7 @@ def _unkeyed(user: Mapping[str, Any], name: str, key: str, path: str) -> Iterato
         yield FieldError(f"{path}.{name}", value, "must be a list")
     for index, item in enumerate(value if isinstance(value, list) else []):
         if not isinstance(item, Mapping) or key not in item:
-            yield FieldError(f"{path}.{name}[{index}]", item, f"each item needs {key}, by which it is merged")
+            yield FieldError(f"{path}.{name}[{index}]", item, f"each item needs {key}, because items are merged by it")
 
 
 def _items(user: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

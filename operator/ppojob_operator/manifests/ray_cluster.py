@@ -6,6 +6,7 @@ resource names only. The autoscaler is off, because the spec fixes the number of
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ API_VERSION = "ray.io/v1"
 KIND = "RayCluster"
 RAY_VERSION = "2.60.0"
 """Ray's version in the trainer image. KubeRay uses it to choose probes without wget, and for the token."""
+_TEMPLATE_FIELD = re.compile(
+    r"\bspec\.(?:headGroupSpec|workerGroupSpecs\[(\d+)\])\.template((?:\.[A-Za-z]\w*|\[[^\]]*\])*)"
+)
 
 
 def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str, Any]:
@@ -40,6 +44,14 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
     metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
     metadata |= queue_annotations(spec.run_policy, desired)
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": desired}
+
+
+def with_job_fields(words: str) -> str:
+    """Return the API server's message about a RayCluster with the PPOJob's fields for those of its pod templates."""
+    fields = []
+    for index, path in _TEMPLATE_FIELD.findall(words):
+        fields.append(f"spec.pools[{index}].podTemplate{path}" if index else f"spec.head.podTemplate{path}")
+    return f"{words}; see {', '.join(dict.fromkeys(fields))} of the PPOJob" if fields else words
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:

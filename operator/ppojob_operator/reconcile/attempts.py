@@ -1,19 +1,25 @@
-"""Policy: has the current attempt failed, why, and against which limit does it count?
+"""Policy: has the current attempt failed, why, and may there be another one?
 
 The last line of the trainer's log names its failure. Without it, the reason comes from Ray's message, the pods and the
 exit code. A pod that exceeded its memory limit takes precedence, because the trainer sees it as a lost worker. Only
 submitted attempts are judged.
+
+An attempt that runs out of memory is retried once, because something else may have used the memory. A second one in a
+row with the same layout ends the job: a third would hold the GPUs for nothing.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 
-from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, MAX_LOG_LINES, Condition, Reason
+from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.resolve import driver_log, job_root
+from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
-from ppojob_operator.reconcile import lost_pods
+from ppojob_operator.reconcile import pods
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
@@ -21,9 +27,13 @@ _SETTLING = timedelta(seconds=30)
 
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
+_DELETIONS = 5
+"""Number of manual deletions of the RayCluster that count against no limit. More are treated as a failure of the
+cluster."""
+_MAX_LENGTH = 32_000
 
 
-def judge(situation: Situation) -> Failure | None:
+def failure_of(situation: Situation) -> Failure | None:
     """Return why the attempt failed; None: it has not failed, or was not submitted yet."""
     if situation.submitted_at is None:
         return None
@@ -35,15 +45,15 @@ def judge(situation: Situation) -> Failure | None:
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
     loss = _lost_head(situation) or _lost_workers(situation)
     is_out_of_memory = any(
-        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in lost_pods.all_pods(situation)
+        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in pods.all_pods(situation)
     )
     return (_out_of_memory(situation) or loss) if (loss or is_out_of_memory) else None
 
 
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
-    lost = lost_pods.judge(situation)
-    is_suspect = lost is None or not lost_pods.are_replaced(situation)
+    lost = pods.lost(situation)
+    is_suspect = lost is None or not pods.are_replaced(situation)
     if _may_be_caused_by_a_loss(record, is_lost=lost is not None) and (out_of_memory := _out_of_memory(situation)):
         return out_of_memory
     if record is not None and (record.kind is not FailureKind.USER or lost is None):
@@ -85,7 +95,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
 
 def _out_of_memory(situation: Situation) -> Failure | None:
     """Return the failure of an attempt with a pod that exceeded its memory limit; None: no pod did."""
-    exceeded = next(((pod, pod.out_of_memory) for pod in lost_pods.all_pods(situation) if pod.out_of_memory), None)
+    exceeded = next(((pod, pod.out_of_memory) for pod in pods.all_pods(situation) if pod.out_of_memory), None)
     if exceeded is None:
         return None
     pod, trouble = exceeded
@@ -108,12 +118,12 @@ def _lost_head(situation: Situation) -> Failure | None:
         words = _with_log(situation, f"somebody deleted the RayCluster {situation.cluster_name}")
         return Failure(FailureKind.INFRASTRUCTURE, Reason.CLUSTER_DELETED, words)
     message = f"the RayCluster {situation.cluster_name} was suspended" if situation.cluster.is_suspended else ""
-    taken = None if message else lost_pods.taken(situation)
+    taken = None if message else pods.taken(situation)
     message = message or _lost_head_message(situation)
     if not message:
         return None
     reason, words = (taken.reason, f"{message}: {taken.message}") if taken else (Reason.HEAD_LOST, message)
-    heads = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is None)
+    heads = (pod.trouble for pod in pods.all_pods(situation) if pod.pool is None)
     return Failure(FailureKind.INFRASTRUCTURE, reason, _with_log(situation, words), _exit_code(heads))
 
 
@@ -127,33 +137,33 @@ def _lost_head_message(situation: Situation) -> str:
     name, since, ray = situation.cluster_name, situation.submitted_at or situation.now, situation.observed.ray
     head = situation.head
     if head is None:
-        return "" if lost_pods.is_held(situation) else f"the head pod of the RayCluster {name} was deleted"
+        return "" if pods.is_held(situation) else f"the head pod of the RayCluster {name} was deleted"
     if head.trouble is not None:
         return f"the head pod {head.name} failed: {head.trouble.message}"
     if ray is not None and not ray.problem and situation.ray_job is None and situation.now - since > _SETTLING:
         return f"Ray in the RayCluster {name} does not know the submission {situation.submission_id} any more"
     if _is_silent(situation):
         problem = ray.problem if ray else "the head pod is not ready"
-        return f"neither Ray's dashboard nor the trainer answered for {lost_pods.SILENCE.seconds} s: {problem}"
+        return f"neither Ray's dashboard nor the trainer answered for {pods.SILENCE.seconds} s: {problem}"
     return ""
 
 
 def _is_silent(situation: Situation) -> bool:
     unreachable_since = situation.unreachable_since
     is_over = unreachable_since is not None and situation.now - unreachable_since > _SETTLING
-    return is_over and not lost_pods.is_reporting(situation)
+    return is_over and not pods.is_reporting(situation)
 
 
 def _lost_workers(situation: Situation) -> Failure | None:
     """Return the loss of worker pods that the trainer has not reported in time."""
     # Without a head, the pods that the attempt started with are unknown.
-    lost = lost_pods.judge(situation) if situation.ray_job is not None else None
+    lost = pods.lost(situation) if situation.ray_job is not None else None
     grace = timedelta(seconds=situation.spec.run_policy.stop_grace_period_seconds)
-    patience = _SETTLING + grace if lost_pods.is_held(situation) else _SETTLING
+    patience = _SETTLING + grace if pods.is_held(situation) else _SETTLING
     if lost is None or situation.age_of(Condition.POOLS_READY, "False") < patience:
         return None
-    troubles = (pod.trouble for pod in lost_pods.all_pods(situation) if pod.pool is not None)
-    is_suspect = not lost_pods.are_replaced(situation)
+    troubles = (pod.trouble for pod in pods.all_pods(situation) if pod.pool is not None)
+    is_suspect = not pods.are_replaced(situation)
     return Failure(FailureKind.INFRASTRUCTURE, lost.reason, lost.message, _exit_code(troubles), is_suspect)
 
 
@@ -168,3 +178,97 @@ def _last_line(situation: Situation, ray_job: RayJob) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0] or "no reason given"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The consequence of a failure."""
+
+    is_final: bool
+    """The job has failed."""
+    reason: str
+    message: str
+    retries: Retries
+    keeps_cluster: bool = False
+    """The next attempt reuses the pods."""
+
+
+def retry(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> Verdict:
+    """Return the consequence of the current attempt's failure.
+
+    is_cluster_whole: its pods are ready, or those that are not are being replaced.
+    """
+    retries, policy = situation.status.retries or Retries(), situation.spec.run_policy
+    if failure.kind is FailureKind.PERMANENT:
+        return Verdict(True, failure.reason, failure.message, retries)
+    if failure.reason == Reason.OUT_OF_MEMORY and _ran_out_of_memory_before(situation):
+        message = (
+            f"attempts {situation.attempt - 1} and {situation.attempt} ran out of memory with the same settings "
+            f"({failure.headline}). {_how_to_continue(situation)}"
+        )
+        return Verdict(True, Reason.OUT_OF_MEMORY, message, retries)
+    num_deleted = retries.deleted or 0
+    if failure.reason == Reason.CLUSTER_DELETED and num_deleted < _DELETIONS:
+        counted = retries.model_copy(update={"deleted": num_deleted + 1, "total": retries.total + 1})
+        message = f"attempt {situation.attempt} ended ({failure.headline}); the next one does not count against a limit"
+        return Verdict(False, Reason.RESTARTING, message, counted)
+    is_user = failure.kind is FailureKind.USER
+    used, limit = (
+        (retries.user, policy.backoff_limit)
+        if is_user
+        else (retries.infrastructure, policy.infrastructure_backoff_limit)
+    )
+    if used >= limit:
+        field = "backoffLimit" if is_user else "infrastructureBackoffLimit"
+        message = (
+            f"attempt {situation.attempt} failed ({failure.headline}) "
+            f"and spec.runPolicy.{field} allows no more than {limit} retries"
+        )
+        return Verdict(True, Reason.BACKOFF_LIMIT_EXCEEDED, message, retries)
+    counted = Retries(
+        user=retries.user + is_user,
+        infrastructure=retries.infrastructure + (not is_user),
+        deleted=retries.deleted,
+        total=retries.total + 1,
+    )
+    message = f"attempt {situation.attempt} failed ({failure.headline})"
+    keeps_cluster = is_cluster_whole and not failure.is_cluster_suspect
+    return Verdict(False, Reason.RESTARTING, message, counted, keeps_cluster)
+
+
+def _ran_out_of_memory_before(situation: Situation) -> bool:
+    """Return whether the attempt before the current one ran out of memory, with the layout that is in force now."""
+    last = situation.status.last_failure
+    return (
+        last is not None
+        and last.reason == Reason.OUT_OF_MEMORY
+        and last.attempt == situation.attempt - 1
+        and last.layout_digest == digest_of(layout_of(situation.spec))
+    )
+
+
+def _how_to_continue(situation: Situation) -> str:
+    checkpoint = situation.status.checkpoint
+    if checkpoint is None:
+        return "Delete the job, correct the settings, and create it again"
+    return (
+        "Delete the job, correct the settings, and create it again; checkpoint.resumeFrom: "
+        f"{checkpoint.path} continues after step {checkpoint.step}"
+    )
+
+
+def is_log_needed(situation: Situation) -> bool:
+    """Return whether the log of the current attempt can be read and was not read yet."""
+    ray = situation.observed.ray
+    is_there = ray is not None and not ray.problem and situation.ray_job is not None
+    return is_there and situation.observed.log_tail is None
+
+
+def shorten_log(log: str | None) -> str | None:
+    """Return the last lines of a log, each truncated, without the oldest until the rest fits. None stays None."""
+    if log is None:
+        return None
+    lines = [line[:MAX_LOG_LINE_LENGTH] for line in log.splitlines()[-MAX_LOG_LINES:]]
+    while lines and sum(len(line) + 1 for line in lines) > _MAX_LENGTH:
+        lines.pop(0)
+    return "\n".join(lines) or None

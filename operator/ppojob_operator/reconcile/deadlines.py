@@ -1,19 +1,24 @@
-"""Policy: the startup deadline and the active deadline.
+"""Policy: the startup deadline, the active deadline, and when a finished job is deleted (`ttlSecondsAfterFinished`).
 
 After the active deadline, the job fails. After the startup deadline, it fails only if it has never run. A job that has
 run keeps waiting, because failing would lose its steps, and capacity usually returns. If the attempt waits for pools
-that autoBalance has enlarged, `stopping.py` reverts their sizes.
+that autoBalance has enlarged, their sizes are reverted (event EnlargementFailed).
 """
 
 from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_operator.reading import parse_time
+from ppojob_operator.reconcile.objects import Step
+from ppojob_operator.reconcile.pods import CAPACITY_REASONS, PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
-from ppojob_operator.reconcile.submission import Step
 
 
-def judge(situation: Situation, pools: Finding, step: Step) -> Failure | None:
+def exceeded(situation: Situation, pools: Finding, step: Step) -> Failure | None:
     """Return the failure of a job that is past one of its deadlines, else None."""
     if failure := _active(situation):
         return failure
@@ -40,6 +45,18 @@ def delay(situation: Situation, pools: Finding, step: Step) -> Finding | None:
     return Finding("False", Reason.STARTUP_DELAYED, message)
 
 
+def has_partial_pods_too_long(situation: Situation, found: PoolsFinding) -> bool:
+    """Return whether a job that has run keeps GPUs, for which other jobs may wait, and not all of its pods start."""
+    policy = situation.spec.run_policy
+    if policy.queue_name is not None or not situation.has_run or found.is_ready:
+        return False
+    # Also pods on a node that are not ready. A head alone has no GPUs.
+    workers = (pod for pod in situation.pods if pod.pool is not None)
+    has_pods = any(pod.trouble is None or pod.trouble.reason not in CAPACITY_REASONS for pod in workers)
+    limit = timedelta(seconds=policy.partial_pods_timeout_seconds)
+    return has_pods and situation.now >= _begin(situation, found.finding) + limit
+
+
 def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     """Return the next time at which a deadline passes or an attempt is due."""
     active, moments = situation.spec.run_policy.active_deadline_seconds, []
@@ -48,6 +65,8 @@ def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
     if situation.submitted_at is None:
         moments.append(situation.due)
         moments.append(_startup_deadline(situation, pools))
+        limit = timedelta(seconds=situation.spec.run_policy.partial_pods_timeout_seconds)
+        moments.append(_begin(situation, pools) + limit)
     return min((moment for moment in moments if moment > situation.now), default=None)
 
 
@@ -90,3 +109,11 @@ def _begin(situation: Situation, pools: Finding) -> datetime:
 def _cause(pools: Finding, step: Step) -> str:
     cause = step.finding if pools.status == "True" else pools
     return f"{cause.reason}: {cause.message}"
+
+
+def expiry(spec: PPOJobSpec | SpecError, status: PPOJobStatus) -> datetime | None:
+    """Return when the finished job is deleted; None: never, or the spec is invalid."""
+    seconds = spec.run_policy.ttl_seconds_after_finished if isinstance(spec, PPOJobSpec) else None
+    if seconds is None or status.completion_time is None:
+        return None
+    return parse_time(status.completion_time) + timedelta(seconds=seconds)

@@ -19,8 +19,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import FetchStatus
 from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.plan import FetchJob, FetchPod, Job, Manifest
+from ppojob_operator.reconcile.objects import fetch_dependencies
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
-from ppojob_operator.reconcile.submission import fetch_dependencies
 
 _DONE = Finding("True", Reason.FETCHED, "the models and data are in the storage: see status.sources")
 _SUSPENDED = Finding(

@@ -1,15 +1,27 @@
-"""Policy: which layout is in force, and does the spec request another? Sets condition LayoutApplied.
+"""Policy: which layout is in force, does the spec request another, and which one does autoBalance choose?
 
-`decide` and `ray_dashboard` call it. A layout is in force from the creation of its RayCluster until that is released;
-`status.effectiveLayout` has it. If an edited spec is invalid, the job keeps its layout.
+A layout is in force from the creation of its RayCluster until that is released; `status.effectiveLayout` has it. If an
+edited spec is invalid, the job keeps its layout. Condition LayoutApplied says which it is.
+
+autoBalance: the trainer recommends pool sizes, and the operator applies the best allowed ones. It only writes
+`status.effectivePools`. `reading.py` merges them into the spec, and the new layout is then applied like any other. A
+recommendation for an earlier attempt is never applied, because an attempt is resized only after its interval.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import differences, layout_of
+from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.status import EffectivePool, LayoutAdvice
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.ray_cluster import ray_cluster
-from ppojob_operator.plan import Job, Manifest
+from ppojob_operator.plan import EventRecord, Job, Manifest
+from ppojob_operator.reading import with_nodes
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 
@@ -50,7 +62,7 @@ def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
     return ray_cluster(desired, job.key, job.uid, name)
 
 
-def finding(situation: Situation) -> Finding | None:
+def layout_applied(situation: Situation) -> Finding | None:
     """Return condition LayoutApplied of a job that is not being stopped; None: its layout was never edited."""
     if situation.refusal:
         message = f"the job continues with the layout in status.effectiveLayout, because of {situation.refusal}"
@@ -58,3 +70,71 @@ def finding(situation: Situation) -> Finding | None:
     if situation.condition(Condition.LAYOUT_APPLIED) is None or change(situation):
         return None
     return Finding("True", Reason.LAYOUT_APPLIED, "the layout of the spec is in force")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Pools to resize, and the Event that says why."""
+
+    pools: tuple[EffectivePool, ...]
+    event: EventRecord
+
+
+def rebalance(situation: Situation) -> Move | None:
+    """Return the pools to resize while an attempt runs; None: none."""
+    spec, since = situation.desired, situation.submitted_at
+    if spec is None or not spec.auto_balance.enabled or since is None or situation.reported_at is None:
+        return None
+    if spec.run_policy.queue_name is not None:
+        # New sizes need a new RayCluster, which would wait at the end of the queue.
+        return None
+    if situation.now - since < timedelta(minutes=spec.auto_balance.interval_minutes):
+        return None
+    own = {pool.name: pool.spec_nodes for pool in situation.job.moved}
+    advice = _best(spec, own, [each for each in situation.status.layout_advice if _has_room(situation, each)])
+    if advice is None:
+        return None
+    nodes = _nodes(advice)
+    pools = [EffectivePool(name=p.name, nodes=nodes[p.name], spec_nodes=own.get(p.name, p.nodes)) for p in spec.pools]
+    kept = tuple(pool for pool in pools if pool.nodes != pool.spec_nodes)
+    changes = ", ".join(f"{p.name}: nodes {p.nodes} -> {nodes[p.name]}" for p in spec.pools if p.nodes != nodes[p.name])
+    words = f"autoBalance resizes pools ({changes}): the step is predicted to take {advice.step_time_percent:+d} % time"
+    reason = situation.status.recommendation
+    message = f"{words}; the trainer reports: {reason}" if reason else words
+    return Move(kept, EventRecord(Reason.REBALANCED, message, is_warning=False, action=Condition.LAYOUT_APPLIED))
+
+
+def _best(spec: PPOJobSpec, own: Mapping[str, int], advice: list[LayoutAdvice]) -> LayoutAdvice | None:
+    """Return the recommendation that saves most time, or if none saves time, the one with the fewest GPUs."""
+    allowed = (each for each in advice if _is_allowed(spec, own, each))
+    return min(allowed, key=lambda each: (min(0, each.step_time_percent), each.gpus), default=None)
+
+
+def _has_room(situation: Situation, advice: LayoutAdvice) -> bool:
+    """Return whether the cluster may have capacity. After a resize that could not start, pools are not enlarged.
+
+    That holds until the job is stopped for another reason: an edit of its layout, a suspension or a pre-emption.
+    """
+    stop, nodes = situation.status.stop, _nodes(advice)
+    if stop is None or stop.reason != Reason.STARTUP_DELAYED:
+        return True
+    return all(nodes.get(pool.name, pool.nodes) <= pool.nodes for pool in situation.spec.pools)
+
+
+def _is_allowed(spec: PPOJobSpec, own: Mapping[str, int], advice: LayoutAdvice) -> bool:
+    nodes = _nodes(advice)
+    sizes = {pool.name: pool.gpus_per_node for pool in advice.pools}
+    if sizes != {pool.name: pool.gpus_per_node for pool in spec.pools}:
+        return False
+    is_within = all(_is_within(pool, own.get(pool.name, pool.nodes), nodes[pool.name]) for pool in spec.pools)
+    is_other = any(pool.nodes != nodes[pool.name] for pool in spec.pools)
+    return is_within and is_other and not any(check(with_nodes(spec, nodes)))
+
+
+def _is_within(pool: Pool, own: int, nodes: int) -> bool:
+    """Return whether `nodes` is within the pool's bounds. `own` is the number of nodes in the spec."""
+    return nodes == pool.nodes or (pool.min_nodes or own) <= nodes <= (pool.max_nodes or own)
+
+
+def _nodes(advice: LayoutAdvice) -> Mapping[str, int]:
+    return {pool.name: pool.nodes for pool in advice.pools}

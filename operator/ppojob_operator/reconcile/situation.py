@@ -4,6 +4,7 @@ Every policy is a function of a `Situation`. Earlier decisions, such as the atte
 state comes from the observation.
 """
 
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -14,10 +15,12 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, StopStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
-from ppojob_operator.reconcile.reading import parse_time
+from ppojob_operator.reading import parse_time
 
 _NEWLINE = "\n"
 _HEADLINE_LENGTH = 500
+_AFTER_A_RUN = (Reason.SUSPENDING, Reason.PREEMPTED, Reason.PODS_RELEASED)
+"""Reasons of stops that only a job gets that has run."""
 _FIRST_BACKOFF = timedelta(seconds=10)
 _LONGEST_BACKOFF = timedelta(seconds=360)
 
@@ -97,7 +100,7 @@ class Situation:
     def has_run(self) -> bool:
         """Whether any attempt has run, so that there may be a checkpoint to resume from."""
         status, stop = self.status, self.status.stop
-        was_stopped = stop is not None and stop.reason in (Reason.SUSPENDING, Reason.PREEMPTED)
+        was_stopped = stop is not None and stop.reason in _AFTER_A_RUN
         return was_stopped or status.progress is not None or status.last_failure is not None
 
     @property
@@ -145,8 +148,7 @@ class Situation:
     @cached_property
     def ray_job(self) -> RayJob | None:
         """Ray's job of the current attempt; None: Ray does not know it, or was not contacted."""
-        jobs = self.observed.ray.jobs if self.observed.ray else ()
-        return next((job for job in jobs if job.submission_id == self.submission_id), None)
+        return _ray_job(self.job, self.observed)
 
     @property
     def submitted_at(self) -> datetime | None:
@@ -174,13 +176,20 @@ class Situation:
 
     @property
     def due(self) -> datetime:
-        """When the current attempt may start: after a failure with exponential backoff, after a stop at once."""
+        """When the current attempt may start: at once, or after a failure's backoff, or a pause."""
         failure, stop, due = self.status.last_failure, self.status.stop, self.start_time
         if self.attempt > 0 and failure is not None and failure.attempt == self.attempt - 1:
             due = max(due, parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1))
         if self.attempt > 0 and stop is not None and stop.attempt == self.attempt - 1 and stop.completion_time:
-            due = max(due, parse_time(stop.completion_time))
+            due = max(due, parse_time(stop.completion_time) + self._pause(stop))
         return due
+
+    def _pause(self, stop: StopStatus) -> timedelta:
+        """Return the time between a stop and the next attempt; after a release of pods, it differs between jobs."""
+        if stop.reason != Reason.PODS_RELEASED:
+            return timedelta(0)
+        share = hashlib.sha256(f"{self.job.uid}/{stop.attempt}".encode()).digest()[0] / 256
+        return share * timedelta(seconds=self.spec.run_policy.partial_pods_timeout_seconds)
 
     @property
     def open_stop(self) -> StopStatus | None:
@@ -203,3 +212,16 @@ class Situation:
 def backoff(retries: int) -> timedelta:
     """Return the delay before a retry: 10 s, doubled with each retry, at most six minutes, as in batch/v1 Job."""
     return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(retries - 1, 10)) if retries > 0 else timedelta(0)
+
+
+def is_submitted(job: Job, observed: Observed) -> bool:
+    """Return whether the trainer of the current attempt was submitted to Ray; the status may not say so yet."""
+    conditions = job.status.conditions
+    is_written = any((each.type, each.status) == (Condition.SUBMITTED, "True") for each in conditions)
+    return is_written or _ray_job(job, observed) is not None
+
+
+def _ray_job(job: Job, observed: Observed) -> RayJob | None:
+    submission_id = naming.submission_id(job.uid, job.status.attempt or 0)
+    jobs = observed.ray.jobs if observed.ray else ()
+    return next((each for each in jobs if each.submission_id == submission_id), None)

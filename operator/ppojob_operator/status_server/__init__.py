@@ -5,7 +5,7 @@ manager `ppojob-progress`) and answers with the live part of the spec.
 """
 
 from ppojob_operator.status_server.certificates import CertificateError
-from ppojob_operator.status_server.health import Health, Pulse
+from ppojob_operator.status_server.health import Health, Heartbeat
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from ppojob_operator.status_server.ports import JobIdentity, ProgressPort, SecretPort, TokenIdentity
 from ppojob_operator.status_server.server import StatusServer
@@ -14,10 +14,10 @@ from ppojob_operator.status_server.settings import StatusServerSettings
 __all__ = [
     "CertificateError",
     "Health",
+    "Heartbeat",
     "JobIdentity",
     "OperatorMetrics",
     "ProgressPort",
-    "Pulse",
     "SecretPort",
     "StatusServer",
     "StatusServerSettings",

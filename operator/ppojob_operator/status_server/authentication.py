@@ -80,12 +80,12 @@ class TokenReviews:
                 return memory[digest]
         # Counted before the review: many bad tokens at the same time must not all be reviewed.
         if not self._rates.take(source):
-            raise refusals.too_many_requests("this address sent too many tokens that are not valid")
+            raise refusals.too_many_requests("this address sent too many invalid tokens")
         identity = await self._ask(token, audience, source)
         if identity is None:
             self._refused[digest] = None
         else:
-            self._rates.give_back(source)
+            self._rates.refund(source)
             self._good[digest] = identity
         return identity
 
@@ -94,7 +94,7 @@ class TokenReviews:
             async with self._running:
                 identity = await self._port.review_token(token, audience)
         except BaseException:
-            self._rates.give_back(source)
+            self._rates.refund(source)
             raise
         # An API server that does not know audiences accepts the token without naming one.
         return identity if identity is not None and audience in identity.audiences else None

@@ -63,11 +63,11 @@ class SecretSource:
                 return old
             new = new or certificates.make(self._server_names, self._clock())
             if await self._store(secret, new):
-                _LOG.info("made certificates in Secret %s/%s: %r", self._namespace, self._name, new)
+                _LOG.info("created certificates in Secret %s/%s: %r", self._namespace, self._name, new)
                 return new
         raise CertificateError(
             f"Secret {self._namespace}/{self._name} changed {_MAX_RACES} times while it was being renewed: "
-            "look who else writes it"
+            "find the other client that writes it"
         )
 
     def _renew(self, old: Certificates | None) -> Certificates | None:
@@ -80,7 +80,7 @@ class SecretSource:
     def _unusable(self, problem: str) -> CertificateError:
         return CertificateError(
             f"Secret {self._namespace}/{self._name} does not hold the operator's certificates ({problem}): "
-            "empty its data, and the operator fills it again"
+            "delete its data, and the operator creates new certificates"
         )
 
     async def _store(self, secret: RawObject | None, new: Certificates) -> bool:
@@ -170,7 +170,7 @@ class CertificateStore:
             try:
                 await self.load()
             except (CertificateError, ApiRefused, ApiUnavailable) as error:
-                _LOG.warning("the certificates could not be looked at, the old ones stay: %s", error)
+                _LOG.warning("the certificates could not be read; the old ones stay in use: %s", error)
 
 
 def _load_chain(context: ssl.SSLContext, new: Certificates) -> None:

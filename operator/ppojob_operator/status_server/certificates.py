@@ -162,7 +162,7 @@ def _all(pem: str, what: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem.encode())
     except ValueError as error:
-        raise CertificateError(f"{what} is no certificate in PEM ({error})") from error
+        raise CertificateError(f"{what} is not a certificate in PEM ({error})") from error
 
 
 def _first(pem: str, what: str) -> x509.Certificate:
@@ -173,7 +173,7 @@ def _load_key(pem: str, what: str = "the authority's key") -> ec.EllipticCurvePr
     try:
         key = serialization.load_pem_private_key(pem.encode(), password=None)
     except (ValueError, TypeError) as error:
-        raise CertificateError(f"{what} is no private key in PEM without a password ({error})") from error
+        raise CertificateError(f"{what} is not a private key in PEM without a password ({error})") from error
     return key  # type: ignore[return-value]
 
 

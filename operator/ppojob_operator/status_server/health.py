@@ -1,7 +1,7 @@
-"""Whether the operator makes progress: pulses that must not grow old, and checks that name a problem.
+"""Liveness and readiness: heartbeats of the loops, and checks that name a problem.
 
-`main.py` makes one and gives the loop a pulse to beat; /healthz and /readyz show it. A process that is merely alive
-is not healthy here: a loop that stands still or a watch that froze must make the kubelet restart the pod.
+`main.py` creates one `Health`; /healthz and /readyz return it. A running process is not enough: if a loop or a watch is
+stuck, /healthz fails, so that the kubelet restarts the pod.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ Check = Callable[[], str | None]
 
 
 @dataclass
-class Pulse:
-    """A sign of life of one loop."""
+class Heartbeat:
+    """The last time that one loop ran."""
 
     name: str
     limit_seconds: float
@@ -22,41 +22,41 @@ class Pulse:
     last: float
 
     def beat(self) -> None:
-        """Say that the loop went round."""
+        """Record that the loop ran."""
         self.last = self.clock()
 
     def problem(self) -> str | None:
-        """Return what is wrong if the last beat is too long ago."""
+        """Return the problem if the last beat is too long ago."""
         age = self.clock() - self.last
         if age <= self.limit_seconds:
             return None
-        return f"stands still for {age:.0f} s, {self.limit_seconds:g} s are allowed"
+        return f"has not run for {age:.0f} s; the limit is {self.limit_seconds:g} s"
 
 
 class Health:
-    """Everything that /healthz and /readyz look at."""
+    """The checks of /healthz and /readyz."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._live: dict[str, Check] = {}
         self._ready: dict[str, Check] = {}
 
-    def pulse(self, name: str, limit_seconds: float) -> Pulse:
-        """Return a new pulse; it counts from now, so a loop that never starts is noticed too."""
-        pulse = Pulse(name, limit_seconds, self._clock, self._clock())
-        self._live[name] = pulse.problem
-        return pulse
+    def heartbeat(self, name: str, limit_seconds: float) -> Heartbeat:
+        """Return a new heartbeat. Its age counts from now, so a loop that never starts fails too."""
+        heartbeat = Heartbeat(name, limit_seconds, self._clock, self._clock())
+        self._live[name] = heartbeat.problem
+        return heartbeat
 
     def check(self, name: str, check: Check) -> None:
-        """Let /healthz fail while the check names a problem."""
+        """Make /healthz fail while the check names a problem."""
         self._live[name] = check
 
     def ready_when(self, name: str, check: Check) -> None:
-        """Let /readyz fail while the check names a problem."""
+        """Make /readyz fail while the check names a problem."""
         self._ready[name] = check
 
     def forget(self, name: str) -> None:
-        """Remove the pulse and the checks of this name, because their part of the operator has stopped gracefully."""
+        """Remove the heartbeat and the checks of this name, because that component has stopped gracefully."""
         self._live.pop(name, None)
         self._ready.pop(name, None)
 

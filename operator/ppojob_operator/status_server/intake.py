@@ -86,7 +86,7 @@ class Intake:
             raise refusals.stale_report(str(key), report.number, newest[1])
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
-            raise refusals.unavailable("the last report is not written yet, send it again")
+            raise refusals.unavailable("the last report is not written yet: send it again")
         return progress_reply(current, report.attempt)
 
     async def receive_fetch(self, caller: Caller, body: bytes) -> ProgressReply:
@@ -119,7 +119,7 @@ def _api_problems(job: str) -> Iterator[None]:
         raise refusals.unavailable(f"the API server does not answer ({error})") from error
     except ApiRefused as error:
         _LOG.error("a report of %s cannot be checked: %s", job, error)
-        raise refusals.unavailable("the operator lacks a right and cannot check the report") from error
+        raise refusals.unavailable("the operator lacks a right that it needs to check the report") from error
 
 
 def _check_uid(reported: str, key: JobIdentity) -> None:
@@ -131,7 +131,7 @@ def parse_report(body: bytes) -> ProgressReport:
     """Return the report.
 
     Raises:
-        Refusal: it is no report; names the fields.
+        Refusal: it is not a report; names the fields.
     """
     report = _parse(ProgressReport, body)
     times = {
@@ -140,7 +140,7 @@ def parse_report(body: bytes) -> ProgressReport:
     }
     for path, text in times.items():
         if text is not None and not _is_rfc3339(text):
-            raise refusals.malformed(f"{path}: {text!r} is no RFC 3339 time such as 2026-01-31T12:00:00Z")
+            raise refusals.malformed(f"{path}: {text!r} is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
     return report
 
 

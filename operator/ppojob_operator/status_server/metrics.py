@@ -38,6 +38,10 @@ class OperatorMetrics:
         self.watch_failures = Counter(
             "ppojob_watch_failures", "Failures of the watches, which are then restarted.", registry=self.registry
         )
+        self.api_requests = Counter(
+            "ppojob_api_requests", "Requests to the API server; code is the HTTP status, or error without an answer.",
+            ["method", "resource", "code"], registry=self.registry,
+        )  # fmt: skip
         self.submissions = Counter("ppojob_submissions", "Attempts submitted to Ray.", registry=self.registry)
         self.retries = Counter(
             "ppojob_retries", "Attempts that failed and are tried again, by cause.", ["cause"],
@@ -85,6 +89,10 @@ class OperatorMetrics:
     def count_watch_failure(self) -> None:
         """Count one failure of the watches."""
         self.watch_failures.inc()
+
+    def count_api_request(self, method: str, resource: str, code: str) -> None:
+        """Count one request to the API server."""
+        self.api_requests.labels(method=method, resource=resource, code=code).inc()
 
     def count_submission(self) -> None:
         """Count one attempt that was submitted to Ray."""

@@ -22,7 +22,7 @@ class Refusal(Exception):
 
 
 def malformed(problem: str) -> Refusal:
-    """Return the answer to a body that is no ProgressReport."""
+    """Return the answer to a body that is not a ProgressReport."""
     return Refusal(400, "Malformed", f"{problem}; send a ProgressReport of ppojob.dev/v1alpha1 as JSON")
 
 
@@ -54,25 +54,28 @@ def other_object(job: str, reported: str, actual: str) -> Refusal:
 
 def stale_attempt(job: str, reported: int, current: int) -> Refusal:
     """Return the answer to an attempt that was replaced."""
-    message = f"attempt {reported} of PPOJob {job} was replaced by attempt {current}: stop this trainer, save nothing"
+    message = f"attempt {reported} of PPOJob {job} was replaced by attempt {current}: stop this trainer without saving"
     return Refusal(409, "StaleAttempt", message)
 
 
 def unknown_attempt(job: str, reported: int, current: int) -> Refusal:
-    """Return the answer to an attempt that has not begun. It stops no trainer: the operator's view may lag."""
-    message = f"attempt {reported} of PPOJob {job} has not begun, the current one is {current}: send the report again"
+    """Return the answer to an attempt that has not started. It stops no trainer: the operator's view may lag."""
+    message = f"attempt {reported} of PPOJob {job} has not started, the current one is {current}: send the report again"
     return Refusal(422, "UnknownAttempt", message)
 
 
 def stale_report(job: str, reported: int, newest: int) -> Refusal:
     """Return the answer to a report that is older than one that the operator has. It stops no trainer."""
-    message = f"report {reported} of PPOJob {job} is older than report {newest}, which arrived: number them upwards"
+    message = (
+        f"report {reported} of PPOJob {job} is older than report {newest}, which has already arrived: increase "
+        "the number with each report"
+    )
     return Refusal(422, "StaleReport", message)
 
 
 def job_finished(job: str, condition: str) -> Refusal:
     """Return the answer where the job is over."""
-    message = f"PPOJob {job} is {condition} and takes no more reports: stop the trainer"
+    message = f"PPOJob {job} is {condition} and accepts no more reports: stop the trainer"
     return Refusal(410, "JobFinished", message)
 
 

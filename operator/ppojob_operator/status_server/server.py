@@ -32,7 +32,7 @@ from ppojob_operator.status_server.writer import ProgressWriter
 _PREPARE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 5.0
 _FLUSH_SECONDS = 10.0
-_WRITER_PULSE_SECONDS = 60.0
+_WRITER_HEARTBEAT_SECONDS = 60.0
 _LINGERING_SECONDS = 2.0
 """How long a refused body is still read, so that its sender gets the answer."""
 _REQUEST_SECONDS = 30.0
@@ -56,8 +56,10 @@ class StatusServer:
     ) -> None:
         self._settings = settings
         self._certificates = _certificate_store(settings, secrets, clock)
-        pulse = health.pulse("status writer", _WRITER_PULSE_SECONDS)
-        self._writer = ProgressWriter(port, metrics, interval_seconds=settings.write_interval_seconds, beat=pulse.beat)
+        heartbeat = health.heartbeat("status writer", _WRITER_HEARTBEAT_SECONDS)
+        self._writer = ProgressWriter(
+            port, metrics, interval_seconds=settings.write_interval_seconds, beat=heartbeat.beat
+        )
         reviews = TokenReviews(port, cache_seconds=settings.token_cache_seconds)
         limit = settings.request_timeout_seconds
         intake = Intake(

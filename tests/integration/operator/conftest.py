@@ -182,7 +182,7 @@ def granted(kubectl: Any, chart: list[dict[str, Any]]) -> Iterator[Rights]:
 
 @pytest.fixture(scope="module")
 def operator(rights: Rights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator for the module's namespace; at the end it must stop in order."""
+    """The operator for the module's namespace; at the end it must stop gracefully."""
     process = rights.operator(tmp_path_factory.mktemp("operator"))
     process.start()
     yield process

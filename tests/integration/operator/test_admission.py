@@ -155,7 +155,7 @@ def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: A
 
     assert done.returncode == 0, done.stderr
     assert {line.partition("Warning: ")[2].rpartition(": ")[0] for line in done.stderr.splitlines()} == {
-        "spec.checkpoint.everySteps: 0: no checkpoint before the end",
+        "spec.checkpoint.everySteps: 0: no checkpoint is saved before the end",
         "spec.storage.claimName: 'ppojob-data': there is no such claim in namespace " + kubectl.namespace,
         "spec.serviceAccountName: 'nobody': there is no such ServiceAccount in namespace " + kubectl.namespace,
         # Nor is Kueue there itself; the condition Accepted says so.

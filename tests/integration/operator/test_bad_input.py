@@ -114,4 +114,4 @@ def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, 
 def test_the_operator_went_on_through_all_of_it(jobs: Any, operator: Any) -> None:
     assert operator.process.poll() is None
     assert operator.probe("healthz") == 200
-    assert "defect in the operator" not in operator.log.read_text()
+    assert "bug in the operator" not in operator.log.read_text()

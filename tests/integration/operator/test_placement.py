@@ -115,8 +115,8 @@ def test_the_plugin_explains_each_pool_in_the_schedulers_words(
 
     lines = ppo("explain-pending", name)
 
-    assert "pool actor: 1 of 1 pods ready, 1 there" in lines
-    _, _, critic = lines.partition("pool critic: 0 of 1 pods ready, 1 there\n")
+    assert "pool actor: 1 of 1 pods ready, 1 created" in lines
+    _, _, critic = lines.partition("pool critic: 0 of 1 pods ready, 1 created\n")
     assert critic.startswith("  scheduler: 0/")
     assert "Insufficient nvidia.com/gpu" in critic
     assert "4/12" in ppo("status")

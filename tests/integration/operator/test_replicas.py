@@ -84,7 +84,7 @@ def test_the_other_one_takes_over_when_the_leader_is_killed(kubectl: Any, jobs: 
     assert lease["holderIdentity"].startswith(f"replica-{1 - first}_")
 
 
-def test_a_leader_that_stops_in_order_is_followed_without_waiting(jobs: Any, replicas: Replicas) -> None:
+def test_a_leader_that_stops_gracefully_is_followed_without_waiting(jobs: Any, replicas: Replicas) -> None:
     first = replicas.leader()
 
     assert replicas.processes[first].stop() == 0

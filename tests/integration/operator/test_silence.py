@@ -72,4 +72,4 @@ def test_silence_is_said_and_harms_nothing_and_the_next_report_catches_up(
     jobs.wait_for(name, Condition.PROGRESSING, "True", Reason.TRAINING)
     status = jobs.status(name)
     assert status["progress"]["step"] == 7
-    assert (status["attempt"], status["retries"]["total"]) == (0, 0), "a silence of many stall timeouts is no stall"
+    assert (status["attempt"], status["retries"]["total"]) == (0, 0), "a silence of many stall timeouts is not a stall"

@@ -8,7 +8,7 @@ from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.plan import Job
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from ppojob_operator.status_server import JobIdentity
 
 NUM_WRITES = 20

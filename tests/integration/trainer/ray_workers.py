@@ -11,22 +11,22 @@ import torch
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, Metrics, register
 from ppojob_trainer.worker_groups.table import MIN_BLOCK_BYTES
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 
 class SumWorker:
-    """Remembers its seat, and what it was sent."""
+    """Remembers its context, and what it was sent."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def rank_plus(self, amount: int, *, times: int = 1) -> int:
-        return (self.seat.rank + amount) * times
+        return (self.context.rank + amount) * times
 
     @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO, blocking=True)
     def only_first(self) -> list[int]:
-        return [self.seat.rank, self.seat.world_size]
+        return [self.context.rank, self.context.world_size]
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def process_id(self) -> int:
@@ -35,21 +35,21 @@ class SumWorker:
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def place(self) -> tuple[str, int]:
         """Return the Ray node, and how many ranks of the group this one believes to be there."""
-        return ray.get_runtime_context().get_node_id(), self.seat.local_ranks
+        return ray.get_runtime_context().get_node_id(), self.context.local_world_size
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def own(self, mine: str) -> str:
-        return f"{self.seat.rank}:{mine}"
+        return f"{self.context.rank}:{mine}"
 
     @register(dispatch=Dispatch.DP_COMPUTE, blocking=True)
     def own_number(self, mine: int) -> int:
-        return self.seat.rank * mine
+        return self.context.rank * mine
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def double(self, batch: DataProto, wait_s: float = 0.0) -> DataProto:
         """Return twice the values, and who computed them."""
         time.sleep(wait_s)
-        ranks = torch.full((len(batch),), self.seat.rank)
+        ranks = torch.full((len(batch),), self.context.rank)
         return DataProto.from_dict(
             {"doubled": 2 * batch.tensor("values"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
         )
@@ -63,7 +63,7 @@ class SumWorker:
     def double_together(self, batch: DataProto) -> DataProto:
         """Return twice the values, and who computed them; a peer's rows are kept for `seen_together`."""
         self.together: list[int] = batch.tensor("values").tolist()
-        ranks = torch.full((len(batch),), self.seat.rank)
+        ranks = torch.full((len(batch),), self.context.rank)
         return DataProto.from_dict({"doubled": 2 * batch.tensor("values"), "rank": ranks})
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
@@ -73,7 +73,7 @@ class SumWorker:
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def fail_together(self, batch: DataProto) -> DataProto:
         """Fail on the last of the peers, whose answer nobody reads."""
-        if self.seat.rank == self.seat.world_size - 1:
+        if self.context.rank == self.context.world_size - 1:
             raise ZeroDivisionError("of a peer")
         return batch
 
@@ -84,12 +84,12 @@ class SumWorker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def fail_on(self, rank: int) -> None:
-        if self.seat.rank == rank:
+        if self.context.rank == rank:
             raise ZeroDivisionError("of the worker's own")
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def die_on(self, rank: int) -> None:
-        if self.seat.rank == rank:
+        if self.context.rank == rank:
             os._exit(9)
         time.sleep(1)
 

@@ -96,7 +96,7 @@ def test_a_store_that_is_down_may_come_back(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("ppojob_trainer.checkpoints.bucket.RETRY_LIMIT", timedelta(seconds=1))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
 
-    with pytest.raises(FetchError, match="look after the store, the network to it") as failure:
+    with pytest.raises(FetchError, match="check the store, the network to it") as failure:
         fetch_all(job_of(tmp_path, f"s3://{BUCKET}/models/tiny"), State(), "tests")
 
     assert not isinstance(failure.value, FetchRefusedError)

@@ -77,4 +77,4 @@ def test_a_checkpoint_that_lost_a_file_is_refused_with_the_older_one(
     assert len(named) == 1, error[-20:]
     assert f"checkpoint {newest} cannot be read: critic/{victim.name} is missing" in named[0]
     older = newest.with_name(f"step-{STEPS - 1}")
-    assert f"to go on from step {STEPS - 1}, set checkpoint.resumeFrom to {older}" in named[0]
+    assert f"to resume from step {STEPS - 1}, set checkpoint.resumeFrom to {older}" in named[0]

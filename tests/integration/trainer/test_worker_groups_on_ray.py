@@ -274,6 +274,6 @@ async def test_a_worker_that_cannot_be_built_is_an_error_and_not_a_wait(
 
 async def test_a_pool_that_does_not_fit_is_named_with_what_is_missing(pools: dict[str, PlacedPool]) -> None:
     with pytest.raises(
-        PoolNotPlacedError, match=r"pool actor wants 3 bundles .* the cluster has 2 pool_actor, wanted are 3"
+        PoolNotPlacedError, match=r"pool actor requests 3 bundles .* the cluster has 2 pool_actor, and 3 are needed"
     ):
         await place(spec_of(gpus_of_actor=3), 1.0)

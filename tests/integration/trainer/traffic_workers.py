@@ -19,7 +19,7 @@ from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 READ_BY_ACTOR = (Keys.INPUT_IDS, Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES)
 READ_BY_CRITIC = (Keys.INPUT_IDS, Keys.VALUES, Keys.RETURNS)
@@ -79,8 +79,8 @@ class _Engine:
 class ColumnActor(ActorWorker):
     """An actor with no model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec)
         self._engine = cast("Any", _Model("actor", READ_BY_ACTOR))
         self._sender = cast("Any", _Sender())
 
@@ -88,24 +88,24 @@ class ColumnActor(ActorWorker):
 class ColumnCritic(CriticWorker):
     """A critic with no model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec)
         self._engine = cast("Any", _Model("critic", READ_BY_CRITIC))
 
 
 class ColumnRef(RefWorker):
     """A reference with no model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec)
         self._engine = cast("Any", _Model("ref"))
 
 
 class ColumnRollout(RolloutWorker):
     """A rollout without vLLM."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec, pool: str) -> None:
-        super().__init__(seat, spec, pool)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
+        super().__init__(context, spec, pool)
         self._engine = cast("Any", _Engine())
 
     @register(dispatch=Dispatch.ONE_TO_ALL)

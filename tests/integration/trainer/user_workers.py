@@ -15,8 +15,8 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, register
 class Recorder:
     """Writes down what the models saw and gave."""
 
-    def __init__(self, seat: Any, folder: str) -> None:
-        self.seat = seat
+    def __init__(self, context: Any, folder: str) -> None:
+        self.context = context
         self.folder = Path(folder)
 
     @register(dispatch=Dispatch.RANK_ZERO)
@@ -47,15 +47,15 @@ class Recorder:
 class Marker:
     """One method for each way of calling."""
 
-    def __init__(self, seat: Any, fail: bool = False) -> None:
-        self.seat = seat
+    def __init__(self, context: Any, fail: bool = False) -> None:
+        self.context = context
         self.fail = fail
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def mark(self, batch: DataProto) -> DataProto:
-        if self.fail and self.seat.rank == 1:
+        if self.fail and self.context.rank == 1:
             raise ZeroDivisionError("of the user's own")
-        ranks = torch.full((len(batch),), self.seat.rank)
+        ranks = torch.full((len(batch),), self.context.rank)
         doubled = 2 * batch.tensor("values")
         return DataProto.from_dict({"values": doubled, "rank": ranks}, meta_info={Meta.METRICS: {"a": [len(batch)]}})
 
@@ -73,4 +73,4 @@ class Marker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO)
     def first(self, batch: DataProto) -> dict[str, float]:
-        return {"rank": float(self.seat.rank), "sum": float(batch.tensor("values").sum())}
+        return {"rank": float(self.context.rank), "sum": float(batch.tensor("values").sum())}

@@ -68,7 +68,7 @@ def test_the_limit_of_the_gap_is_the_documents_and_the_dashboards() -> None:
     [alert] = [rule for rule in RULES if rule["alert"] == "PPOJobRolloutDiffers"]
     panels = expressions.panels_of(expressions.dashboards()["job"])
     [line] = [panel["threshold"] for panel in panels if "threshold" in panel]
-    [documented] = re.findall(r"a mean above ([0-9.]+) needs", WATCHING.read_text())
+    [documented] = re.findall(r"if the mean is above ([0-9.]+) after", WATCHING.read_text())
 
     assert f"> {documented} unless" in alert["expr"]
     assert line == float(documented)

@@ -1,7 +1,7 @@
-"""The commands, paths, links and values in the documents are ones that there are: what of them can be known unexecuted.
+"""The commands, paths, links, values and tables in the documents are right, as far as this can be known without a run.
 
-Blocks of `sh` are held to the command's own parser, with arguments and options; commands in running text, which may be
-cut short, to the names of subcommands and options.
+Blocks of `sh` are checked with the command's own parser, with arguments and options. Commands in running text may be
+incomplete, so only their subcommands and options are checked.
 """
 
 import importlib.util
@@ -31,6 +31,7 @@ DOCUMENTS = sorted(path for path in tree() if path.suffix == ".md")
 BLOCK = re.compile(r"^```(?:sh|bash|shell)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ANY_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IN_TEXT = re.compile(r"`((?:make|ppojob|kubectl ppo|helm|pip|python -m|python3 -m) [^`]+)`")
+JOINED_ROWS = re.compile(r"\|\s+\|\s*:?-{3}")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 BEFORE_A_COMMAND = re.compile(r"^([A-Z_]+=.*|do|then|sudo|if|!)$")
@@ -212,6 +213,13 @@ def test_every_value_of_the_chart_is_in_values_yaml(document: Path) -> None:
     of_chart = {word for word in named - NO_VALUES if VALUE.match(word) and word.split(".")[0] in VALUES}
 
     assert {word for word in of_chart if not is_value(word)} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_row_of_a_table_has_its_own_line(document: Path) -> None:
+    text = ANY_BLOCK.sub("", document.read_text())
+
+    assert [line[:80] for line in text.splitlines() if JOINED_ROWS.search(line)] == []
 
 
 def test_there_is_something_to_check() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec, KLControllerType, KLEstimator
+from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec, KLControllerType, KLEstimator, PolicyLoss
 from ppojob_api.v1alpha1.constants import STATUS_METRICS, Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
@@ -26,6 +27,7 @@ from tests.bad_specs import GOOD
 from tests.unit.trainer.engines.test_engine_families import FAMILIES
 
 DOCS = Path("docs")
+ALGORITHMS = (DOCS / "algorithms.md").read_text()
 CONDITIONS, CONCEPTS, METRICS, MATRIX = (
     (DOCS / f"{name}.md").read_text() for name in ("conditions", "concepts", "metrics", "support-matrix")
 )
@@ -77,7 +79,7 @@ def kinds() -> dict[str, set[str]]:
         found.setdefault(reason, set()).add(kind)
     for reason, kind in failures._ENGINE_KINDS.items():
         found.setdefault(reason, set()).add(kind)
-    # Of a graceful stop, which is no failure.
+    # Of a graceful stop, which is not a failure.
     del found[Reason.INTERRUPTED]
     found[Reason.TRAINER_FAILED].add(FailureKind.USER)
     return found
@@ -120,6 +122,35 @@ def test_the_matrix_has_the_estimators_and_whether_they_need_a_critic() -> None:
     found = {each.value: AlgorithmSpec(advantage_estimator=each).needs_critic for each in AdvantageEstimator}
 
     assert {name: listed[name] == "required" for name in found} == found
+
+
+@pytest.mark.parametrize(("heading", "names"), [("Estimators", AdvantageEstimator), ("Policy losses", PolicyLoss)])
+def test_the_page_of_algorithms_has_all_names(heading: str, names: type[StrEnum]) -> None:
+    listed = [CODE.findall(row[0])[0] for row in rows(section(ALGORITHMS, heading))]
+
+    assert listed == [each.value for each in names]
+
+
+def test_the_matrix_has_the_policy_losses() -> None:
+    head = "| `algorithm.policyLoss` |"
+    listed = [CODE.findall(row[0]) for row in rows(head + MATRIX.split(head)[1].split("\n\n")[0])]
+
+    assert [name for names in listed for name in names] == [each.value for each in PolicyLoss]
+
+
+def test_the_page_of_algorithms_has_the_examples_functions() -> None:
+    def functions(source: str) -> list[str]:
+        """Return the functions without their docstrings."""
+        found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        for node in found:
+            node.body = node.body[1:] if ast.get_docstring(node) else node.body
+        return [ast.unparse(node) for node in found]
+
+    source = Path("examples/12-own-algorithm/algorithm.py").read_text()
+    shown = ALGORITHMS.split("```python\n")[1].split("```")[0]
+
+    assert functions(shown) == functions(source)
+    assert len(source.splitlines()) < 30
 
 
 @pytest.mark.parametrize(

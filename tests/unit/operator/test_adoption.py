@@ -13,7 +13,7 @@ from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.plan import EventRecord, Job, Manifest
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from ppojob_operator.settings import Settings
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
@@ -25,7 +25,7 @@ PATIENCE = 120.0
 class Lives:
     """An API server with one job, another operator's Lease, and a clock."""
 
-    def __init__(self, owner: OperatorStatus | None = None, wish: str | None = None) -> None:
+    def __init__(self, owner: OperatorStatus | None = None, requested: str | None = None) -> None:
         self.now = 0.0
         held = {"holderIdentity": "pod_1", "leaseDurationSeconds": 15, "renewTime": "0"}
         self.lease: Manifest | None = {"spec": held}
@@ -33,7 +33,7 @@ class Lives:
         self.event_error: Exception | None = None
         self.is_there = True
         self.status: dict[str, Any] = {} if owner is None else {"operator": owner.to_wire()}
-        self.annotations = {} if wish is None else {ANNOTATION_OPERATOR: wish}
+        self.annotations = {} if requested is None else {ANNOTATION_OPERATOR: requested}
         self.writes: list[Mapping[str, Any]] = []
         self.events: list[str] = []
         self.lease_reads: list[tuple[str, str]] = []
@@ -210,7 +210,9 @@ async def test_a_status_is_not_written_over_that_of_another_operator(
     if is_written:
         assert await cluster.write_status(Lives(before).job, {"phase": "Running"})
     else:
-        with pytest.raises(ApiUnavailable, match="went to another operator while its status was being written"):
+        with pytest.raises(
+            ApiUnavailable, match="was handed over to another operator while its status was being written"
+        ):
             await cluster.write_status(Lives(before).job, {"phase": "Running"})
 
     assert server.written == ([{"phase": "Running"}] if is_written else [])

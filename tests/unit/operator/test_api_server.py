@@ -1,4 +1,4 @@
-"""The connection to the API server, against an HTTP server in this process that plays it and keeps what it was sent."""
+"""The client of the API server, against a fake API server in this process that records the requests."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from ppojob_operator.api_server import JOBS, ApiError, ApiFailed, ApiRefused, ApiServer, ApiUnavailable
 from ppojob_operator.cluster_progress import ProgressCluster
-from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.fake_api_server import connected
 
 STATUS = {"phase": "Running"}
 PATH = "/apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/x"
 
 
-class Player:
-    """Plays an API server with one PPOJob `ns/x`; `races` is how often it changes between a read and a write."""
+class FakeAPIServer:
+    """An API server with one PPOJob `ns/x`; `races`: how often the object changes between a read and a write."""
 
     def __init__(self) -> None:
         self.uid = "u"
@@ -50,13 +50,13 @@ class Player:
 
 
 @pytest.fixture
-def player() -> Player:
-    return Player()
+def server() -> FakeAPIServer:
+    return FakeAPIServer()
 
 
 @pytest.fixture
-async def api(player: Player) -> AsyncIterator[ApiServer]:
-    async with connected(player.handle) as api:
+async def api(server: FakeAPIServer) -> AsyncIterator[ApiServer]:
+    async with connected(server.handle) as api:
         yield api
 
 
@@ -64,16 +64,16 @@ async def write(api: ApiServer) -> bool:
     return await api.apply_status("ns", "x", "u", status_of=lambda _: STATUS, manager="me")
 
 
-async def test_a_status_is_written_to_the_object_as_it_was_just_read(api: ApiServer, player: Player) -> None:
+async def test_a_status_is_written_to_the_object_as_it_was_just_read(api: ApiServer, server: FakeAPIServer) -> None:
     assert await write(api)
 
-    assert player.seen == [f"GET {PATH}", f"PATCH {PATH}/status?fieldManager=me&force=true"]
-    (written,) = player.written
+    assert server.seen == [f"GET {PATH}", f"PATCH {PATH}/status?fieldManager=me&force=true"]
+    (written,) = server.written
     assert written["metadata"] == {"namespace": "ns", "name": "x", "resourceVersion": "7"}
     assert (written["status"], written["manager"]) == (STATUS, "me")
 
 
-async def test_what_may_lag_is_read_from_the_api_servers_memory(api: ApiServer, player: Player) -> None:
+async def test_what_may_lag_is_read_from_the_api_servers_memory(api: ApiServer, server: FakeAPIServer) -> None:
     progress = ProgressCluster(api)
 
     assert await progress.read_job("ns", "x") is not None
@@ -81,37 +81,37 @@ async def test_what_may_lag_is_read_from_the_api_servers_memory(api: ApiServer, 
     assert await api.read(JOBS, "ns", "x") is not None
 
     pod = "/api/v1/namespaces/ns/pods/p"
-    assert player.seen == [f"GET {PATH}?resourceVersion=0", f"GET {pod}?resourceVersion=0", f"GET {PATH}"]
+    assert server.seen == [f"GET {PATH}?resourceVersion=0", f"GET {pod}?resourceVersion=0", f"GET {PATH}"]
 
 
-async def test_an_object_that_changed_in_between_is_looked_at_again(api: ApiServer, player: Player) -> None:
-    player.races = 2
+async def test_an_object_that_changed_in_between_is_looked_at_again(api: ApiServer, server: FakeAPIServer) -> None:
+    server.races = 2
 
     assert await write(api)
 
-    assert [call.partition(" ")[0] for call in player.seen] == ["GET", "PATCH"] * 3
-    assert len(player.written) == 1
+    assert [call.partition(" ")[0] for call in server.seen] == ["GET", "PATCH"] * 3
+    assert len(server.written) == 1
 
 
-async def test_an_object_that_changes_every_time_is_given_up_for_now(api: ApiServer, player: Player) -> None:
-    player.races = 99
+async def test_an_object_that_changes_every_time_is_given_up_for_now(api: ApiServer, server: FakeAPIServer) -> None:
+    server.races = 99
 
     with pytest.raises(ApiUnavailable, match=r"PPOJob ns/x changed 5 times while its status was being written"):
         await write(api)
 
-    assert player.written == []
+    assert server.written == []
 
 
-async def test_another_object_of_the_same_name_gets_nothing(api: ApiServer, player: Player) -> None:
-    player.uid = "of a newer one"
+async def test_another_object_of_the_same_name_gets_nothing(api: ApiServer, server: FakeAPIServer) -> None:
+    server.uid = "of a newer one"
 
     assert not await write(api)
 
-    assert player.seen == [f"GET {PATH}"]
+    assert server.seen == [f"GET {PATH}"]
 
 
-async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, player: Player) -> None:
-    player.answer = (404, "{}")
+async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, server: FakeAPIServer) -> None:
+    server.answer = (404, "{}")
 
     assert not await write(api)
     assert await api.read(JOBS, "ns", "x") is None
@@ -129,16 +129,16 @@ async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, player: Playe
     ids=["away", "slowly", "forbidden", "unknown field", "no JSON"],
 )
 async def test_an_answer_is_told_in_the_servers_words(
-    api: ApiServer, player: Player, answer: tuple[int, str], error: type[ApiError], words: str
+    api: ApiServer, server: FakeAPIServer, answer: tuple[int, str], error: type[ApiError], words: str
 ) -> None:
-    player.answer = answer
+    server.answer = answer
 
     with pytest.raises(error, match=words):
         await api.read(JOBS, "ns", "x")
 
 
-async def test_no_answer_in_time_names_the_call(player: Player, api: ApiServer) -> None:
-    player.delay = 60.0
+async def test_no_answer_in_time_names_the_call(server: FakeAPIServer, api: ApiServer) -> None:
+    server.delay = 60.0
     api = ApiServer(api._client, timeout=0.05)
 
     with pytest.raises(ApiUnavailable, match=r"GET .*/namespaces/ns/ppojobs/x: no answer within 0.05 s"):
@@ -153,14 +153,14 @@ async def test_nobody_there_is_no_answer() -> None:
             await ApiServer(client, timeout=20.0).read(JOBS, "ns", "x")
 
 
-async def test_a_name_from_outside_leads_to_no_other_path(api: ApiServer, player: Player) -> None:
+async def test_a_name_from_outside_leads_to_no_other_path(api: ApiServer, server: FakeAPIServer) -> None:
     await api.read(JOBS, "ns", "../../secrets/key")
 
-    assert player.seen == ["GET /apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/..%2F..%2Fsecrets%2Fkey"]
+    assert server.seen == ["GET /apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/..%2F..%2Fsecrets%2Fkey"]
 
 
-async def test_a_status_is_made_of_the_object_at_each_try(api: ApiServer, player: Player) -> None:
-    player.races = 2
+async def test_a_status_is_made_of_the_object_at_each_try(api: ApiServer, server: FakeAPIServer) -> None:
+    server.races = 2
     seen: list[str] = []
 
     def status_of(current: Any) -> dict[str, Any]:
@@ -171,31 +171,31 @@ async def test_a_status_is_made_of_the_object_at_each_try(api: ApiServer, player
     assert seen == ["7", "8", "9"]
 
 
-async def test_where_there_is_nothing_to_write_nothing_is_sent(api: ApiServer, player: Player) -> None:
+async def test_where_there_is_nothing_to_write_nothing_is_sent(api: ApiServer, server: FakeAPIServer) -> None:
     assert await api.apply_status("ns", "x", "u", status_of=lambda _: None, manager="me")
 
-    assert player.seen == [f"GET {PATH}"]
+    assert server.seen == [f"GET {PATH}"]
 
 
 @pytest.mark.parametrize("exists", [False, True])
-async def test_an_object_is_created_once(api: ApiServer, player: Player, exists: bool) -> None:
-    player.exists = exists
+async def test_an_object_is_created_once(api: ApiServer, server: FakeAPIServer, exists: bool) -> None:
+    server.exists = exists
 
     assert await api.create(JOBS, {"metadata": {"namespace": "ns", "name": "x"}}) is not exists
 
 
 @pytest.mark.parametrize(("version", "is_replaced"), [("7", True), ("6", False)])
 async def test_only_the_object_that_was_read_is_replaced(
-    api: ApiServer, player: Player, version: str, is_replaced: bool
+    api: ApiServer, server: FakeAPIServer, version: str, is_replaced: bool
 ) -> None:
     manifest = {"metadata": {"namespace": "ns", "name": "x", "resourceVersion": version}}
 
     assert await api.replace(JOBS, manifest) is is_replaced
-    assert len(player.written) == int(is_replaced)
+    assert len(server.written) == int(is_replaced)
 
 
 async def test_a_guard_that_says_no_lets_nothing_be_written_but_everything_be_read(
-    api: ApiServer, player: Player
+    api: ApiServer, server: FakeAPIServer
 ) -> None:
     def guard() -> None:
         raise ApiUnavailable("does not lead")
@@ -206,4 +206,4 @@ async def test_a_guard_that_says_no_lets_nothing_be_written_but_everything_be_re
     for method in ("PATCH", "POST", "PUT", "DELETE"):
         with pytest.raises(ApiUnavailable, match="does not lead"):
             await guarded.call(method, f"{JOBS}/{{name}}", "ns", "x", body={})
-    assert player.seen == [f"GET {PATH}"]
+    assert server.seen == [f"GET {PATH}"]

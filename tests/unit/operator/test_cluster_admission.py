@@ -1,4 +1,4 @@
-"""What admission asks of the API server, against an HTTP server in this process that plays it."""
+"""The webhook's reads, against a fake API server in this process."""
 
 import base64
 import json
@@ -10,8 +10,8 @@ from aiohttp import web
 
 from ppojob_operator.api_server import ApiRefused
 from ppojob_operator.cluster_admission import AdmissionCluster
-from ppojob_operator.reconcile.references import Kind, Reference
-from tests.unit.operator.played_api_server import connected
+from ppojob_operator.reconcile.acceptance import Kind, Reference
+from tests.unit.operator.fake_api_server import connected
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/ours"
 PATHS = {
@@ -25,7 +25,7 @@ PATHS = {
 }
 
 
-class Player:
+class FakeAPIServer:
     """Plays an API server that has what is in `objects`, by path."""
 
     def __init__(self) -> None:
@@ -44,56 +44,62 @@ class Player:
 
 
 @pytest.fixture
-def player() -> Player:
-    return Player()
+def server() -> FakeAPIServer:
+    return FakeAPIServer()
 
 
 @pytest.fixture
-async def cluster(player: Player) -> AsyncIterator[AdmissionCluster]:
-    async with connected(player.handle) as api:
+async def cluster(server: FakeAPIServer) -> AsyncIterator[AdmissionCluster]:
+    async with connected(server.handle) as api:
         yield AdmissionCluster(api)
 
 
 @pytest.mark.parametrize("kind", Kind)
-async def test_every_kind_is_looked_for_where_it_is(cluster: AdmissionCluster, player: Player, kind: Kind) -> None:
+async def test_every_kind_is_looked_for_where_it_is(
+    cluster: AdmissionCluster, server: FakeAPIServer, kind: Kind
+) -> None:
     reference = Reference(kind, "x", "spec.somewhere")
 
     assert await cluster.read_reference(reference, "rl-team") is None
-    player.objects[PATHS[kind]] = {"metadata": {"name": "x"}}
+    server.objects[PATHS[kind]] = {"metadata": {"name": "x"}}
     assert await cluster.read_reference(reference, "rl-team") == {"metadata": {"name": "x"}}
-    assert player.seen[0] == player.seen[-1] == f"GET {PATHS[kind]}"
+    assert server.seen[0] == server.seen[-1] == f"GET {PATHS[kind]}"
 
 
 @pytest.mark.parametrize("kind", [Kind.LOCAL_QUEUE, Kind.WORKLOAD_PRIORITY_CLASS])
 async def test_a_newer_kueue_has_its_objects_under_another_version(
-    cluster: AdmissionCluster, player: Player, kind: Kind
+    cluster: AdmissionCluster, server: FakeAPIServer, kind: Kind
 ) -> None:
-    player.objects[PATHS[kind].replace("v1beta1", "v1beta2")] = {"metadata": {"name": "x"}}
+    server.objects[PATHS[kind].replace("v1beta1", "v1beta2")] = {"metadata": {"name": "x"}}
 
     assert await cluster.read_reference(Reference(kind, "x", "spec.somewhere"), "rl-team") is not None
 
 
 @pytest.mark.parametrize(("name", "namespace"), [("..", "rl-team"), ("x", ".."), ("", "rl-team"), ("a/b", "rl-team")])
 async def test_a_name_that_no_object_can_have_is_not_asked_for(
-    cluster: AdmissionCluster, player: Player, name: str, namespace: str
+    cluster: AdmissionCluster, server: FakeAPIServer, name: str, namespace: str
 ) -> None:
     assert await cluster.read_reference(Reference(Kind.CLAIM, name, "spec.somewhere"), namespace) is None
-    assert player.seen == []
+    assert server.seen == []
 
 
-async def test_the_webhooks_of_a_configuration_and_whom_they_trust(cluster: AdmissionCluster, player: Player) -> None:
+async def test_the_webhooks_of_a_configuration_and_whom_they_trust(
+    cluster: AdmissionCluster, server: FakeAPIServer
+) -> None:
     assert await cluster.read_webhooks("ours") is None
     trusted = {"name": "two.x.y", "clientConfig": {"caBundle": base64.b64encode(b"PEM").decode()}}
-    player.objects[CONFIGURATION] = {"webhooks": [{"name": "one.x.y", "clientConfig": {}}, trusted]}
+    server.objects[CONFIGURATION] = {"webhooks": [{"name": "one.x.y", "clientConfig": {}}, trusted]}
 
     assert await cluster.read_webhooks("ours") == {"one.x.y": "", "two.x.y": "PEM"}
 
 
-async def test_only_the_bundle_is_written_and_by_our_field_manager(cluster: AdmissionCluster, player: Player) -> None:
+async def test_only_the_bundle_is_written_and_by_our_field_manager(
+    cluster: AdmissionCluster, server: FakeAPIServer
+) -> None:
     await cluster.trust("ours", ["one.x.y"], "PEM")
 
-    [(query, body)] = player.patched
-    assert player.seen == [f"PATCH {CONFIGURATION}"]
+    [(query, body)] = server.patched
+    assert server.seen == [f"PATCH {CONFIGURATION}"]
     assert query == {"fieldManager": "ppojob-operator", "force": "true"}
     assert body == {
         "apiVersion": "admissionregistration.k8s.io/v1",
@@ -103,8 +109,8 @@ async def test_only_the_bundle_is_written_and_by_our_field_manager(cluster: Admi
     }
 
 
-async def test_a_refusal_has_the_api_servers_words(cluster: AdmissionCluster, player: Player) -> None:
-    player.status = 403
+async def test_a_refusal_has_the_api_servers_words(cluster: AdmissionCluster, server: FakeAPIServer) -> None:
+    server.status = 403
 
     with pytest.raises(ApiRefused, match="403 said"):
         await cluster.trust("ours", ["one.x.y"], "PEM")

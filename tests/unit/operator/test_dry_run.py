@@ -5,11 +5,11 @@ from aiohttp import web
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_operator.api_server import ApiUnavailable
+from ppojob_operator.api_server import ApiFailed, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.plan import JobKey
-from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.fake_api_server import connected
 from tests.unit.operator.reconcile.worlds import spec
 
 WANTED = ray_cluster(resolve(parse_spec(spec())), JobKey("rl-team", "arithmetic"), "uid-1", "arithmetic-next")
@@ -43,3 +43,30 @@ async def test_an_api_server_that_cannot_answer_now_is_asked_again() -> None:
     async with connected(answer) as api:
         with pytest.raises(ApiUnavailable):
             await Cluster(api, reporter="operator").dry_run(WANTED)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (
+            ".spec.workerGroupSpecs[1].template.spec.foo: field not declared in schema",
+            "spec.pools[1].podTemplate.spec.foo",
+        ),
+        (
+            'RayCluster "x" is invalid: spec.headGroupSpec.template.spec.containers[0].image: Required value',
+            "spec.head.podTemplate.spec.containers[0].image",
+        ),
+    ],
+)
+@pytest.mark.parametrize("status", [422, 500])
+async def test_a_refused_pod_template_is_named_by_its_field_in_the_ppojob(words: str, field: str, status: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "GET":
+            return web.json_response({"message": "not found"}, status=404)
+        return web.json_response({"message": words}, status=status)
+
+    async with connected(answer) as api:
+        cluster = Cluster(api, reporter="operator")
+        assert (await cluster.dry_run(WANTED)).endswith(f"{words}; see {field} of the PPOJob")
+        with pytest.raises(ApiRefused if status == 422 else ApiFailed, match="of the PPOJob"):
+            await cluster.apply(WANTED)

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 
 from ppojob_api.v1alpha1.constants import Condition
 from ppojob_operator.plan import Claim, Observed
-from ppojob_operator.reconcile import decide, read_job
+from ppojob_operator.reading import read_job
+from ppojob_operator.reconcile import decide
 from tests.fuzz.specs import specs
 from tests.unit.operator.reconcile.worlds import KEY, START, SURROUNDINGS, UID
 

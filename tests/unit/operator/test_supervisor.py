@@ -34,7 +34,7 @@ async def test_all_parts_end_when_asked() -> None:
     await supervise(stop, {"a": waiting(stop), "b": waiting(stop)})
 
 
-async def test_a_part_that_ends_by_itself_ends_the_process_and_the_others_in_order() -> None:
+async def test_a_part_that_ends_by_itself_ends_the_process_and_the_others_gracefully() -> None:
     stop = asyncio.Event()
 
     with pytest.raises(RuntimeError, match="a ended by itself"):

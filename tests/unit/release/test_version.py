@@ -12,7 +12,7 @@ from tools.release.version import IMAGES, Change, ReleaseError, changes_of, proj
 
 VERSION = project_version(Path("pyproject.toml").read_text())
 IMAGE_TAG = re.compile(r"ppojob-(?:operator|trainer(?:-cuda)?):(\d+\.\d+\.\d+[\w.-]*)")
-# What these say of a version is no reference to an image of this one.
+# What these say of a version is not a reference to an image of this one.
 OTHERS = ("tests/unit/", "CHANGELOG.md")
 
 

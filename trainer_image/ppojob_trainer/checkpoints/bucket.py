@@ -1,9 +1,10 @@
-"""The keys below an address in an object store, by obstore. No other module here knows it, and none its errors.
+"""The keys below an address in an object store, read and written with obstore.
 
-`bucket_store.py`, `shelf.py` and `exports` call it; `engines` take the connection for the shards, and `commands.fetch`
-reads models and data by it. Credentials, region and endpoint are in the environment, where obstore reads them; they are
-never logged, nor is the body of a store's answer, which may repeat a signed request. A call is tried again for
-`RETRY_LIMIT`, as obstore does it.
+No other module imports obstore or catches its errors. `bucket_store.py`, `readers.py` and `exports` call this module;
+`engines` use its connection for the shards, and `commands.fetch` reads models and data with it. obstore reads the
+credentials, region and endpoint from the environment. They are never logged, nor is the body of a store's answer, which
+may repeat a signed request. obstore retries a call for
+`RETRY_LIMIT`.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _named(field: str, address: str, error: Exception) -> BucketError:
         return CredentialsMissingError(f"{what}: there are no credentials ({said(error)}); {_CREDENTIALS}")
     status = _STATUS.search(text)
     return BucketUnreachableError(
-        f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; look after the store, "
+        f"{what}: {said(error)}{'' if status else f', tried for up to {RETRY_LIMIT.seconds} s'}; check the store, "
         "the network to it, and AWS_ENDPOINT_URL (http:// needs AWS_ALLOW_HTTP=true)"
     )
 

@@ -1,7 +1,7 @@
 """The checkpoints of one run in an object store; see `store.py` for what they promise.
 
     s3://bucket/prefix/tracker.json               who may write here (uid, attempt), and which checkpoint is the newest
-    s3://bucket/prefix/step-8.attempt-0/...       a whole checkpoint: it has manifest.json, which is written last
+    s3://bucket/prefix/step-8.attempt-0/...       a complete checkpoint: it has manifest.json, which is written last
     s3://bucket/prefix/step-12.attempt-1/...      without a manifest: attempt 1 is writing it
 
 Nothing is renamed, because a store would copy every byte. So each attempt uses separate names, and a checkpoint is
@@ -24,8 +24,8 @@ from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints.bucket import ChangedMeanwhileError, connect
 from ppojob_trainer.checkpoints.checkpoint import (
     MANIFEST,
-    BrokenCheckpointError,
     Checkpoint,
+    IncompleteCheckpointError,
     manifest_of,
     parse_manifest,
 )
@@ -36,7 +36,7 @@ from ppojob_trainer.checkpoints.errors import (
     FencedOutError,
     ForeignFilesError,
 )
-from ppojob_trainer.checkpoints.shelf import BucketShelf, newest_whole, order_of, read, read_at
+from ppojob_trainer.checkpoints.readers import BucketReader, newest_complete, order_of, read, read_at
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
@@ -68,7 +68,7 @@ class BucketStore:
     def __init__(self, address: str, *, uid: str, attempt: int) -> None:
         """See `connect` for what it raises."""
         self._bucket = connect(address)
-        self._shelf = BucketShelf(self._bucket)
+        self._reader = BucketReader(self._bucket)
         self._tracker = _Tracker(uid, attempt, uuid.uuid4().hex)
         self._version: UpdateVersion | None = None
 
@@ -81,7 +81,7 @@ class BucketStore:
             if found is not None and found.uid == self._tracker.uid:
                 self._refuse_newer(found)
                 self._tracker = replace(self._tracker, newest=found.newest, resumed_from=found.resumed_from)
-            elif self._shelf.names() and not adopts:
+            elif self._reader.names() and not adopts:
                 raise self._foreign(found)
             try:
                 self._version = self._bucket.write(_TRACKER, _encode(self._tracker), replaces=version)
@@ -105,25 +105,25 @@ class BucketStore:
         newest = self._tracker.newest
         if newest is None:
             # A kill between the first manifest and the tracker.
-            newest = next(reversed(self._shelf.names()), None)
-        return read(self._shelf, newest) if newest is not None else None
+            newest = next(reversed(self._reader.names()), None)
+        return read(self._reader, newest) if newest is not None else None
 
     def older_than(self, step: int) -> Checkpoint | None:
         """See `CheckpointStore`."""
-        return newest_whole(self._shelf, before=step)
+        return newest_complete(self._reader, before=step)
 
     def begin(self, step: int) -> str:
         """See `CheckpointStore`."""
         self._check_fence()
         name = self._name(step)
-        sealed, unsealed = self._shelf.sorted_by_seal()
-        for left in unsealed:
+        complete, incomplete = self._reader.complete_and_incomplete()
+        for left in incomplete:
             # Files of a higher attempt belong to one that has claimed the address just now.
             if order_of(left)[1] <= self._tracker.attempt:
                 self._bucket.delete(left)
-        if name in sealed:
+        if name in complete:
             self._vacate(name, step)
-        return self._shelf.location(name)
+        return self._reader.location(name)
 
     def abandon(self, step: int) -> None:
         """See `CheckpointStore`."""
@@ -141,11 +141,11 @@ class BucketStore:
         self._bucket.overwrite(f"{name}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True).encode())
         self._track(replace(self._tracker, newest=name))
         self._keep(keep, step)
-        return read(self._shelf, name)
+        return read(self._reader, name)
 
     def _begin_from(self, location: str) -> Checkpoint:
         found = read_at(location)
-        own = {self._shelf.location(name): name for name in self._shelf.names()}
+        own = {self._reader.location(name): name for name in self._reader.names()}
         # Written to the store with the next checkpoint, or now if the run is rolled back.
         self._tracker = replace(self._tracker, resumed_from=location)
         if found.location in own:
@@ -153,7 +153,7 @@ class BucketStore:
         return found
 
     def _keep(self, keep: int, step: int) -> None:
-        own = [name for name in self._shelf.names() if self._is_own(name)]
+        own = [name for name in self._reader.names() if self._is_own(name)]
         # If several attempts saved a step, the last counts; later steps belong to an abandoned continuation of the run.
         newest = {order_of(name)[0]: name for name in own if order_of(name)[0] <= step}
         kept = [newest[known] for known in sorted(newest)][-keep:]
@@ -174,7 +174,7 @@ class BucketStore:
         found = self._bucket.read(f"{name}/{MANIFEST}")
         try:
             return found is not None and parse_manifest(found.content)["uid"] == self._tracker.uid
-        except BrokenCheckpointError:
+        except IncompleteCheckpointError:
             return False
 
     def _check_fence(self) -> None:
@@ -213,7 +213,7 @@ class BucketStore:
         try:
             return _decode(found.content), found.version
         except ValueError as error:
-            location, newest = f"{self._bucket.address}/{_TRACKER}", newest_whole(self._shelf)
+            location, newest = f"{self._bucket.address}/{_TRACKER}", newest_complete(self._reader)
             raise CheckpointUnreadableError.of(location, str(error), older=newest) from error
 
     def _name(self, step: int) -> str:
@@ -238,4 +238,4 @@ def _decode(content: bytes) -> _Tracker:
     try:
         return _Tracker(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise ValueError("it is not what this program writes") from error
+        raise ValueError("it was not written by this program") from error

@@ -14,13 +14,13 @@ from typing import Any
 MANIFEST = "manifest.json"
 
 
-class BrokenCheckpointError(ValueError):
-    """The checkpoint is incomplete; the message says why. `shelf.py` adds the remedy."""
+class IncompleteCheckpointError(ValueError):
+    """The checkpoint is incomplete; the message says why. `readers.py` adds the remedy."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     step: int
     location: str
@@ -37,39 +37,39 @@ def manifest_of(*, step: int, uid: str, state: Mapping[str, Any], files: Mapping
 
 
 def parse_manifest(text: bytes | str) -> dict[str, Any]:
-    """Return what `manifest_of` made.
+    """Return the manifest that `manifest_of` created.
 
     Raises:
-        BrokenCheckpointError: it is something else.
+        IncompleteCheckpointError: the text is not such a manifest.
     """
     try:
         manifest = json.loads(text)
     except ValueError as error:
-        raise BrokenCheckpointError(f"{MANIFEST} is no JSON object") from error
+        raise IncompleteCheckpointError(f"{MANIFEST} is not a JSON object") from error
     if not isinstance(manifest, dict):
-        raise BrokenCheckpointError(f"{MANIFEST} is no JSON object")
+        raise IncompleteCheckpointError(f"{MANIFEST} is not a JSON object")
     missing = {"step", "uid", "state", "files"} - set(manifest)
     if missing:
-        raise BrokenCheckpointError(f"{MANIFEST} lacks {', '.join(sorted(missing))}")
+        raise IncompleteCheckpointError(f"{MANIFEST} lacks {', '.join(sorted(missing))}")
     return manifest
 
 
-def whole(location: str, manifest: Mapping[str, Any], found: Mapping[str, int]) -> Checkpoint:
-    """Return the checkpoint, if the files that were found are those that were written.
+def checked(location: str, manifest: Mapping[str, Any], found: Mapping[str, int]) -> Checkpoint:
+    """Return the checkpoint if the found files are those of the manifest.
 
     Raises:
-        BrokenCheckpointError: one is missing, or has another size.
+        IncompleteCheckpointError: one is missing, or has another size.
     """
     for name, size in manifest["files"].items():
         if name not in found:
-            raise BrokenCheckpointError(f"{name} is missing")
+            raise IncompleteCheckpointError(f"{name} is missing")
         if found[name] != size:
-            raise BrokenCheckpointError(f"{name} has {found[name]} bytes, {size} were written")
+            raise IncompleteCheckpointError(f"{name} has {found[name]} bytes, {size} were written")
     return Checkpoint(step=manifest["step"], location=location, uid=manifest["uid"], state=manifest["state"])
 
 
-def no_manifest(inside: Iterable[str]) -> BrokenCheckpointError:
-    """Return the error for a place without a manifest; `inside` are names of checkpoints below it."""
+def no_manifest(inside: Iterable[str]) -> IncompleteCheckpointError:
+    """Return the error for a folder or address without a manifest; `inside`: names of the checkpoints below it."""
     names = sorted(inside)
-    hint = f"; it holds {', '.join(names)}: name one" if names else ""
-    return BrokenCheckpointError(f"it has no {MANIFEST}{hint}")
+    hint = f"; it contains {', '.join(names)}: name one of them" if names else ""
+    return IncompleteCheckpointError(f"it has no {MANIFEST}{hint}")

@@ -24,7 +24,7 @@ class ForeignFilesError(RuntimeError):
     def __init__(self, location: str, *, uid: str, owner: str) -> None:
         super().__init__(
             f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}). Create the job again "
-            f"with checkpoint.resume: Never to begin in a folder of its own (`ppojob run`: give another --output), or "
+            f"with checkpoint.resume: Never to start in its own folder (`ppojob run`: use another --output), or "
             f"with checkpoint.resumeFrom: PATH OF A CHECKPOINT to continue that run"
         )
 
@@ -36,9 +36,9 @@ class CheckpointUnreadableError(RuntimeError):
     def of(cls, location: str, reason: str, *, older: Checkpoint | None) -> Self:
         """Return the error for a folder or an address, with the remedy: the older checkpoint, if there is one."""
         offer = (
-            f"to go on from step {older.step}, set checkpoint.resumeFrom to {older.location}"
+            f"to resume from step {older.step}, set checkpoint.resumeFrom to {older.location}"
             if older
-            else "there is no older one: restore it, or start afresh under another name"
+            else "there is no older checkpoint: restore this one, or create a new job with another name"
         )
         return cls(f"checkpoint {location} cannot be read: {reason}; {offer}")
 

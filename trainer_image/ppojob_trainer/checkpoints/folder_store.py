@@ -2,7 +2,7 @@
 
     checkpoints/owner.json            uid and attempt: who may write here (the fence)
     checkpoints/tracker.json          which checkpoint is the newest; replaced last
-    checkpoints/step-8/               a whole checkpoint, with manifest.json
+    checkpoints/step-8/               a complete checkpoint, with manifest.json
     checkpoints/.step-12.tmp-1/       attempt 1 is writing it
     checkpoints/.step-4.gone/         being deleted
 
@@ -21,13 +21,13 @@ from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import durable
 from ppojob_trainer.checkpoints.checkpoint import (
     MANIFEST,
-    BrokenCheckpointError,
     Checkpoint,
+    IncompleteCheckpointError,
     manifest_of,
     parse_manifest,
 )
 from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError, FencedOutError, ForeignFilesError
-from ppojob_trainer.checkpoints.shelf import FolderShelf, file_sizes, newest_whole, order_of, read, read_at
+from ppojob_trainer.checkpoints.readers import FolderReader, file_sizes, newest_complete, order_of, read, read_at
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\.step-\d+\.(tmp-\d+|gone)|\.(tracker|owner)\.json\.\d+\.tmp")
@@ -48,7 +48,7 @@ class FolderStore:
 
     def __init__(self, folder: Path, *, uid: str, attempt: int) -> None:
         self._folder = folder
-        self._shelf = FolderShelf(folder)
+        self._reader = FolderReader(folder)
         self._uid = uid
         self._attempt = attempt
         self._resumed_from: str | None = None
@@ -76,14 +76,14 @@ class FolderStore:
         """See `CheckpointStore`."""
         tracker = self._tracker()
         if tracker.step is not None:
-            return read(self._shelf, self._final(tracker.step).name)
+            return read(self._reader, self._final(tracker.step).name)
         # A kill between a folder's rename and the tracker: the folder is complete, or it would not have its name.
-        names = self._shelf.names()
-        return read(self._shelf, names[-1]) if names else None
+        names = self._reader.names()
+        return read(self._reader, names[-1]) if names else None
 
     def older_than(self, step: int) -> Checkpoint | None:
         """See `CheckpointStore`."""
-        return newest_whole(self._shelf, before=step)
+        return newest_complete(self._reader, before=step)
 
     def begin(self, step: int) -> str:
         """See `CheckpointStore`."""
@@ -117,7 +117,7 @@ class FolderStore:
         for known in own:
             if known not in kept:
                 self._delete(known)
-        return read(self._shelf, self._final(step).name)
+        return read(self._reader, self._final(step).name)
 
     def _begin_from(self, location: str, tracker: _Tracker) -> Checkpoint:
         found = read_at(location)
@@ -137,7 +137,7 @@ class FolderStore:
             self._delete(step)
         else:
             aside = self._folder / f"step-{step}.set-aside-{self._attempt}"
-            _log.warning("%s is no checkpoint of this run: it is now %s", self._final(step), aside)
+            _log.warning("%s is not a checkpoint of this run: it is now %s", self._final(step), aside)
             self._final(step).rename(aside)
 
     def _delete(self, step: int) -> None:
@@ -150,7 +150,7 @@ class FolderStore:
     def _is_own(self, step: int) -> bool:
         try:
             found = parse_manifest((self._final(step) / MANIFEST).read_text())
-        except (OSError, BrokenCheckpointError):
+        except (OSError, IncompleteCheckpointError):
             return False
         return (found["uid"], found["step"]) == (self._uid, step)
 
@@ -172,7 +172,7 @@ class FolderStore:
         try:
             owner = durable.read_json(path)
         except ValueError as error:
-            raise CheckpointUnreadableError.of(str(path), "it is no JSON object", older=None) from error
+            raise CheckpointUnreadableError.of(str(path), "it is not a JSON object", older=None) from error
         if owner is not None and not {"uid", "attempt"} <= set(owner):
             raise CheckpointUnreadableError.of(str(path), "it lacks uid or attempt", older=None)
         return owner
@@ -185,8 +185,8 @@ class FolderStore:
                 return _Tracker()
             return _Tracker(raw["step"], raw["resumedFrom"])
         except (ValueError, KeyError) as error:
-            newest = newest_whole(self._shelf)
-            raise CheckpointUnreadableError.of(str(path), "it is not what this program writes", older=newest) from error
+            newest = newest_complete(self._reader)
+            raise CheckpointUnreadableError.of(str(path), "it was not written by this program", older=newest) from error
 
     def _track(self, tracker: _Tracker) -> None:
         content = {"step": tracker.step, "resumedFrom": tracker.resumed_from}
@@ -199,7 +199,7 @@ class FolderStore:
         return self._folder / f"step-{step}"
 
     def _steps(self) -> list[int]:
-        return [order_of(name)[0] for name in self._shelf.names()]
+        return [order_of(name)[0] for name in self._reader.names()]
 
 
 def last_attempt(folder: Path) -> int | None:

@@ -42,7 +42,7 @@ class CheckpointStore(Protocol):
         resumes from those. If it is one of this run's own checkpoints, the run is rolled back to it.
 
         Raises:
-            CheckpointUnreadableError: the checkpoint is not whole; the message names it and the older one.
+            CheckpointUnreadableError: the checkpoint is incomplete; the message names it and the older one.
         """
         ...
 
@@ -50,12 +50,12 @@ class CheckpointStore(Protocol):
         """Return the newest checkpoint.
 
         Raises:
-            CheckpointUnreadableError: it is not whole.
+            CheckpointUnreadableError: it is incomplete.
         """
         ...
 
     def older_than(self, step: int) -> Checkpoint | None:
-        """Return the newest whole checkpoint before `step`."""
+        """Return the newest complete checkpoint before `step`."""
         ...
 
     def begin(self, step: int) -> str:

@@ -1,9 +1,9 @@
 """`ppojob hold`: the preStop hook of Ray's pods. It delays a pod's deletion until its run has stopped gracefully.
 
-    a process of a run is on this pod? -- no --> end, as soon as Ray is up enough to be ended
-      | yes: leave a file in the job's storage, which the driver watches (`main.monitor`), wherever it runs
+    a process of a run is on this pod? -- no --> end, as soon as Ray handles SIGTERM
+      | yes: create a file in the job's storage; the driver watches it (`main.monitor`), on whatever pod it runs
       |-- the driver acknowledges, finishes its step, saves a checkpoint and exits, and with it all its workers --> end
-      `-- it does not acknowledge within a minute: it hangs, and waiting gains nothing --> end
+      `-- it does not acknowledge within a minute: it hangs --> end
 
 It reads only this pod's processes, so it needs no connection: if the head is gone, Ray itself terminates the workers.
 It terminates no process, and reports errors of reading or writing on stderr.
@@ -31,25 +31,25 @@ _WORKER = "ray::WorkerProcess"
 _POLL_S = 0.5
 _STARTING_S = 60.0
 """Seconds to wait for Ray if the pod is deleted while Ray starts."""
-_UNHEARD_S = 60.0
+_ACKNOWLEDGE_S = 60.0
 """Seconds to wait for the driver's acknowledgement; a driver that is just starting needs some of it."""
 
 
 @dataclass(frozen=True)
-class _Signs:
+class _StopFiles:
     """Two files in the job's folder."""
 
-    leaving: Path
-    """It asks the driver to stop."""
-    heard: Path
+    request: Path
+    """It requests the driver to stop."""
+    acknowledgement: Path
     """The driver's answer."""
 
-    def ask(self) -> bool:
-        """Ask the driver, and return whether it has answered, or the storage does not let it be asked."""
+    def request_stop(self) -> bool:
+        """Request a stop; return whether the driver has acknowledged it, or the storage failed."""
         try:
             # Write it repeatedly: a driver that starts only now deletes the files that it finds.
-            self.leaving.touch()
-            return self.heard.exists()
+            self.request.touch()
+            return self.acknowledgement.exists()
         except OSError as error:
             _say(error)
             return True
@@ -57,38 +57,38 @@ class _Signs:
     def remove(self) -> None:
         """Delete both files, so that a later attempt does not find them."""
         try:
-            self.leaving.unlink(missing_ok=True)
-            self.heard.unlink(missing_ok=True)
+            self.request.unlink(missing_ok=True)
+            self.acknowledgement.unlink(missing_ok=True)
         except OSError as error:
             _say(error)
 
 
-def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, unheard_s: float = _UNHEARD_S) -> bool:
+def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, acknowledge_s: float = _ACKNOWLEDGE_S) -> bool:
     """Wait until no process of a run is on this pod; return False if there still is one after the wait.
 
     Args:
         job_file: job.json, which names the job's folder.
         limit_s: the longest wait, in seconds.
         processes: the kernel's folder of processes.
-        unheard_s: the longest wait for the driver's acknowledgement, in seconds.
+        acknowledge_s: the longest wait for the driver's acknowledgement, in seconds.
     """
-    is_over = not any(_of_a_run(processes)) or _stopped_in_order(job_file, limit_s, processes, unheard_s)
+    is_over = not any(_of_a_run(processes)) or _stopped_gracefully(job_file, limit_s, processes, acknowledge_s)
     end = time.monotonic() + min(limit_s, _STARTING_S)
     while not _takes_sigterm(processes) and time.monotonic() < end:
         time.sleep(_POLL_S)
     return is_over
 
 
-def _stopped_in_order(job_file: Path, limit_s: float, processes: Path, unheard_s: float) -> bool:
-    begin, signs, is_heard = time.monotonic(), _signs(job_file), False
+def _stopped_gracefully(job_file: Path, limit_s: float, processes: Path, acknowledge_s: float) -> bool:
+    begin, stop_files, is_acknowledged = time.monotonic(), _stop_files(job_file), False
     while any(_of_a_run(processes)):
-        # If the driver cannot be asked from here, the operator can still ask it.
-        is_heard = signs is None or signs.ask() or is_heard
-        if time.monotonic() - begin >= (limit_s if is_heard else min(limit_s, unheard_s)):
+        # If this pod cannot request the stop, the operator still can.
+        is_acknowledged = stop_files is None or stop_files.request_stop() or is_acknowledged
+        if time.monotonic() - begin >= (limit_s if is_acknowledged else min(limit_s, acknowledge_s)):
             return False
         time.sleep(_POLL_S)
-    if signs is not None:
-        signs.remove()
+    if stop_files is not None:
+        stop_files.remove()
     return True
 
 
@@ -106,7 +106,7 @@ def _takes_sigterm(processes: Path) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-def _signs(job_file: Path) -> _Signs | None:
+def _stop_files(job_file: Path) -> _StopFiles | None:
     """Return the files; None if the job's folder is unknown."""
     try:
         job = JobFile.model_validate_json(job_file.read_text(encoding="utf-8"), extra="ignore")
@@ -114,11 +114,11 @@ def _signs(job_file: Path) -> _Signs | None:
     except (OSError, ValueError, KeyError) as error:
         _say(error)
         return None
-    return _Signs(files.leaving(cluster), files.heard(cluster))
+    return _StopFiles(files.terminating(cluster), files.stop_acknowledged(cluster))
 
 
 def _say(error: Exception) -> None:
-    print(f"the trainer cannot be told that this pod is leaving: {error!r}", file=sys.stderr)  # noqa: T201
+    print(f"cannot notify the trainer that this pod is being deleted: {error!r}", file=sys.stderr)  # noqa: T201
 
 
 def _of_a_run(processes: Path) -> Iterator[str]:

@@ -33,7 +33,7 @@ def parse_all(text: str) -> list[Any]:
     """Return every document of a text.
 
     Raises:
-        yaml.YAMLError: it is no YAML.
+        yaml.YAMLError: it is not YAML.
     """
     return list(yaml.load_all(text, Loader=Loader))
 
@@ -42,6 +42,6 @@ def parse(text: str) -> Any:
     """Return the one document of a text.
 
     Raises:
-        yaml.YAMLError: it is no YAML.
+        yaml.YAMLError: it is not YAML.
     """
     return yaml.load(text, Loader=Loader)

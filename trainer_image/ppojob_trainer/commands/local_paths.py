@@ -25,6 +25,8 @@ _FIELDS = (
     ("data", "train", "huggingFace", "path"),
     ("data", "validation", "huggingFace", "path"),
     ("reward", "function", "path"),
+    ("algorithm", "advantageFunction", "path"),
+    ("algorithm", "policyLossFunction", "path"),
     ("checkpoint", "resumeFrom"),
 )
 """Every field of the spec that is a path in the container; `workers[].path` is one too."""

@@ -85,7 +85,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        sys.stderr.write("\nstopping after the running step; once more Ctrl-C ends at once\n")
+        sys.stderr.write("\nstopping after the current step; Ctrl-C again ends the run at once\n")
 
     before = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

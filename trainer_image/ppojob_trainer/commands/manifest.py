@@ -21,7 +21,7 @@ from ppojob_trainer.commands.overrides import apply_override
 
 
 class ManifestError(ValueError):
-    """The file is no YAML, or holds no PPOJob, or several; the message begins with the file's name."""
+    """The file is not YAML, or holds no PPOJob, or several; the message begins with the file's name."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def load(path: Path, overrides: Sequence[str] = (), *, folder: Path | None = Non
         folder: relative paths of the spec are those below it. None: they are refused.
 
     Raises:
-        ManifestError: the file cannot be read, is no YAML, or does not hold exactly one PPOJob.
+        ManifestError: the file cannot be read, is not YAML, or does not hold exactly one PPOJob.
         SpecError: the PPOJob, or an option, cannot be used; with every problem that was found.
     """
     documents = [document for document in _documents(path) if document is not None]
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == constants.KIND]
     if len(jobs) != 1:
         found = ", ".join(_shown(document) for document in documents) or "nothing"
-        raise ManifestError(f"{path}: it must hold one document of kind {constants.KIND}; it holds {found}")
+        raise ManifestError(f"{path}: the file must contain one document of kind {constants.KIND}; it contains {found}")
     # An anchor and its aliases are one object in Python: `--set` must change only the place that it names.
     raw = json.loads(json.dumps(jobs[0], default=str))
     for override in overrides:
@@ -69,7 +69,7 @@ def _documents(path: Path) -> list[Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: it cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ManifestError(f"{path}: it is no YAML: {' '.join(str(error).split())}") from error
+        raise ManifestError(f"{path}: it is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _shown(document: object) -> str:

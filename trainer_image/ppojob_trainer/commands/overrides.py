@@ -36,7 +36,7 @@ def apply_override(manifest: dict[str, Any], text: str) -> None:
     try:
         value = parse(value_text) if value_text else ""
     except yaml.YAMLError as error:
-        raise _error(path, value_text, f"the value is no YAML: {' '.join(str(error).split())}") from error
+        raise _error(path, value_text, f"the value is not YAML: {' '.join(str(error).split())}") from error
     root = parts if parts[0] in ("spec", "metadata") else ["spec", *parts]
     _set(manifest, root, value)
 
@@ -55,7 +55,7 @@ def _split(path: str) -> list[str | int]:
     """Split `a.b[0].c` into its parts.
 
     Raises:
-        SpecError: it is no path.
+        SpecError: it is not a path.
     """
     parts: list[str | int] = []
     end = 0
@@ -68,7 +68,7 @@ def _split(path: str) -> list[str | int]:
         elif match[2] is not None:
             parts.append(int(match[2]))
     if end != len(path):
-        raise _error(path, None, "this is no path: write names with dots between them, and [0] for a list's first item")
+        raise _error(path, None, "this is not a path: separate names by dots, and write [0] for a list's first item")
     return parts
 
 
@@ -98,7 +98,7 @@ def _find(node: object, schema: Schema, part: str | int, where: str) -> tuple[An
     if not isinstance(node, dict):
         raise _error(where, node, f"this is a value, it has no field {part}")
     if isinstance(part, int):
-        raise _error(where, None, f"this is no list: name a field in the place of [{part}]")
+        raise _error(where, None, f"this is not a list: write a field name instead of [{part}]")
     fields = schema.get("properties")
     if fields is None:
         return part, schema.get("additionalProperties", _ANYTHING)

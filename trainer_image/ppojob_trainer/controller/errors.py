@@ -22,5 +22,19 @@ class PhaseTimeoutError(RuntimeError):
         self.role = role
 
 
+class BatchNotFilledError(RuntimeError):
+    """Dynamic sampling reached its limit before the batch was full."""
+
+    def __init__(self, step: int, rounds: int, kept: int, wanted: int, generated: int) -> None:
+        super().__init__(
+            f"step {step}: after {rounds} times of generation (algorithm.dynamicSampling.maxGenerationBatches), the "
+            f"batch has {kept} of {wanted} prompts (data.trainBatchSize). The responses to a prompt have different "
+            f"scores for only {kept} of {generated} prompts, so the data are too easy or too hard for the policy, or "
+            "the reward is constant. Use other data, more responses (rollout.samplesPerPrompt), a smaller "
+            "data.trainBatchSize, or raise the limit"
+        )
+        self.step = step
+
+
 class StoppedError(Exception):
     """The run was asked to stop, and what it was doing was dropped."""

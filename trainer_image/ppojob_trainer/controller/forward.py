@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from ppojob_trainer.controller.ports import B, Metrics
 
-__all__ = ["Early", "ForwardPhase", "join_parts", "on_whole", "together"]
+__all__ = ["ForwardPhase", "StreamedPhases", "gather_or_cancel", "join_parts", "on_whole"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Seque
             await phases[name].ready()
             found[name] = await phases[name].compute(batch)
 
-    await together(follow(names) for names in chains)
+    await gather_or_cancel(follow(names) for names in chains)
     return found
 
 
-class Early(Generic[B]):
+class StreamedPhases(Generic[B]):
     """Computes phases on parts of a batch as they arrive. A busy chain then takes all parts that arrived at once."""
 
     def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
@@ -79,7 +79,7 @@ class Early(Generic[B]):
         return {name: columns for one in found for name, columns in one.items()}
 
     def cancel(self) -> None:
-        """Cancel what is not computed yet."""
+        """Cancel the phases that are not computed yet."""
         for task in self._tasks:
             task.cancel()
             # Retrieve its exception: `found` raised it, or nobody awaits it any more.
@@ -121,8 +121,8 @@ async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[
     return parts
 
 
-async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first failure cancels the others and is raised unwrapped."""
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Like asyncio.gather, but the first failure cancels the others; it is raised unwrapped."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic
 
-from ppojob_trainer.controller.forward import join_parts, together
+from ppojob_trainer.controller.forward import gather_or_cancel, join_parts
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Ports, Rollout, RolloutPort
 
@@ -66,7 +66,7 @@ class Generation(Generic[B]):
         shares = self._shares(len(prompts))
         for role in self._engines.keys() - {role for role, _, _ in shares}:
             ended(role)
-        await together(one(*share) for share in shares)
+        await gather_or_cancel(one(*share) for share in shares)
         return self._own.joined(join_parts(parts))
 
     async def _write(
@@ -86,7 +86,7 @@ class Generation(Generic[B]):
             work = write(port, prompts.take(numbers))
             parts.append((numbers, (await self._phases.run_alone(phase, role, step, work)).batch))
 
-        await together(follow(*share) for share in shares)
+        await gather_or_cancel(follow(*share) for share in shares)
         return self._own.joined(join_parts(parts))
 
     def _shares(self, num_rows: int) -> list[tuple[str, RolloutPort[B], range]]:

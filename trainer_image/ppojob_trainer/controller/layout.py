@@ -8,7 +8,7 @@ from __future__ import annotations
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.generation import OWN
-from ppojob_trainer.controller.schedule import is_one_update, schedule_of_spec
+from ppojob_trainer.controller.schedule import is_one_update, schedule_for
 from ppojob_trainer.controller.step_time import Layout
 
 __all__ = ["layout_of", "pools_of_phases", "pools_of_roles", "shared_role"]
@@ -51,7 +51,7 @@ def layout_of(spec: PPOJobSpec) -> Layout:
     return Layout(
         pool_of=pools_of_phases(spec),
         gpus={pool.name: pool.gpus for pool in spec.pools},
-        schedule=schedule_of_spec(spec.schedule),
+        schedule=schedule_for(spec),
         hooks=hooks,
         is_one_update=is_one_update(spec),
         shared=spec.placement.shared_pools,

@@ -24,10 +24,11 @@ from ppojob_trainer.controller.errors import StoppedError
 from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, MonitorPort, Ports, Restored, Storage
+from ppojob_trainer.controller.ports import B, MonitorPort, Ports
 from ppojob_trainer.controller.ppo import PPO
 from ppojob_trainer.controller.queue import Generated
 from ppojob_trainer.controller.schedule import Schedule
+from ppojob_trainer.controller.storage_ports import Restored, Storage
 
 __all__ = ["LoopSettings", "Outcome", "TrainingLoop"]
 
@@ -85,7 +86,7 @@ class TrainingLoop(Generic[B]):
         self._settings = settings
         self._step = 0
         self._saved_step = 0
-        self._kl_state: Mapping[str, Any] = {}
+        self._ppo_state: Mapping[str, Any] = {}
         # The last step's record and checkpoint, if the next step does not wait for them.
         self._closing: asyncio.Task[None] | None = None
         # The checkpoint that is being written (at most one), and the last request that was answered with one.
@@ -122,7 +123,7 @@ class TrainingLoop(Generic[B]):
             return
         step, state = found.step, found.state
         await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, self._ports.data.restore(step, state["data"]))
-        self._ppo.restore_kl(state["kl"])
+        self._ppo.restore(state)
         self._step = self._saved_step = step
         await self._restore_queue(found)
         # The engines start with the initial weights.
@@ -168,8 +169,8 @@ class TrainingLoop(Generic[B]):
         metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
         # From here on the models are those after `step`, except that the critic's update may still run.
         self._step = step
-        # The next step's advantages may change the KL controller before this step is saved.
-        self._kl_state = self._ppo.kl_state()
+        # The next step's generation and advantages may change it before this step is saved.
+        self._ppo_state = self._ppo.state()
         goes_ahead = self._schedule.next_generation and step < self._monitor.total_steps
         if not goes_ahead:
             await self._ppo.critic_metrics()
@@ -287,7 +288,7 @@ class TrainingLoop(Generic[B]):
         await self._written()
         waiting = await self._ppo.queue.of_older_weights(step)
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
-        state = {"data": position, "kl": self._kl_state}
+        state = {"data": position, **self._ppo_state}
         if waiting:
             state["queue"] = {"base": self._ppo.queue.base, "versions": [one.version for one in waiting]}
         keep = self._monitor.settings.checkpoint_keep

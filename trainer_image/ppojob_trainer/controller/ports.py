@@ -100,8 +100,12 @@ class Finished(Protocol[B_co]):
 class DataPort(Protocol[B_co]):
     """The prompts."""
 
-    async def prompts(self, step: int) -> Prompts[B_co]:
-        """Return the prompts of a step. Steps are requested in order; the first follows the restored step."""
+    async def prompts(self, step: int, count: int | None = None) -> Prompts[B_co]:
+        """Return the next prompts for a step. Steps are requested in order; the first follows the restored step.
+
+        Args:
+            count: number of prompts; fewer come at the end of an epoch. None: those of a whole batch.
+        """
         ...
 
     async def validation_prompts(self) -> B_co:
@@ -109,7 +113,7 @@ class DataPort(Protocol[B_co]):
         ...
 
     async def state(self, step: int) -> Mapping[str, Any]:
-        """Return the position after the prompts of `step`, for a checkpoint."""
+        """Return the position after the last prompts for `step`, for a checkpoint."""
         ...
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
@@ -207,6 +211,10 @@ class RewardPort(Protocol[B]):
         """Return the batch with token_level_scores. It must have the scores of all sources."""
         ...
 
+    def row_scores(self, batch: B) -> Sequence[float | None]:
+        """Return the score of each row of a batch with token_level_scores; None: the reward dropped the response."""
+        ...
+
     async def validate(self, batch: B) -> Metrics:
         """Return the mean scores, `val-core/...`, over all rows and by data source."""
         ...
@@ -242,7 +250,7 @@ class WeightsPort(Protocol):
     """Sends the policy's weights to the rollout engines."""
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         """Whether engines release the weights after generation, so that even unchanged weights must be sent again.
 
         If so, a push allocates memory in every pool that has engines.
@@ -275,72 +283,11 @@ class Ports(Generic[B]):
 
 
 @dataclass(frozen=True)
-class Restored(Generic[B]):
-    """The checkpoint that a run resumes from: its step, the `state` of `commit`, the `batches` of `stage`."""
-
-    step: int
-    state: Mapping[str, Any]
-    batches: Sequence[B] = ()
-
-
-class CheckpointPort(Protocol[B]):
-    """Saves the state of the models and of the run in the storage."""
-
-    async def restore(self) -> Restored[B] | None:
-        """Load the checkpoint to resume from into the models; None if there is no checkpoint."""
-        ...
-
-    async def stage(self, step: int, *, in_background: bool, batches: Sequence[B]) -> None:
-        """Save the current models into a new checkpoint. They may change after this returns.
-
-        Args:
-            batches: to be saved with them.
-            in_background: return before everything is written; `commit` waits for the rest.
-        """
-        ...
-
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
-        """Wait until the checkpoint is written, add the run's `state`, and make it the newest. Return its location."""
-        ...
-
-
-@dataclass(frozen=True)
 class Uploaded:
     """The result of an upload: the address of the complete export, or why there is none."""
 
     address: str | None
     failure: UploadFailure | None = None
-
-
-class ExportPort(Protocol):
-    """Exports the policy as a HuggingFace folder, and uploads it."""
-
-    async def export(self, step: int, keep: int) -> Path:
-        """Write the policy after `step` to the storage; return the folder's path.
-
-        Args:
-            keep: how many exports are kept, if the job exports several steps.
-        """
-        ...
-
-    def newest(self, step: int) -> int | None:
-        """Return the newest exported step up to `step`, whose upload an earlier attempt may have dropped; None: none.
-
-        A job with one export makes it again.
-        """
-        ...
-
-    async def upload(self, step: int) -> Uploaded:
-        """Upload the export of `step`. An upload that failed is a result, no error."""
-        ...
-
-
-@dataclass(frozen=True)
-class Storage(Generic[B]):
-    """What a run leaves behind."""
-
-    checkpoints: CheckpointPort[B]
-    exports: ExportPort
 
 
 class MonitorPort(Protocol):

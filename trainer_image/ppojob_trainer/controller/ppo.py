@@ -23,6 +23,8 @@
 * values N+1 wait for update_critic N, so every number equals that of the serial order.
 * Without a critic (GRPO, RLOO, REINFORCE++) the phases are the same less the critic's. If the rollout has its own pool,
   log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
+* With dynamic sampling, gen and reward are repeated until the batch is full (`dynamic_sampling`). So all other phases
+  wait for the whole batch, and the responses of a round are scored after its generation.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained. old_log_prob stays that of the
   policy at the start of the step, so the clipping does not depend on the staleness.
@@ -40,7 +42,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
-from ppojob_trainer.controller.forward import Early, ForwardPhase, on_whole
+from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
+from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
 from ppojob_trainer.controller.generation import Generation
 from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
+_SCORING = (Phase.REWARD, Phase.REWARD_MODEL)
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,14 @@ class PPOSettings:
 
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
     steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
-    reads old_log_probs, so the ratio is 1.
+    reads old_log_probs, so the ratio is 1. sampling: None: no dynamic sampling.
     """
 
     pool_of: Mapping[str, str]
     max_response_length: int
     critic_warmup_steps: int = 0
     is_one_update: bool = False
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -99,25 +104,60 @@ class PPO(Generic[B]):
         self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
-        self._early: Early[B] | None = None
+        self._streamed: StreamedPhases[B] | None = None
+        self._sampler: DynamicSampler[B] | None = (
+            None if settings.sampling is None else DynamicSampler(settings.sampling)
+        )
 
     async def _generate(self, step: int, version: int) -> Generated[B]:
-        """Get the prompts of a step and generate the responses, with the engines' weights of that version."""
+        """Get the prompts of a step and generate the responses, with the engines' weights of that version.
+
+        Raises:
+            BatchNotFilledError: dynamic sampling reached its limit.
+        """
+        if self._sampler is not None:
+            return await self._filled(self._sampler, step, version)
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
-        early: Early[B] | None = None
+        streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
-            rollout, early = await self._stream(prompts.batch, step)
+            rollout, streamed = await self._stream(prompts.batch, step)
         else:
             rollout = await self._generation.write(prompts.batch, step)
-        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, early)
+        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
+
+    async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
+        """Generate and score rounds until the batch is full of prompts whose scores differ."""
+        reward = self._ports.reward
+        found = await sampler.fill(step, lambda count, number: self._round(step, count, number), reward.row_scores)
+        phases = self._forward_phases(step)
+        of_scores = {
+            key: value for name in found.scores for key, value in phases[name].metrics(found.scores[name]).items()
+        }
+        rollout, metrics = self._ports.rollout.joined(found.rollout), {**found.metrics, **of_scores}
+        return Generated(step, found.batch, rollout, found.epoch, version, is_scored=True, metrics=metrics)
+
+    async def _round(self, step: int, count: int, number: int) -> Round[B]:
+        """Generate and score the responses to some prompts."""
+        prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step, count))
+        if number > 1 and self._ports.weights.are_released:
+            # The policy is still that of the last step.
+            await self._push(step, step - 1)
+        rollout = await self._generation.write(prompts.batch, step)
+        batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
+        phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
+        scores = await on_whole(phases, self._chains(phases).values(), batch)
+        batch = batch.union(*scores.values())
+        batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
+        return Round(batch, rollout.batch, scores, {**hooked, **total}, prompts.epoch)
 
     async def prepare(self, step: int) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
         ports, generated = self._ports, await self.queue.take(step)
-        # A user-defined worker gets the hook calls of all steps in order.
-        await self._hook_metrics()
-        batch, generate_hooked = await self._hooks(HookPoint.GENERATE, generated.batch, step)
-        batch, found = await self._forward(replace(generated, batch=batch))
+        generate_hooked = generated.metrics
+        if not generated.is_scored:
+            batch, generate_hooked = await self._generate_hooks(generated.batch, step)
+            generated = replace(generated, batch=batch)
+        batch, found = await self._forward(generated)
         batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
         coefficient = self._kl.coefficient
         computed, statistics = await self._run(
@@ -165,10 +205,10 @@ class PPO(Generic[B]):
         if not self.queue.is_due(step):
             return updated
         await self.queue.idle()
-        if is_trained or self._ports.weights.are_given_up:
+        if is_trained or self._ports.weights.are_released:
             if not self._schedule.weight_sync:
                 await self.critic_metrics()
-            updated = {**updated, **await self._push(step)}
+            updated = {**updated, **await self._push(step, step)}
         self.queue.pushed(step)
         return updated
 
@@ -176,14 +216,14 @@ class PPO(Generic[B]):
         """Send the weights after `step`, the last one, to engines that have older ones; for validation."""
         if self.queue.loaded != step:
             await self.queue.idle()
-            await self._push(step)
+            await self._push(step, step)
             self.queue.pushed(step, is_base=False)
 
-    async def _push(self, step: int) -> Metrics:
+    async def _push(self, step: int, version: int) -> Metrics:
         own, *shared = self._generation.roles
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
-        also = shared if self._ports.weights.are_given_up else []
-        pushing = self._ports.weights.push(step)
+        also = shared if self._ports.weights.are_released else []
+        pushing = self._ports.weights.push(version)
         return await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)
 
     async def critic_metrics(self) -> Metrics:
@@ -195,19 +235,22 @@ class PPO(Generic[B]):
         """Wait for everything that `apply` left running; return its metrics."""
         return {**await self.critic_metrics(), **await self._hook_metrics()}
 
-    def kl_state(self) -> dict[str, Any]:
-        """Return the KL controller's state for a checkpoint."""
-        return self._kl.state_dict()
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: of the KL controller, and of dynamic sampling."""
+        sampling = {} if self._sampler is None else {"sampling": self._sampler.state_dict()}
+        return {"kl": self._kl.state_dict(), **sampling}
 
-    def restore_kl(self, state: Mapping[str, Any]) -> None:
-        """Restore the KL controller from a checkpoint."""
-        self._kl.load_state_dict(dict(state))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore it. A checkpoint of a run without dynamic sampling has none of its state."""
+        self._kl.load_state_dict(dict(state["kl"]))
+        if self._sampler is not None and "sampling" in state:
+            self._sampler.load_state_dict(state["sampling"])
 
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
         self.queue.drop()
-        if self._early is not None:
-            self._early.cancel()
+        if self._streamed is not None:
+            self._streamed.cancel()
         for task in (self._critic_update, self._step_hooks):
             if task is not None:
                 task.cancel()
@@ -223,6 +266,11 @@ class PPO(Generic[B]):
                 metrics |= found
         return batch, metrics
 
+    async def _generate_hooks(self, batch: B, step: int) -> tuple[B, Metrics]:
+        # A user-defined worker gets the hook calls of all steps in order.
+        await self._hook_metrics()
+        return await self._hooks(HookPoint.GENERATE, batch, step)
+
     async def _after_step(self, prepared: Prepared[B]) -> Metrics:
         _, metrics = await self._hooks(HookPoint.STEP, prepared.batch, prepared.step)
         return metrics
@@ -232,42 +280,47 @@ class PPO(Generic[B]):
 
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which finishes first."""
-        step, early = generated.step, generated.early
-        phases = self._forward_phases(step)
-        chains = [names for chain, names in self._chains(phases).items() if early is None or not self._is_early(chain)]
+        step, streamed = generated.step, generated.streamed
+        done = _SCORING if generated.is_scored else ()
+        phases = {name: phase for name, phase in self._forward_phases(step).items() if name not in done}
+        chains = [
+            names for chain, names in self._chains(phases).items() if streamed is None or not self._is_streamed(chain)
+        ]
         try:
             whole = await on_whole(phases, chains, generated.batch)
-            found = {**whole, **(await early.found() if early is not None else {})}
+            found = {**whole, **(await streamed.found() if streamed is not None else {})}
         except BaseException:
-            # A stop drops the step, and so the phases that started early.
-            if early is not None:
-                early.cancel()
+            # A stop drops the step, and so the phases that have already started.
+            if streamed is not None:
+                streamed.cancel()
             raise
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
+        if generated.is_scored:
+            return batch, metrics
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
 
-    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], Early[B]]:
+    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
         """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
         phases, pool_of = self._forward_phases(step), self._settings.pool_of
-        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_early(chain)}
+        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_streamed(chain)}
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
         for chain in chains.keys() & written.keys():
             first = chains[chain][0]
             phases[first] = _after(written[chain], phases[first])
-        early = self._early = Early(phases, list(chains.values()))
+        streamed = self._streamed = StreamedPhases(phases, list(chains.values()))
 
         def take(rows: Sequence[int], responses: B) -> None:
-            early.add(rows, prompts.take(rows).union(responses))
+            streamed.add(rows, prompts.take(rows).union(responses))
 
         try:
             rollout = await self._generation.stream(prompts, step, take, lambda role: written[pool_of[role]].set())
         except BaseException:
-            early.cancel()
+            streamed.cancel()
             raise
-        early.end()
-        return rollout, early
+        streamed.end()
+        return rollout, streamed
 
     def _chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, list[str]]:
         """Return the phases that must run one after the other, by the pool that they keep busy."""
@@ -284,7 +337,7 @@ class PPO(Generic[B]):
         # The reward function uses no GPU, so it is in no pool's chain.
         return "(no pool)" if phase == Phase.REWARD else pool_of[role]
 
-    def _is_early(self, chain: str) -> bool:
+    def _is_streamed(self, chain: str) -> bool:
         """Whether the phases of a chain may run while engines generate, in other pools or in several pools."""
         writing = {self._settings.pool_of[role] for role in self._generation.roles}
         return chain not in writing or len(writing) > 1

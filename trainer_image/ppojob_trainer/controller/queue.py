@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from ppojob_trainer.controller.forward import Early
-from ppojob_trainer.controller.ports import B, Rollout
+from ppojob_trainer.controller.forward import StreamedPhases
+from ppojob_trainer.controller.ports import B, Metrics, Rollout
 
 __all__ = ["Generated", "GenerationQueue"]
 
@@ -31,8 +31,9 @@ __all__ = ["Generated", "GenerationQueue"]
 class Generated(Generic[B]):
     """Responses to the prompts of a step; `batch` also has the columns of the prompts.
 
-    version: the step after which the policy had the weights that generated them. `early` holds the forward phases that
-    started on responses while others were generated.
+    version: the step after which the policy had the weights that generated them. `streamed` holds the forward phases
+    that started on responses while others were generated. is_scored: dynamic sampling called the users' hooks after
+    Generate and scored the responses; the batch has token_level_scores, and `metrics` those of the rounds.
     """
 
     step: int
@@ -40,7 +41,9 @@ class Generated(Generic[B]):
     rollout: Rollout[B]
     epoch: int
     version: int
-    early: Early[B] | None = None
+    streamed: StreamedPhases[B] | None = None
+    is_scored: bool = False
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ MIN_STEPS: Final = 3
 MAX_COST: Final = 0.05
 """Share of the step time that fewer GPUs may cost. It must also be at most a third of the share of GPUs saved."""
 MIN_GAIN: Final = 0.05
-"""Smallest gain that is reported, as a share of the step time. It is no bound on the prediction's error. Measured
+"""Smallest gain that is reported, as a share of the step time. It does not bound the prediction's error. Measured
 errors: within 13 % of the step time, and 14 % of a step for its change, from one pool to two and back on two and on
 four GPUs; within 33 % on hosts where the CPU was the bottleneck, so that a phase took as long on one GPU as on two;
 within 8 % for sharing the critic's pool with the rollout if all responses had the same length. The same pools in other

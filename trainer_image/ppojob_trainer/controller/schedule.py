@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ScheduleMode
 
-__all__ = ["Schedule", "is_one_update", "schedule_of", "schedule_of_spec"]
+__all__ = ["Schedule", "is_one_update", "schedule_for", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,6 @@ _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
 }
 
 
-def schedule_of_spec(spec: ScheduleSpec) -> Schedule:
-    """Return the schedule of a resolved spec.
-
-    Raises:
-        ValueError: see `schedule_of`.
-    """
-    schedule = schedule_of(spec.mode, spec.disabled_overlaps)
-    return schedule if spec.max_staleness is None else replace(schedule, max_staleness=spec.max_staleness)
-
-
 def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedule:
     """Return the schedule of a mode with its default staleness, without the overlaps in `without`.
 
@@ -97,6 +87,19 @@ def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedu
     for overlap in without:
         schedule = replace(schedule, **_SWITCHED_OFF[overlap])
     return schedule
+
+
+def schedule_for(spec: PPOJobSpec) -> Schedule:
+    """Return the schedule of a resolved spec. Dynamic sampling goes without Streaming: the scores choose the rows.
+
+    Raises:
+        ValueError: see `schedule_of`.
+    """
+    without = set(spec.schedule.disabled_overlaps)
+    if spec.algorithm.dynamic_sampling is not None:
+        without.add(Overlap.STREAMING)
+    schedule, staleness = schedule_of(spec.schedule.mode, without), spec.schedule.max_staleness
+    return schedule if staleness is None else replace(schedule, max_staleness=staleness)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

@@ -97,7 +97,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     Args:
         seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
-    play, period = _Play(seconds, layout), max(1, layout.schedule.max_staleness)
+    play, period = _Simulation(seconds, layout), max(1, layout.schedule.max_staleness)
     number = _NUM_STALE_PERIODS if layout.schedule.max_staleness else _NUM_PERIODS
     ends = [play.step() for _ in range(number * period)]
     length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
@@ -108,7 +108,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
 
-class _Play:
+class _Simulation:
     """Simulates steps; every method returns its end time, in seconds from the start of the simulation."""
 
     def __init__(self, seconds: Mapping[str, float], layout: Layout) -> None:

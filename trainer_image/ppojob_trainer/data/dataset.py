@@ -53,7 +53,7 @@ class PromptDataset:
             for _ in self._blocks(first):
                 pass
         elif overlong == "Truncate":
-            self._tell_of_truncation(first)
+            self._warn_about_truncation(first)
         elif overlong == "Filter":
             self._kept = self._short_enough()
 
@@ -127,10 +127,12 @@ class PromptDataset:
                     self._fit(index, token_ids)
                 yield index, len(token_ids)
 
-    def _tell_of_truncation(self, first: int) -> None:
+    def _warn_about_truncation(self, first: int) -> None:
         overlong = sum(length > self._max_length for _, length in self._blocks(first, check=False))
         if overlong:
-            text = "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they lose their beginning"
+            text = (
+                "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they are truncated on the left"
+            )
             logger.warning(text, self.name, overlong, first, self._max_length)
 
     def _short_enough(self) -> list[int]:
@@ -173,23 +175,22 @@ class PromptLoader:
         self._order = self._order_of(0)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, from 0."""
-        return self._next_place()[0]
-
-    @property
     def steps_per_epoch(self) -> int:
         """Batches in an epoch; the prompts of an incomplete one are not counted."""
         return len(self._dataset) // self._batch_size
 
-    def next_batch(self) -> DataProto:
-        """Return the next batch, see `PromptDataset.batch`."""
-        epoch, position = self._next_place()
+    def next_batch(self, count: int | None = None) -> DataProto:
+        """Return the next batch, see `PromptDataset.batch`.
+
+        Args:
+            count: prompts to return, or those that are left of the epoch if they are fewer. None: a whole batch.
+        """
+        epoch, position = self._next_place(self._batch_size if count is None else 1)
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
-        batch = self._dataset.batch(self._order[position : position + self._batch_size], epoch)
+        batch = self._dataset.batch(self._order[position : position + (count or self._batch_size)], epoch)
         # Only now: a batch that failed is not counted as seen.
-        self._epoch, self._position = epoch, position + self._batch_size
+        self._epoch, self._position = epoch, position + len(batch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,8 +219,9 @@ class PromptLoader:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
 
-    def _next_place(self) -> tuple[int, int]:
-        if self._position + self._batch_size > len(self._dataset):
+    def _next_place(self, least: int) -> tuple[int, int]:
+        """Return epoch and position of the next prompts: in the next epoch, if fewer than `least` are left."""
+        if self._position + least > len(self._dataset):
             return self._epoch + 1, 0
         return self._epoch, self._position
 

@@ -117,7 +117,7 @@ def _ground_truth(value: Any, where: str) -> Any:
     if not isinstance(value, Mapping) or "ground_truth" not in value:
         raise DataError(
             f"{where}, column 'reward_model': wanted a dict with ground_truth, this is {value!r:.200}. "
-            "Where the ground truth is in a column of its own, set groundTruthColumn"
+            "If the ground truth has its own column, set groundTruthColumn"
         )
     return value["ground_truth"]
 

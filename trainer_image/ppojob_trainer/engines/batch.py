@@ -100,7 +100,7 @@ def sequence_lengths(batch: DataProto) -> list[int]:
     return lengths
 
 
-def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
+def split_minibatches(batch: DataProto, number: int) -> list[DataProto]:
     """Divide a rank's shard into `number` consecutive parts of equal size.
 
     Raises:
@@ -108,14 +108,14 @@ def cut_minibatches(batch: DataProto, number: int) -> list[DataProto]:
     """
     if number < 1 or len(batch) == 0 or len(batch) % number:
         raise ProtocolError(
-            f"a shard of {len(batch)} sequences cannot be cut into {number} equal minibatches: "
+            f"a shard of {len(batch)} sequences cannot be split into {number} equal minibatches: "
             f"pad the whole batch to a multiple of ranks times {max(number, 1)} first"
         )
     return batch.split(len(batch) // number)
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchPlan:
     """How a batch is divided: exactly `number` micro-batches (equal on all ranks) of at most `max_tokens` tokens."""
 
     number: int
@@ -124,13 +124,13 @@ class Cut:
 
 def build_micro_batches(
     batch: DataProto,
-    cut: Cut,
+    plan: MicroBatchPlan,
     fields: Sequence[str],
     device: torch.device,
     peers: SequencePeers | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches, nearly equal in tokens, each on `device`; of its tokens only this rank's slice."""
-    for part in micro_batches(sequence_lengths(batch), cut.max_tokens, cut.number):
+    for part in micro_batches(sequence_lengths(batch), plan.max_tokens, plan.number):
         yield _build(batch, torch.tensor(part), fields, device, peers)
 
 

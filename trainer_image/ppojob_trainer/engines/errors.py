@@ -23,7 +23,9 @@ class ModelNotFoundError(EngineError):
 
 
 class ModelUnsupportedError(EngineError):
-    """The model's architecture has a part that the engines do not compute; the message names it."""
+    """The engines cannot compute the model, or it lacks something that the job needs; the message names the part."""
+
+    reason = Reason.MODEL_MISMATCH
 
 
 class NonFiniteError(EngineError):

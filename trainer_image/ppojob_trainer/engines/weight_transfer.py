@@ -164,12 +164,12 @@ class WeightSender:
         """
         self._source, self._device = source, device
         self._buckets = make_buckets(source.specs(), bucket_bytes)
-        self._ways = [_Way(plan, address, timeout_seconds, device) for plan in plans]
+        self._link_ends = [_LinkEnd(plan, address, timeout_seconds, device) for plan in plans]
         self._num_pushes = 0
 
     def listen(self) -> list[WeightLink]:
         """See `WeightSync`."""
-        return [way.listen(buckets_to_text(self._buckets)) for way in self._ways]
+        return [link_end.listen(buckets_to_text(self._buckets)) for link_end in self._link_ends]
 
     def prepare(self) -> Transports:
         """See `WeightSync`.
@@ -178,8 +178,8 @@ class WeightSender:
             RendezvousError: not all replicas joined in time.
         """
         found: Counter[str] = Counter()
-        for way in self._ways:
-            found.update(way.connect())
+        for link_end in self._link_ends:
+            found.update(link_end.connect())
         return dict(found)
 
     def push(self, version: int) -> Receipt | None:
@@ -189,12 +189,12 @@ class WeightSender:
             WeightLinkError: a replica stopped receiving.
         """
         gathered = self._source.gather()
-        if not self._ways:
+        if not self._link_ends:
             for _ in gathered:
                 pass
             return None
-        for way in self._ways:
-            way.announce(self._num_pushes, version)
+        for link_end in self._link_ends:
+            link_end.announce(self._num_pushes, version)
         self._num_pushes += 1
         checksums = []
         for bucket in self._buckets:
@@ -202,19 +202,19 @@ class WeightSender:
             for (_, view), tensor in zip(bucket.views(buffer), gathered, strict=False):
                 view.copy_(tensor)
             checksums.append(checksum(buffer))
-            for way in self._ways:
-                way.send(buffer, version)
+            for link_end in self._link_ends:
+                link_end.send(buffer, version)
         assert next(gathered, None) is None, "the source yields more tensors than it has specs"
         return _receipt(version, self._buckets, checksums)
 
     def close(self) -> None:
         """See `WeightSync`."""
-        for way in self._ways:
-            way.close()
-        self._ways = []
+        for link_end in self._link_ends:
+            link_end.close()
+        self._link_ends = []
 
 
-class _Way:
+class _LinkEnd:
     """A rank's end of one link."""
 
     def __init__(self, plan: LinkPlan, address: str, timeout_seconds: float, device: torch.device) -> None:

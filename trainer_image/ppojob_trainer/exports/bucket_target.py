@@ -65,7 +65,8 @@ class BucketTarget:
         with _named_errors():
             if not self._has_all():
                 raise UploadFailedError(
-                    f"{_FIELD} {self._bucket.address} has other files than were uploaded: let one job alone write there"
+                    f"{_FIELD} {self._bucket.address} has other files than those that were uploaded: make sure "
+                    "that only one job writes there"
                 )
             self._bucket.remove(self._stale)
             self._bucket.overwrite(MANIFEST, json.dumps(self._manifest, indent=1, sort_keys=True).encode())

@@ -154,12 +154,12 @@ class HubTarget:
                 return self._refused(said, _TOKEN)
             if status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _TRANSIENT:
                 return self._refused(said, "correct the name of the repository, or what the hub names")
-            return UploadFailedError(f"{self._cannot} {said}; look after the hub and the network to it")
+            return UploadFailedError(f"{self._cannot} {said}; check the hub and the network to it")
         if isinstance(error, ValueError):
             return self._refused(_first_line(str(error)), "correct what the hub names")
         root = list(_chain(error))[-1]
         said = f"{type(root).__name__}: {_first_line(str(root))}"
-        return UploadFailedError(f"{self._cannot} {said}; look after the hub, the network to it, and HF_ENDPOINT")
+        return UploadFailedError(f"{self._cannot} {said}; check the hub, the network to it, and HF_ENDPOINT")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

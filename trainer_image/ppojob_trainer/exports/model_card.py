@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.data import DataSource
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.sources import hub_address, with_addresses
@@ -100,12 +101,19 @@ def _served(spec: PPOJobSpec) -> str:
 
 
 def _algorithm(spec: PPOJobSpec) -> str:
-    estimator = spec.algorithm.advantage_estimator.value
-    return f"PPO, advantages by {estimator}" if spec.algorithm.needs_critic else estimator
+    algorithm, own = spec.algorithm, "a function of the user"
+    estimator, loss = algorithm.advantage_estimator.value, algorithm.policy_loss.value
+    name = own if algorithm.advantage_function is not None else estimator
+    parts = [f"PPO, advantages by {name}" if algorithm.needs_critic or name == own else name]
+    if algorithm.policy_loss is not PolicyLoss.PPO:
+        parts.append(f"policy loss {own if algorithm.policy_loss_function is not None else loss}")
+    return ", ".join([*parts, "dynamic sampling"] if algorithm.dynamic_sampling is not None else parts)
 
 
 def _tag(spec: PPOJobSpec) -> str:
-    return "ppo" if spec.algorithm.needs_critic else spec.algorithm.advantage_estimator.value.lower()
+    algorithm = spec.algorithm
+    is_ppo = algorithm.needs_critic or algorithm.advantage_function is not None
+    return "ppo" if is_ppo else algorithm.advantage_estimator.value.lower()
 
 
 def _lora(spec: PPOJobSpec) -> str:

@@ -183,7 +183,7 @@ def explain_pending(name: Name, namespace: Namespace = None, context: Context = 
         cluster = _cluster(context, namespace)
         job = _job(cluster, name)
         within, selector = f"--namespace={job['metadata']['namespace']}", f"--selector={_SELECTOR}={name}"
-        sight = pending.Sight(
+        snapshot = pending.JobSnapshot(
             job,
             clusters=cluster.get("rayclusters.ray.io", within, selector)["items"],
             pods=cluster.get("pods", within, selector)["items"],
@@ -191,7 +191,7 @@ def explain_pending(name: Name, namespace: Namespace = None, context: Context = 
             now=datetime.now(UTC),
         )
         # Not printed with rich, which would wrap the scheduler's sentences at the terminal's width.
-        typer.echo("\n".join(pending.explain(sight)))
+        typer.echo("\n".join(pending.explain(snapshot)))
 
 
 @app.command()
@@ -267,7 +267,7 @@ def checkpoint(
     with _refusals():
         cluster = _cluster(context, namespace)
         request = checkpoint_request.ask(cluster, _KIND, _job(cluster, name), datetime.now(UTC))
-        typer.echo(f"{request.key}: asked for a checkpoint; step {request.step} is done")
+        typer.echo(f"{request.key}: requested a checkpoint; step {request.step} is done")
         if timeout:
             typer.echo(checkpoint_request.await_answer(cluster, _KIND, request, timeout))
 

@@ -77,10 +77,10 @@ def await_answer(cluster: Cluster, kind: str, request: Request, seconds: float) 
         if found and (_is_answer(job, request) or (reason and found["step"] >= request.step)):
             return f"{request.key}: checkpoint of step {found['step']}: {found['path']}"
         if reason:
-            raise NotThereError(f"{request.key} {reason}, and wrote none; {_newest(job.get('status', {}))}")
+            raise NotThereError(f"{request.key} {reason} and saved none; {_newest(job.get('status', {}))}")
         if time.monotonic() >= limit:
             raise NotThereError(
-                f"{request.key} has written no checkpoint within {seconds:g} s: the request stands, and is answered "
+                f"{request.key} has saved no checkpoint within {seconds:g} s: the request stands, and is answered "
                 f"after the step that is being done; see kubectl ppo status {request.name}"
             )
         time.sleep(_POLL_SECONDS)

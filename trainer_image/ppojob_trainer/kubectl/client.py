@@ -138,9 +138,11 @@ def _found() -> Iterator[None]:
     except FileNotFoundError as error:
         raise KubectlError("kubectl is not on PATH: install it, or add its folder") from error
     except subprocess.TimeoutExpired as error:
-        raise KubectlError(f"kubectl did not answer within {_LIMIT_SECONDS:g} s: is the cluster reachable?") from error
+        raise KubectlError(
+            f"kubectl did not answer within {_LIMIT_SECONDS:g} s: check that the cluster is reachable"
+        ) from error
 
 
 def _words(arguments: Sequence[str], said: bytes) -> str:
     text = said.decode(errors="replace").strip()
-    return text.removeprefix("error: ") or f"kubectl {' '.join(arguments)} failed without a word"
+    return text.removeprefix("error: ") or f"kubectl {' '.join(arguments)} failed without a message"

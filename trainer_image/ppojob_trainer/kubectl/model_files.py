@@ -61,16 +61,16 @@ def exported_folder(job: Raw, step: int | None) -> Path:
 
 
 def refuse_used(target: Path) -> None:
-    """Refuse a folder that has something in it, and what is no folder.
+    """Refuse a folder that has something in it, and what is not a folder.
 
     Raises:
         ValueError: with the remedy.
     """
     if target.is_dir():
         if any(target.iterdir()):
-            raise ValueError(f"-o {target} is not empty: name a new folder, or delete it first")
+            raise ValueError(f"-o {target} is not empty: use a new folder, or delete this one first")
     elif target.exists() or target.is_symlink():
-        raise ValueError(f"-o {target} is no folder: name a new one")
+        raise ValueError(f"-o {target} is not a folder: use a new folder")
 
 
 def fetch(folder: RunFolder, source: Path, target: Path, on_progress: OnProgress) -> int:
@@ -87,7 +87,7 @@ def fetch(folder: RunFolder, source: Path, target: Path, on_progress: OnProgress
     target.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(target.parent).free) < total:
         raise ValueError(
-            f"-o {target}: the disk has {free:,} bytes free, and the model has {total:,}: name another disk"
+            f"-o {target}: the disk has {free:,} bytes free, and the model has {total:,}: use another disk"
         )
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
         whole = Path(aside) / "model"
@@ -112,9 +112,11 @@ def _listed(folder: RunFolder, source: Path) -> dict[str, int]:
         raise NotThereError(f"{error}: {_others(folder, source)}") from error
     odd = [name for name in sizes if name.startswith("/") or ".." in PurePosixPath(name).parts]
     if odd:
-        raise KubectlError(f"{folder.pod} lists {odd[0]!r}, which is outside of {source}: is it this job's pod?")
+        raise KubectlError(
+            f"{folder.pod} lists {odd[0]!r}, which is outside of {source}: check that it is this job's pod"
+        )
     if "config.json" not in sizes:
-        raise NotThereError(f"{source} has no config.json, so it is no exported model")
+        raise NotThereError(f"{source} has no config.json, so it is not an exported model")
     return dict(sorted(sizes.items()))
 
 
@@ -145,7 +147,7 @@ def _copy(folder: RunFolder, source: Path, target: Path, size: int, on_progress:
                 retrying(_copy_part, folder, source, file, part, on_progress)
             except KubectlError as error:
                 raise KubectlError(
-                    f"{source} cannot be copied: {error}; nothing was left here. Run the command again"
+                    f"{source} cannot be copied: {error}; no files were kept here. Run the command again"
                 ) from error
 
 
@@ -203,7 +205,7 @@ def _why(job: Raw) -> str:
     from_checkpoint = (
         f"create another job with checkpoint.resumeFrom: {saved['path']} and checkpoint.export: Final"
         if saved
-        else "there is no checkpoint to export from either"
+        else "there is no checkpoint to export from, either"
     )
     if policy is ExportPolicy.NEVER:
         return f"spec.checkpoint.export is Never; {from_checkpoint}"

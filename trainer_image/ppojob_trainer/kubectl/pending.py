@@ -1,6 +1,6 @@
 """Explains why a job does not run yet, pool by pool, with the messages of scheduler, kubelet and KubeRay. Pure.
 
-`app.py` calls it with the job's objects from the API server. It adds no guesses.
+`app.py` calls it with the job's objects from the API server. It reports only what they say.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ _BEFORE_THE_PODS = {
     # Unknown: it runs without the queue.
     constants.Condition.ADMITTED: ("False",),
 }
-"""What a job may wait for before there is a pod to ask, and with which status it does."""
+"""Conditions that a job may wait for before it has pods, with the statuses that mean waiting."""
 _HARMLESS = ("ContainerCreating", "PodInitializing")
 
 
 @dataclass(frozen=True)
-class Sight:
+class JobSnapshot:
     """The objects of a job from the API server."""
 
     job: Raw
@@ -34,23 +34,26 @@ class Sight:
     pods: Sequence[Raw]
     """Its pods."""
     events: Sequence[Raw]
-    """Events of the namespace, about whatever."""
+    """All Events of the namespace."""
     now: datetime
 
 
-def explain(sight: Sight) -> list[str]:
-    """Return the explanation, a line each; what is indented belongs to the line above."""
-    status = sight.job.get("status", {})
+def explain(snapshot: JobSnapshot) -> list[str]:
+    """Return the lines of the explanation; an indented line belongs to the line above."""
+    status = snapshot.job.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", [])}
-    name, waited = sight.job["metadata"]["name"], age(sight.job["metadata"].get("creationTimestamp"), sight.now)
+    name, waited = (
+        snapshot.job["metadata"]["name"],
+        age(snapshot.job["metadata"].get("creationTimestamp"), snapshot.now),
+    )
     lines = [f"{name}: {status.get('phase', 'Pending')}, {waited} old"]
     if not conditions:
         return [
             *lines,
-            "  no operator has looked at it yet: is ppojob-operator running, and does it watch this namespace?",
+            "  no operator has reconciled it yet: check that ppojob-operator runs and watches this namespace",
         ]
-    if is_finished(sight.job):
-        return [*lines, "  it has ended: see kubectl ppo status"]
+    if is_finished(snapshot.job):
+        return [*lines, "  the job has ended: see kubectl ppo status"]
     for kind, is_waiting in _BEFORE_THE_PODS.items():
         if kind in conditions and conditions[kind]["status"] in is_waiting:
             return [*lines, f"  {conditions[kind]['reason']}: {conditions[kind]['message']}"]
@@ -59,7 +62,7 @@ def explain(sight: Sight) -> list[str]:
         return [*lines, "  all pods are ready", *_after_the_pods(conditions)]
     if pools_ready is not None:
         lines.append(f"  {pools_ready['reason']}: {pools_ready['message']}")
-    return [*lines, *_clusters(sight), *_groups(sight)]
+    return [*lines, *_clusters(snapshot), *_groups(snapshot)]
 
 
 def _after_the_pods(conditions: dict[str, Raw]) -> Iterator[str]:
@@ -69,38 +72,38 @@ def _after_the_pods(conditions: dict[str, Raw]) -> Iterator[str]:
             yield f"  {kind} {each['status']}: {each['reason']}: {each['message']}"
 
 
-def _clusters(sight: Sight) -> Iterator[str]:
-    """Say what KubeRay says of the job's RayClusters."""
-    if not sight.clusters:
-        yield "RayCluster: there is none yet"
-    for cluster in sight.clusters:
+def _clusters(snapshot: JobSnapshot) -> Iterator[str]:
+    """Report KubeRay's state of the job's RayClusters."""
+    if not snapshot.clusters:
+        yield "RayCluster: not created yet"
+    for cluster in snapshot.clusters:
         status, metadata = cluster.get("status", {}), cluster["metadata"]
         state = "being deleted" if "deletionTimestamp" in metadata else status.get("state") or "not ready yet"
         yield f"RayCluster {metadata['name']}: {state}"
         if cluster.get("spec", {}).get("suspend"):
-            yield "  it is suspended (spec.suspend): its queue or somebody holds it back"
+            yield "  suspended (spec.suspend is true): a queue has not admitted it, or a user has suspended it"
         if status.get("reason"):
             yield f"  KubeRay: {status['reason']}"
         for each in status.get("conditions", []):
             if each["type"] == "ReplicaFailure" and each["status"] == "True":
                 yield f"  KubeRay: {each['reason']}: {each['message']}"
-        yield from _events(sight, {metadata["uid"]})
+        yield from _events(snapshot, {metadata["uid"]})
 
 
-def _groups(sight: Sight) -> Iterator[str]:
-    """Say of the head and of each pool what its pods wait for."""
+def _groups(snapshot: JobSnapshot) -> Iterator[str]:
+    """Report what the pods of the head and of each pool wait for."""
     wanted = {_HEAD: 1} | {
-        pool["name"]: pool.get("desiredNodes", 0) for pool in sight.job.get("status", {}).get("pools", [])
+        pool["name"]: pool.get("desiredNodes", 0) for pool in snapshot.job.get("status", {}).get("pools", [])
     }
     for group, count in wanted.items():
-        pods = [pod for pod in sight.pods if _group(pod) == group]
+        pods = [pod for pod in snapshot.pods if _group(pod) == group]
         num_ready = sum(_is_ready(pod) for pod in pods)
         title = "head" if group == _HEAD else f"pool {group}"
-        yield f"{title}: {num_ready} of {count} pods ready, {len(pods)} there"
+        yield f"{title}: {num_ready} of {count} pods ready, {len(pods)} created"
         words = Counter(words for pod in pods if not _is_ready(pod) for words in _words(pod))
         for said, number in words.items():
             yield f"  {said}{f' ({number} pods)' if number > 1 else ''}"
-        yield from _events(sight, {pod["metadata"]["uid"] for pod in pods if not _is_ready(pod)})
+        yield from _events(snapshot, {pod["metadata"]["uid"] for pod in pods if not _is_ready(pod)})
 
 
 def _group(pod: Raw) -> str:
@@ -129,10 +132,10 @@ def _words(pod: Raw) -> Iterator[str]:
             yield f"kubelet: {container['name']} ended: {reason}, exit code {ended['exitCode']}"
 
 
-def _events(sight: Sight, uids: set[str]) -> Iterator[str]:
-    """Say the newest warnings about some objects; the same words about several are said once."""
+def _events(snapshot: JobSnapshot, uids: set[str]) -> Iterator[str]:
+    """Report the newest warnings about some objects; equal messages are counted."""
     found: dict[str, tuple[str, int]] = {}
-    for event in sight.events:
+    for event in snapshot.events:
         if event.get("type") != "Warning" or event.get("involvedObject", {}).get("uid") not in uids:
             continue
         words = f"{event.get('reason', '')}: {' '.join(event.get('message', '').split())}"
@@ -140,7 +143,7 @@ def _events(sight: Sight, uids: set[str]) -> Iterator[str]:
         found[words] = (max(time, _time(event)), count + (event.get("count") or 1))
     newest = sorted(found.items(), key=lambda item: item[1][0], reverse=True)
     for words, (time, count) in newest[:_MAX_EVENTS]:
-        yield f"  Event, {count} x, last {age(time or None, sight.now)} ago: {words}"
+        yield f"  Event, {count} x, last {age(time or None, snapshot.now)} ago: {words}"
 
 
 def _time(event: Raw) -> str:

@@ -27,7 +27,7 @@ def dashboard(cluster: Cluster, job: Raw, port: int | None) -> int:
     found = cluster.get("raycluster.ray.io", ray_cluster, f"--namespace={namespace}")
     service = found.get("status", {}).get("head", {}).get("serviceName")
     if service is None:
-        raise NotThereError(f"{namespace}/{name} has no head yet: see kubectl ppo explain-pending {name}")
+        raise NotThereError(f"{namespace}/{name} has no head pod yet: see kubectl ppo explain-pending {name}")
     here = port or _RAY_PORT
     typer.echo(f"http://127.0.0.1:{here}\n{_TOKEN.format(secret=f'{ray_cluster}-ray', namespace=namespace)}")
     return cluster.attach("port-forward", f"--namespace={namespace}", f"service/{service}", f"{here}:{_RAY_PORT}")

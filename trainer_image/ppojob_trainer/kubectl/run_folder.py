@@ -68,7 +68,7 @@ class RunFolder:
             return self.cluster.output(*self._exec(f"test -e {quoted} || exit {_NO_FILE}; cat {quoted}"))
         except KubectlError as error:
             if f"exit code {_NO_FILE}" in str(error):
-                raise NotThereError(f"{path} is not there: the run has not written it yet") from error
+                raise NotThereError(f"{path} does not exist: the run has not written it yet") from error
             raise
 
     def sizes(self, folder: Path) -> dict[str, int]:
@@ -84,7 +84,7 @@ class RunFolder:
             lines = self.cluster.output(*self._exec(found)).decode().splitlines()
         except KubectlError as error:
             if f"exit code {_NO_FILE}" in str(error):
-                raise NotThereError(f"{folder} is not there") from error
+                raise NotThereError(f"{folder} does not exist") from error
             raise
         return {name: int(size) for size, _, name in (line.partition(" ") for line in lines)}
 
@@ -101,12 +101,12 @@ class RunFolder:
         """Return the shell pattern of the logs of a role's processes.
 
         Raises:
-            ValueError: the role is no word that a log could be named after.
+            ValueError: the role is not a word that a log could be named after.
         """
         # It becomes part of a shell's command.
         if not _PROCESS.fullmatch(role):
             raise ValueError(
-                f"--role {role!r} is no role: use driver, actor, rollout, ref, critic, reward, or your own"
+                f"--role {role!r} is not a role: use driver, actor, rollout, ref, critic, reward, or your own"
             )
         which = role if role == "driver" else f"{role}-{'*' if rank is None else rank}"
         return str(self.files.log_of(which, attempt=attempt))

@@ -96,7 +96,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
         # Not stop.wait(): the signal handler sets it in this thread and would deadlock on the lock that wait() holds.
         time.sleep(1.0)
     raise JobFileMissingError(
-        f"{path} with the hash {digest} did not come within {timeout_s:g} s: {seen}. "
+        f"{path} with the hash {digest} did not appear within {timeout_s:g} s: {seen}. "
         "The ConfigMap may not be mounted, or a newer submission has replaced it"
     )
 

@@ -15,7 +15,7 @@ from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, CheckpointUn
 from ppojob_trainer.checkpoints.address import below
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.controller.layout import pools_of_roles
-from ppojob_trainer.controller.ports import Restored
+from ppojob_trainer.controller.storage_ports import Restored
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerFailedError

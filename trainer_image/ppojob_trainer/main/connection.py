@@ -91,8 +91,8 @@ def check_gpus(spec: PPOJobSpec, found: int) -> None:
     if wanted > found:
         pools = ", ".join(f"pool {pool.name} {pool.gpus}" for pool in spec.pools)
         raise PoolNotPlacedError(
-            f"the pools want {wanted} GPUs ({pools}), and this machine shows {found}: lower nodes or gpusPerNode, put "
-            "the roles into fewer pools, or set device: CPU. Does CUDA_VISIBLE_DEVICES hide some?"
+            f"the pools request {wanted} GPUs ({pools}), and this machine has {found}: lower nodes or gpusPerNode, put "
+            "the roles into fewer pools, or set device: CPU. Check whether CUDA_VISIBLE_DEVICES hides GPUs"
         )
 
 

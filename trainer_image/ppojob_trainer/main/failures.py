@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.resolve import UnknownFieldsError
+from ppojob_trainer.algorithms import AlgorithmFunctionError
 from ppojob_trainer.checkpoints import (
     BucketRefusedError,
     BucketUnreachableError,
@@ -19,7 +20,7 @@ from ppojob_trainer.checkpoints import (
     FencedOutError,
     ForeignFilesError,
 )
-from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.controller.errors import BatchNotFilledError, PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.exports import UploadCredentialsError, UploadRefusedError
@@ -65,6 +66,9 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (RewardFunctionError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardRefusedError, Reason.REWARD_FAILED, FailureKind.PERMANENT),
     (RewardError, Reason.REWARD_FAILED, FailureKind.USER),
+    (AlgorithmFunctionError, Reason.ALGORITHM_FUNCTION_FAILED, FailureKind.PERMANENT),
+    # The seeds give the same responses again.
+    (BatchNotFilledError, Reason.BATCH_NOT_FILLED, FailureKind.PERMANENT),
     (WorkerImportError, Reason.WORKER_IMPORT_FAILED, FailureKind.PERMANENT),
     (HookFailedError, Reason.HOOK_FAILED, FailureKind.USER),
     (PoolNotPlacedError, Reason.POOL_NOT_PLACED, FailureKind.INFRASTRUCTURE),

@@ -65,7 +65,8 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         parts = ", ".join(f"{need.role} {need.offloaded / _GB:.1f}" for need in roles if need.offloaded)
         if offloaded > total:
             raise ModelMismatchError(
-                f"host {host} cannot hold what is offloaded: it has {total / _GB:.1f} GB, and {offloaded / _GB:.1f} GB "
+                f"host {host} cannot hold the offloaded tensors: it has {total / _GB:.1f} GB, and "
+                f"{offloaded / _GB:.1f} GB "
                 f"are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), use lora, or leave out "
                 "model.<role>.offload of a role"
             )
@@ -73,8 +74,8 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         needed = offloaded + staged + _OF_A_PROCESS * sum(need.num_processes for need in roles)
         if spec.checkpoint.asynchronous and needed > (1 - _SPARE) * total:
             warnings.append(
-                f"checkpoint.async is not followed: host {host} has {total / _GB:.1f} GB, and about "
-                f"{needed / _GB:.1f} GB would be used while a checkpoint is written in the background: offloaded "
+                f"checkpoint.async is not applied: host {host} has {total / _GB:.1f} GB, and about "
+                f"{needed / _GB:.1f} GB would be needed while a checkpoint is written in the background: offloaded "
                 f"{offloaded / _GB:.1f}, copied for it {staged / _GB:.1f}, the rest for the processes. The run waits "
                 "for each checkpoint instead; give the pools more memory (resourcesPerGPU.memory) to avoid that"
             )

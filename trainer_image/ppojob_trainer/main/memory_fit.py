@@ -207,10 +207,10 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
         if full > gpu_bytes:
             activations = ", ".join(f"{need.role} {need.activations / _GB:.1f}" for need in roles)
             warnings.append(
-                f"pool {pool} may run out of memory where micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
-                f"GB and about {full / _GB:.1f} GB are wanted at the same time: {'; '.join(parts)}; activations at "
+                f"pool {pool} may run out of memory if micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
+                f"GB and about {full / _GB:.1f} GB are needed at the same time: {'; '.join(parts)}; activations at "
                 f"maxTokensPerGPU {activations}. Lower maxTokensPerGPU, or use gradientCheckpointing"
-                + (f", or leave out reshardAfterForward of {', '.join(gathered)}" if gathered else "")
+                + (f", or remove reshardAfterForward of {', '.join(gathered)}" if gathered else "")
             )
     return warnings
 

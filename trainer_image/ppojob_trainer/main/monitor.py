@@ -22,7 +22,7 @@ from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.ports import Uploaded
 from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
-from ppojob_trainer.main.leaving import LeavingPods
+from ppojob_trainer.main.terminating_pods import TerminatingPods
 from ppojob_trainer.telemetry import (
     MetricLogger,
     ProgressReporter,
@@ -65,11 +65,11 @@ class Monitor:
         self._metrics: MetricLogger | None = None
         self._progress = RunProgress(uid=job.uid, attempt=attempt, total_steps=self.total_steps)
         self._reporter = ProgressReporter(job.reporting) if job.reporting else None
-        self._leaving = LeavingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
+        self._terminating_pods = TerminatingPods(files, os.environ.get(EnvName.RAY_CLUSTER))
 
     def start(self, resume_step: int | None = None) -> None:
         """Start to report; `resume_step` is the step of the checkpoint that the run resumes from."""
-        self._leaving.forget()
+        self._terminating_pods.forget()
         if resume_step is not None:
             # While the processes start and load, report the step of the checkpoint, not step 0.
             self._progress.restore(read_metrics(self._files.metrics), step=resume_step)
@@ -86,7 +86,7 @@ class Monitor:
         if self._reporter is not None:
             self._reporter.update(self._progress.report())
             if not self._reporter.close():
-                logger.warning("the last report did not reach the operator; all of it is in the job's storage")
+                logger.warning("the last report did not reach the operator; the job's storage has its content")
 
     async def watch(self) -> None:
         """Watch for a stop request and for new settings; runs until it is cancelled.
@@ -94,19 +94,19 @@ class Monitor:
         Raises:
             FencedOutError: the operator reports that a newer attempt replaced this one.
         """
-        leaving = asyncio.create_task(self._leaving.seen())
+        deletion = asyncio.create_task(self._terminating_pods.detected())
         try:
             while True:
-                self._look(is_pod_leaving=leaving.done())
+                self._check(is_pod_deleted=deletion.done())
                 await asyncio.sleep(_POLL_S)
         finally:
-            leaving.cancel()
+            deletion.cancel()
 
-    def _look(self, *, is_pod_leaving: bool) -> None:
+    def _check(self, *, is_pod_deleted: bool) -> None:
         reporter = self._reporter
-        asked = reporter is not None and reporter.reply.command is Command.STOP
-        if not self._stopping.is_set() and (self._stop.is_set() or asked or is_pod_leaving):
-            logger.info("asked to stop: what cannot be dropped is finished first")
+        is_requested = reporter is not None and reporter.reply.command is Command.STOP
+        if not self._stopping.is_set() and (self._stop.is_set() or is_requested or is_pod_deleted):
+            logger.info("stop requested: the trainer finishes the work that cannot be dropped first")
             self._stopping.set()
         if reporter is None:
             return
@@ -170,7 +170,7 @@ class Monitor:
 
     def resumed(self, step: int) -> None:
         """See `MonitorPort`."""
-        logger.info("going on after step %d", step)
+        logger.info("resuming after step %d", step)
         self._progress.restore(read_metrics(self._files.metrics), step=step)
         self._open(step)
 

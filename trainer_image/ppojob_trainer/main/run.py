@@ -20,12 +20,13 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
 from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, open_store
+from ppojob_trainer.controller.dynamic_sampling import sampling_of
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
-from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
-from ppojob_trainer.controller.schedule import is_one_update, schedule_of_spec
+from ppojob_trainer.controller.schedule import is_one_update, schedule_for
+from ppojob_trainer.controller.storage_ports import Storage
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
@@ -174,7 +175,7 @@ class _Attempt:
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
         spec, phases, ports = self._job.spec, self._phases, self._groups.ports()
-        schedule = schedule_of_spec(spec.schedule)
+        schedule = schedule_for(spec)
         controller = spec.algorithm.kl.controller
         kl = make_kl_controller(controller.type.value, controller.coefficient, controller.target, controller.horizon)
         settings = PPOSettings(
@@ -182,6 +183,7 @@ class _Attempt:
             spec.data.max_response_length,
             spec.critic.warmup_steps,
             is_one_update=is_one_update(spec),
+            sampling=sampling_of(spec),
         )
         ppo = PPO(ports, schedule, phases, settings, kl)
         saved = JobCheckpoints(self._store, self._groups, spec, self._found)

@@ -1,4 +1,4 @@
-"""From token rewards to advantages: GAE, GRPO, RLOO, REINFORCE++.
+"""From token rewards to advantages: GAE, GRPO, Dr.GRPO, RLOO, REINFORCE++.
 
 Called by the group that holds the values (critic) or, without a critic, by the actor group. Estimators that compare
 the samples of a prompt need all samples of that prompt in the same call. Whitening over the whole batch is a step of
@@ -26,7 +26,7 @@ class AdvantageInputs:
     mask: [B, R], 1 on tokens that the policy wrote. A row without any (a copy, or a response that the reward dropped)
         counts nowhere.
     values: float32 [B, R], for GAE.
-    groups: B names of prompts, equal for the samples of one prompt, for GRPO and RLOO.
+    groups: B names of prompts, equal for the samples of one prompt, for estimators that compare them.
     gamma, lam: discount and GAE's lambda.
     """
 
@@ -82,6 +82,15 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _compared(inputs, lambda group: (group - group.mean()) / (group.std() + 1e-6))
 
 
+def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """GRPO without the deviation (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, section 3.2).
+
+    A_i = R_i - mean of the group, the same for all tokens of sample i. The paper also divides the loss by a constant
+    length: aggregation SeqMeanTokenSumNorm. Rows without tokens are in no group; see `_compared`.
+    """
+    return _compared(inputs, lambda group: group - group.mean())
+
+
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
@@ -105,20 +114,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 ESTIMATORS: Final[dict[str, Estimator]] = {
     "GAE": Estimator(gae, needs_values=True, needs_groups=False, whitens=True),
     "GRPO": Estimator(grpo, needs_values=False, needs_groups=True, whitens=False),
+    "DrGRPO": Estimator(dr_grpo, needs_values=False, needs_groups=True, whitens=False),
     "RLOO": Estimator(rloo, needs_values=False, needs_groups=True, whitens=False),
     "ReinforcePlusPlus": Estimator(reinforce_plus_plus, needs_values=False, needs_groups=False, whitens=True),
 }
-
-
-def estimator(name: str) -> Estimator:
-    """Return the estimator of that name.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}: choose one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _compared(inputs: AdvantageInputs, compare: Callable[[Tensor], Tensor]) -> t
 
 def _rows_by_group(inputs: AdvantageInputs) -> list[list[int]]:
     if inputs.groups is None:
-        raise ValueError("GRPO and RLOO compare the samples of a prompt: groups (one name per sequence) are needed")
+        raise ValueError("an estimator that compares the samples of a prompt needs groups: one name per sequence")
     if len(inputs.groups) != inputs.rewards.shape[0]:
         raise ValueError(f"{len(inputs.groups)} group names for {inputs.rewards.shape[0]} sequences")
     rows: dict[Hashable, list[int]] = {}

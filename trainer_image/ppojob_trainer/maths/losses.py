@@ -3,7 +3,7 @@
 The denominators are those of the optimizer step's whole minibatch over all ranks, and they are passed in. So the
 gradient depends neither on how the minibatch is cut nor on the number of ranks, and metrics add up the same way.
 A data-parallel engine that averages gradients over n ranks (FSDP does) multiplies the loss by n before backward.
-Called by the policy and critic engines.
+Called by the policy and critic engines. `policy_losses` has the loss of each token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ppojob_trainer.maths.kl import MAX_LOG_RATIO
 from ppojob_trainer.maths.masked import masked_mean, masked_sum
+from ppojob_trainer.maths.policy_losses import PolicyLoss, PolicyLossInputs, ppo
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,6 @@ class Denominators:
         return cls(tokens, sequences)
 
 
-@dataclass(frozen=True)
-class Clipping:
-    """Bounds of the ratio: [1 - low, 1 + high], and `dual` where the advantage is negative."""
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float = 3.0
-
-
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -66,9 +57,14 @@ def _seq_mean_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators)
     return masked_mean(loss, mask, dim=-1).sum() / max(denominators.sequences, 1.0)
 
 
+def _seq_mean_token_sum_norm(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return _seq_mean_token_sum(loss, mask, denominators) / loss.shape[-1]
+
+
 AGGREGATIONS: Final[dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]]] = {
     "TokenMean": _token_mean,
     "SeqMeanTokenSum": _seq_mean_token_sum,
+    "SeqMeanTokenSumNorm": _seq_mean_token_sum_norm,
     "SeqMeanTokenMean": _seq_mean_token_mean,
 }
 
@@ -77,11 +73,12 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str, denominators: Denominators)
     """Return this micro-batch's share of the minibatch's loss, a scalar.
 
     token-mean: all tokens weigh the same (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 12). seq-mean-token-sum:
-    the sum over a sequence's tokens, then the mean over sequences. seq-mean-token-mean: the mean over a sequence's
-    tokens, then over sequences (DeepSeekMath, equation 3).
+    the sum over a sequence's tokens, then the mean over sequences. seq-mean-token-sum-norm: that, divided by R, which
+    all sequences have in common (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, section 3.2). seq-mean-token-mean: the
+    mean over a sequence's tokens, then over sequences (DeepSeekMath, equation 3).
 
     Args:
-        loss: float [B, R].
+        loss: float [B, R]; R is data.maxResponseLength.
         mask: [B, R].
         denominators: of the whole minibatch over all ranks.
 
@@ -94,43 +91,28 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str, denominators: Denominators)
 
 
 def policy_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: PolicyLossInputs,
     denominators: Denominators,
-    clipping: Clipping | None = None,
+    compute: PolicyLoss = ppo,
     aggregation: str = "TokenMean",
 ) -> Loss:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7) with dual clip.
-
-    ratio = exp(clamp(log_prob - old_log_prob, -20, 20));
-    loss = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 also min(loss, -A * dual)
-    (Ye et al. 2019, arXiv 1912.09729, equation 5: bounds the loss where a bad action became likely).
+    """The share of a policy loss: `compute` gives the loss of each token, which is aggregated here.
 
     Args:
-        log_prob: float32 [B, R] with gradient; old_log_prob, advantages: float32 [B, R]; mask: [B, R].
+        inputs: of some responses of the minibatch.
+        compute: see `policy_losses`.
 
     Returns:
-        The share of the loss, and shares of the metrics `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower`, `ppo_kl`
-        (token means).
+        The share of the loss, and shares of the metrics `pg_loss`, `ppo_kl` (the token mean of -log_ratio), and of
+        the token means of the metrics of `compute`.
     """
-    clipping = clipping or Clipping()
-    log_ratio = torch.clamp(log_prob - old_log_prob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clipping.low, 1 + clipping.high)
-    pessimistic = torch.maximum(plain, clipped)
-    bounded = torch.minimum(pessimistic, -advantages * clipping.dual)
-    negative = advantages < 0
-    loss = aggregate(torch.where(negative, bounded, pessimistic), mask, aggregation, denominators)
+    losses, of_tokens = compute(inputs)
+    loss = aggregate(losses, inputs.mask, aggregation, denominators)
     with torch.no_grad():
-        lower = (pessimistic > -advantages * clipping.dual) & negative
         metrics = {
             "pg_loss": loss.detach(),
-            "pg_clipfrac": _token_mean((clipped > plain).float(), mask, denominators),
-            "pg_clipfrac_lower": _token_mean(lower.float(), mask, denominators),
-            "ppo_kl": _token_mean(-log_ratio, mask, denominators),
+            "ppo_kl": _token_mean(-inputs.log_ratio, inputs.mask, denominators),
+            **{name: _token_mean(values.float(), inputs.mask, denominators) for name, values in of_tokens.items()},
         }
     return loss, metrics
 

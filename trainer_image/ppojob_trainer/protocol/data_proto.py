@@ -217,7 +217,7 @@ class DataProto:
         """
         if chunks < 1 or len(self) % chunks:
             raise ProtocolError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks: pad_to_divisor({chunks}) first"
+                f"{len(self)} rows cannot be split into {chunks} equal chunks: pad_to_divisor({chunks}) first"
             )
         size = len(self) // chunks
         return [self[part * size : (part + 1) * size] for part in range(chunks)]

@@ -32,7 +32,7 @@ FIELDS: Final[dict[str, Field]] = {
     Keys.INPUT_IDS: Field(("B", "S"), _INT, "prompts and responses side by side"),
     Keys.ATTENTION_MASK: Field(("B", "S"), _INT, "1 on real tokens, 0 on padding"),
     Keys.POSITION_IDS: Field(("B", "S"), _INT, "0, 1, 2 ... over the real tokens, 0 on the left padding"),
-    Keys.RESPONSE_MASK: Field(("B", "R"), _INT, "1 on tokens that the policy wrote (the end token too), else 0"),
+    Keys.RESPONSE_MASK: Field(("B", "R"), _INT, "1 on tokens that the policy generated (the end token too), else 0"),
     Keys.ROLLOUT_LOG_PROBS: Field(("B", "R"), _FLOAT, "log-prob of each token as the rollout engine computed it"),
     Keys.OLD_LOG_PROBS: Field(("B", "R"), _FLOAT, "log-prob under the policy before the update, by the trainer"),
     Keys.REF_LOG_PROB: Field(("B", "R"), _FLOAT, "log-prob under the reference policy"),

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ppojob_trainer.rewards.errors import RewardError, RewardImportError, RewardRefusedError
 from ppojob_trainer.rewards.interface import ComputeScore
-from ppojob_trainer.user_code import UserCodeError, import_user_code
+from ppojob_trainer.user_code import UserCodeError, find_function, import_user_code
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 CHECK = "check"
@@ -57,7 +57,7 @@ def load_reward_function(source: FunctionSource, field_name: str = "reward.funct
     Raises:
         RewardImportError: says what could not be imported, why, and what to do.
     """
-    function = _function(_module(source, field_name), source.name, source.where)
+    function = _function(_module(source, field_name), source)
     _check_call(function, source.bound, f"{source.name} of {source.where}")
     return cast(ComputeScore, functools.partial(function, **source.bound) if source.bound else function)
 
@@ -98,19 +98,11 @@ def _module(source: FunctionSource, field_name: str) -> ModuleType:
         raise RewardImportError(str(error)) from error.__cause__
 
 
-def _function(loaded: ModuleType, name: str, where: str) -> Callable[..., Any]:
-    function = getattr(loaded, name, None)
-    if function is None:
-        own = [
-            key
-            for key, value in vars(loaded).items()
-            if inspect.isfunction(value) and value.__module__ == loaded.__name__ and not key.startswith("_")
-        ]
-        choice = f"set reward.function.name to one of {', '.join(own)}" if own else "it defines no function at all"
-        raise RewardImportError(f"{where} has no function {name!r}: {choice}")
-    if not callable(function):
-        raise RewardImportError(f"{name!r} in {where} is a {type(function).__name__}, not a function")
-    return cast(Callable[..., Any], function)
+def _function(loaded: ModuleType, source: FunctionSource) -> Callable[..., Any]:
+    try:
+        return find_function(loaded, source.name, "reward.function.name", source.where)
+    except UserCodeError as error:
+        raise RewardImportError(str(error)) from error
 
 
 def _check_call(function: Callable[..., Any], bound: Mapping[str, Any], what: str) -> None:

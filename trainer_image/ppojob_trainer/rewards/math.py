@@ -42,7 +42,7 @@ def compute_score(
     text = str(ground_truth) if r"\boxed" in str(ground_truth) else rf"\boxed{{{ground_truth}}}"
     truth = parse(text, [LatexExtractionConfig()], parsing_timeout=limit_seconds)
     if not truth:
-        raise ValueError(f"the ground truth {ground_truth!r} is no LaTeX that math-verify reads")
+        raise ValueError(f"the ground truth {ground_truth!r} is not LaTeX that math-verify reads")
     configs = [ExprExtractionConfig(), LatexExtractionConfig()]
     answer = parse(solution_str, configs, parsing_timeout=limit_seconds)
     is_right = bool(answer) and verify(truth, answer, timeout_seconds=limit_seconds)

@@ -29,14 +29,14 @@ def compute_score(
         extract: which part of the response is the answer, see `extractors`.
 
     Returns:
-        `score`, and `answer`, what was compared ("" if it is no number).
+        `score`, and `answer`, what was compared ("" if it is not a number).
 
     Raises:
-        ValueError: unknown `extract`, or the ground truth is no number.
+        ValueError: unknown `extract`, or the ground truth is not a number.
     """
     truth = _number(ground_truth)
     if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is no number: use exact_match or math")
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number: use exact_match or math")
     answer = _number(extract_answer(solution_str, extract))
     if answer is None:
         return {"score": wrong_score, "answer": ""}

@@ -102,7 +102,7 @@ class MetricLogger:
         if time.monotonic() - self._complained_at >= _SECONDS_BETWEEN_COMPLAINTS:
             self._complained_at = time.monotonic()
             _log.warning(
-                "%s lost metrics, the training goes on: %s: %s", type(sink).__name__, type(error).__name__, error
+                "%s lost metrics, training continues: %s: %s", type(sink).__name__, type(error).__name__, error
             )
 
 

@@ -24,7 +24,7 @@ def read_metrics(path: Path) -> list[Record]:
     A last line without its line end is what a kill leaves, and is passed over.
 
     Raises:
-        MetricsUnreadableError: a whole line is no record; the message has the path and the line's number.
+        MetricsUnreadableError: a whole line is not a record; the message has the path and the line's number.
     """
     merged: dict[float, Record] = {}
     for record in _records(path):
@@ -68,5 +68,5 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _unreadable(path: Path, number: int) -> MetricsUnreadableError:
     return MetricsUnreadableError(
-        f"{path}, line {number}, is no metrics record (a JSON object with `step`): remove the line, or the file"
+        f"{path}, line {number}, is not a metrics record (a JSON object with `step`): remove the line, or the file"
     )

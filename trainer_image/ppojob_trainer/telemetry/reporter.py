@@ -154,11 +154,11 @@ class ProgressReporter:
         try:
             reply = ProgressReply.model_validate_json(answer.content)
         except ValidationError as error:
-            raise _NotDeliveredError(f"the endpoint's answer is no ProgressReply: {answer.text[:200]}") from error
+            raise _NotDeliveredError(f"the endpoint's answer is not a ProgressReply: {answer.text[:200]}") from error
         with self._changed:
             self._reply, self._delivered = reply, report
 
     def _complain(self, error: BaseException | None) -> None:
         if time.monotonic() - self._complained_at >= _SECONDS_BETWEEN_COMPLAINTS:
             self._complained_at = time.monotonic()
-            _log.warning("progress did not arrive at %s, the work goes on: %s", self._reporting.url, error)
+            _log.warning("progress did not arrive at %s, training continues: %s", self._reporting.url, error)

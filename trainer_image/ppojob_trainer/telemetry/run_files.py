@@ -64,13 +64,13 @@ class RunFiles:
         """Return the policy that was exported after a step, with `checkpoint.export: Each`."""
         return self.models / f"step-{step}"
 
-    def leaving(self, cluster: str) -> Path:
-        """Return the file by which the pods of a RayCluster report that they are being deleted."""
-        return self.root / f"leaving-{cluster}"
+    def terminating(self, cluster: str) -> Path:
+        """Return the file by which a pod of a RayCluster reports that it is being deleted."""
+        return self.root / f"terminating-{cluster}"
 
-    def heard(self, cluster: str) -> Path:
-        """Return the file by which the driver acknowledges the other one, and reports that it is stopping."""
-        return self.root / f"leaving-{cluster}.heard"
+    def stop_acknowledged(self, cluster: str) -> Path:
+        """Return the file by which the driver acknowledges `terminating`: it is stopping."""
+        return self.root / f"terminating-{cluster}.acknowledged"
 
     def log_of(self, who: str, *, attempt: int) -> Path:
         """Return the log of one process of an attempt, such as `driver` or `actor-0`."""

@@ -41,7 +41,7 @@ _CPU = "CPU"
 _LANE = 0.66
 _WARM_UP_STEPS = 3
 _SAME_TIME_S = 0.002
-"""Clocks are read a moment after one phase and before the next; that is no overlap."""
+"""Clocks are read a moment after one phase and before the next; that is not an overlap."""
 _ADVICE_WIDTH = 110
 """Letters of a line of the recommendation, below the lanes."""
 _NAMED_FROM = 0.07

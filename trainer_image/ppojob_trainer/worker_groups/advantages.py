@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_trainer.maths.advantages import AdvantageInputs, estimator
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.algorithms import AdvantageInputs, estimator_of
 from ppojob_trainer.maths.kl import kl_estimate, penalize_rewards
 from ppojob_trainer.maths.masked import Moments, whiten
+from ppojob_trainer.maths.overlong import Overlong
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.rewards import RewardFunctionError
 
-__all__ = ["Ranks", "compute_advantages", "statistics"]
+__all__ = ["Ranks", "compute_advantages", "overlong_of", "statistics"]
 
 
 class Ranks(Protocol):
@@ -34,15 +36,25 @@ class Ranks(Protocol):
         ...
 
 
-def compute_advantages(batch: DataProto, algorithm: AlgorithmSpec, kl_coefficient: float, ranks: Ranks) -> DataProto:
+def overlong_of(spec: PPOJobSpec) -> Overlong | None:
+    """Return the penalty of overlong responses, if the job has one."""
+    penalty = spec.reward.overlong_penalty
+    return None if penalty is None else Overlong(spec.data.max_response_length, penalty.buffer, penalty.factor)
+
+
+def compute_advantages(
+    batch: DataProto, algorithm: AlgorithmSpec, kl_coefficient: float, ranks: Ranks, overlong: Overlong | None = None
+) -> DataProto:
     """Return advantages and returns [B, R]; the statistics are in meta_info. Collective.
 
     Args:
         batch: needs response_mask, token_level_scores, and the fields of the estimator: values, uid; with KL in the
             reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies or were dropped, and do not count.
         kl_coefficient: of the KL penalty in the reward.
+        overlong: what is subtracted from the scores of overlong responses.
 
     Raises:
+        AlgorithmFunctionError: the user's estimator cannot be loaded or returned something wrong.
         RewardFunctionError: the reward dropped all responses.
     """
     mask = batch.tensor(Keys.RESPONSE_MASK)
@@ -56,12 +68,15 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmSpec, kl_coefficien
         )
     metrics: dict[str, float] = {}
     rewards = scores
+    if overlong is not None:
+        rewards, penalties = overlong.penalized(rewards, mask)
+        metrics["reward/overlong_penalty/mean"] = _moments(penalties, is_row, ranks).mean
     if algorithm.kl.in_reward:
         old, ref = batch.tensor(Keys.OLD_LOG_PROBS), batch.tensor(Keys.REF_LOG_PROB)
         kl = kl_estimate(old, ref, algorithm.kl.estimator.value)
-        rewards, kl_of_row = penalize_rewards(scores, kl, mask, kl_coefficient)
+        rewards, kl_of_row = penalize_rewards(rewards, kl, mask, kl_coefficient)
         metrics["actor/reward_kl_penalty"] = _moments(kl_of_row, is_row, ranks).mean
-    chosen = estimator(algorithm.advantage_estimator.value)
+    chosen = estimator_of(algorithm)
     values = batch.tensor(Keys.VALUES) if chosen.needs_values else None
     groups = batch.array(Keys.UID).tolist() if chosen.needs_groups else None
     raw, returns = chosen.compute(AdvantageInputs(rewards, mask, values, groups, algorithm.gamma, algorithm.lam))

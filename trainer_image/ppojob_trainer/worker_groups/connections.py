@@ -76,7 +76,7 @@ def report(connections: Iterable[Connections], pools: Mapping[str, Pool], log_fo
         devices = [rdma.resource_name for name in found.pools if (rdma := pools[name].network.rdma) is not None]
         if _SOCKET in found.transports and devices:
             logger.warning(
-                "%s: NCCL took TCP, although the pods have %s: its own words are in %s/*.nccl-*.log",
+                "%s: NCCL uses TCP, although the pods have %s: NCCL's log is in %s/*.nccl-*.log",
                 found.what,
                 " and ".join(dict.fromkeys(devices)),
                 log_folder,

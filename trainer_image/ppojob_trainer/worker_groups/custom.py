@@ -29,7 +29,7 @@ from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["HookCall", "UserWorkers", "make_user_worker"]
 
@@ -72,9 +72,9 @@ class UserWorkers:
         ]
 
 
-def make_user_worker(seat: Seat, spec: WorkerSpec, where: str) -> Any:
+def make_user_worker(context: WorkerContext, spec: WorkerSpec, where: str) -> Any:
     """Create the user's object in its process."""
-    return _user_class(spec, where)(seat, **spec.kwargs)
+    return _user_class(spec, where)(context, **spec.kwargs)
 
 
 class HookCall:
@@ -122,7 +122,7 @@ class HookCall:
         try:
             return merge_metrics([{str(k): float(v) for k, v in one.items()} for one in answers if one is not None])
         except (TypeError, ValueError) as error:
-            raise self._failed(f"one of its metrics is no number: {error}") from error
+            raise self._failed(f"one of its metrics is not a number: {error}") from error
 
     def _failed(self, why: str) -> HookFailedError:
         return HookFailedError(f"{self._where}, hook after {self.after.value}, method {self._method.__name__}: {why}")
@@ -144,8 +144,8 @@ def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
         inspect.signature(found).bind(None, **spec.kwargs)
     except TypeError as error:
         raise WorkerImportError(
-            f"{where}: {spec.class_name}{inspect.signature(found)} cannot be called with its seat and the kwargs "
-            f"{', '.join(spec.kwargs) or '(none)'}: {error}"
+            f"{where}: {spec.class_name}{inspect.signature(found)} cannot be called with a WorkerContext and "
+            f"the kwargs {', '.join(spec.kwargs) or '(none)'}: {error}"
         ) from error
     return cast("type[Any]", found)
 

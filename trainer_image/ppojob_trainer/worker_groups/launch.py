@@ -19,7 +19,7 @@ from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.observation import Observations
 from ppojob_trainer.worker_groups.placement import CPUS_PER_PROCESS, Bundle, PlacedPool
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat, WorkerProcess
+from ppojob_trainer.worker_groups.worker_process import WorkerContext, WorkerProcess
 
 __all__ = ["Launcher", "wait_until_up"]
 
@@ -49,7 +49,7 @@ class Launcher:
     def start(
         self,
         role: str,
-        make: Callable[[Seat], W],
+        make: Callable[[WorkerContext], W],
         pool: PlacedPool,
         bundles: Sequence[Bundle],
         *,
@@ -65,12 +65,12 @@ class Launcher:
         """
         processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles):
-            local_ranks = sum(other.node_id == bundle.node_id for other in bundles)
-            seat = Seat(
+            local_world_size = sum(other.node_id == bundle.node_id for other in bundles)
+            context = WorkerContext(
                 role,
                 rank,
                 len(bundles),
-                local_ranks,
+                local_world_size,
                 self.log_folder / f"{role}-{rank}.log",
                 self.timeout_s,
                 run_folder=self.run_folder,
@@ -85,7 +85,7 @@ class Launcher:
             }
             if environment:
                 options["runtime_env"] = {"env_vars": dict(environment)}
-            started = ray.remote(WorkerProcess).options(**options).remote(seat, make)
+            started = ray.remote(WorkerProcess).options(**options).remote(context, make)
             processes.append(cast("ActorHandle[Any]", started))
         return WorkerGroup(role, processes, self.timeout_s, observations=self.observations)
 
@@ -105,7 +105,7 @@ async def _up(group: WorkerGroup[Any]) -> None:
     except TimeoutError as error:
         raise CallTimeoutError(
             f"the {len(group)} processes of role {group.role} were not up within {START_TIMEOUT_S:g} s: "
-            "look into Ray's logs of their nodes"
+            "see Ray's logs on their nodes"
         ) from error
 
 

@@ -48,7 +48,7 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
         # Ray's message is a page long; only the numbers in it matter.
         found = _USAGE_OF_NODE.search(str(error))
         usage = f" ({found[1]})" if found else ""
-        said = f"{who} was ended because its node ran out of memory{usage} during {method}"
+        said = f"{who} was terminated because its node ran out of memory{usage} during {method}"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
     of_gpu = _words_of_gpu(error)
     if of_gpu is not None:
@@ -58,7 +58,7 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
         return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {free}{lower}{room}")
     if isinstance(error, RolloutMemoryError):
         said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"
-        return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout a pool of its own")
+        return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout its own pool")
     if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
         said = f"{who} ran out of memory during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")

@@ -159,10 +159,10 @@ def explain_shortage(
         total, free: Ray's resources of the whole cluster.
     """
     short = list(_short_of(bundle, pool.gpus, total, free))
-    why = "; ".join(short) or "each resource is there, but no single node has enough of all of them together"
+    why = "; ".join(short) or "the cluster has enough of each resource, but no single node has enough of all of them"
     return (
-        f"pool {pool.name} wants {pool.gpus} bundles of {_shown(bundle)} and did not get them in {waited_s:g} s: "
-        f"{why}. "
+        f"pool {pool.name} requests {pool.gpus} bundles of {_shown(bundle)}, and Ray has not placed them within "
+        f"{waited_s:g} s: {why}. "
         f"Check that all {pool.nodes} pods of the pool have joined Ray, and that nothing else holds their resources"
     )
 
@@ -173,9 +173,9 @@ def _short_of(
     for name, amount in bundle.items():
         wanted, there, left = amount * count, total.get(name, 0.0), free.get(name, 0.0)
         if there < wanted:
-            yield f"the cluster has {there:g} {name}, wanted are {wanted:g}"
+            yield f"the cluster has {there:g} {name}, and {wanted:g} are needed"
         elif left < wanted:
-            yield f"only {left:g} of the cluster's {there:g} {name} are free, wanted are {wanted:g}"
+            yield f"{left:g} of the cluster's {there:g} {name} are free, and {wanted:g} are needed"
 
 
 def _shown(resources: Mapping[str, float]) -> str:

@@ -16,7 +16,7 @@ from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.rewards.batch import Decoder
 from ppojob_trainer.rewards.samples import SampleLog, samples_of
 from ppojob_trainer.telemetry import RunFiles, current_phase
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["SampleKeeper"]
 
@@ -24,10 +24,10 @@ __all__ = ["SampleKeeper"]
 class SampleKeeper:
     """Writes `spec.telemetry.samplesPerStep` rows per step; on other ranks it writes nothing."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self._number = spec.telemetry.samples_per_step
-        is_asked = seat.rank == 0 and seat.run_folder is not None and self._number > 0
-        self._log = SampleLog(RunFiles(seat.run_folder).samples) if is_asked and seat.run_folder else None
+        is_asked = context.rank == 0 and context.run_folder is not None and self._number > 0
+        self._log = SampleLog(RunFiles(context.run_folder).samples) if is_asked and context.run_folder else None
         # A step's rows may arrive in parts.
         self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
 

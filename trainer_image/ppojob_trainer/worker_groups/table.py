@@ -41,13 +41,13 @@ Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 class StoredRows:
     """A worker's answer in place of a DataProto: references to its rows, and small values for the controller.
 
-    starts: the first row of each block, and the number of rows at the end. lengths: for each row, the tokens of the
-    whole sequence and of the response, if the batch has masks.
+    starts: the first row of each block, and the number of rows at the end. sums: for each row, the sum over its tokens
+    of each mask (so the tokens of the whole sequence and of the response) and of the scores, if the batch has them.
     """
 
     blocks: tuple[ObjectRef[DataProto], ...]
     starts: tuple[int, ...]
-    lengths: Mapping[str, list[int]]
+    sums: Mapping[str, list[float]]
     metrics: Mapping[str, list[float]]
 
     @property
@@ -71,7 +71,7 @@ def store_rows(batch: DataProto) -> StoredRows:
     size = rows_of_block(len(plain), plain.num_bytes)
     starts = (*range(0, len(plain), size), len(plain))
     blocks = tuple(ray.put(part) for part in plain.split(size))
-    return StoredRows(blocks, starts, _lengths(plain), metrics)
+    return StoredRows(blocks, starts, _sums(plain), metrics)
 
 
 def rows_of_block(num_rows: int, num_bytes: int) -> int:
@@ -81,11 +81,11 @@ def rows_of_block(num_rows: int, num_bytes: int) -> int:
     return max(1, of_many, min(num_rows, of_small))
 
 
-def _lengths(batch: DataProto) -> dict[str, list[int]]:
+def _sums(batch: DataProto) -> dict[str, list[float]]:
     tensors = batch.tensors()
     return {
-        key: tensors[key].long().sum(dim=1).tolist()
-        for key in (Keys.ATTENTION_MASK, Keys.RESPONSE_MASK)
+        key: tensors[key].double().sum(dim=1).tolist()
+        for key in (Keys.ATTENTION_MASK, Keys.RESPONSE_MASK, Keys.TOKEN_LEVEL_SCORES)
         if key in tensors
     }
 
@@ -174,8 +174,8 @@ class Table:
     """Rows in canonical order (prompts in the order of the data, a prompt's samples consecutive), columns by source."""
 
     sources: tuple[Source, ...]
-    lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each mask that a known source has, the tokens of every row."""
+    sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """`StoredRows.sums` of the known sources, for every row."""
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """Metrics of the call that created this table, of all ranks in order."""
 
@@ -207,9 +207,9 @@ class Table:
         Raises:
             ValueError: no available source has sequences.
         """
-        if Keys.ATTENTION_MASK not in self.lengths:
+        if Keys.ATTENTION_MASK not in self.sums:
             raise ValueError("the lengths of this table's rows are not known: await the rollout first")
-        return self.lengths[Keys.ATTENTION_MASK]
+        return tuple(map(int, self.sums[Keys.ATTENTION_MASK]))
 
     def union(self, *others: Table) -> Table:
         """Return one table with the columns of all tables.
@@ -223,8 +223,11 @@ class Table:
             if len(other) != len(self):
                 raise ValueError(f"union of {len(self)} rows with {len(other)}: they are not of the same sequences")
         tables = (self, *others)
-        lengths = {key: value for table in reversed(tables) for key, value in table.lengths.items()}
-        return Table(tuple(source for table in tables for source in table.sources), lengths)
+        sums: dict[str, tuple[float, ...]] = {}
+        for table in tables:
+            replaces = all(source.replaces for source in table.sources)
+            sums |= {key: value for key, value in table.sums.items() if replaces or key not in sums}
+        return Table(tuple(source for table in tables for source in table.sources), sums)
 
     def replaced_by(self, other: Table) -> Table:
         """Return the columns of both tables; `other` wins where both have a column.
@@ -232,7 +235,7 @@ class Table:
         Raises:
             ValueError: the tables do not have the same number of rows.
         """
-        return Table(self.union(other.replacing()).sources, {**self.lengths, **other.lengths})
+        return self.union(other.replacing())
 
     def replacing(self) -> Table:
         """Return a table whose columns replace those of the same name when it is joined to another one."""
@@ -240,24 +243,24 @@ class Table:
 
     def take(self, rows: Sequence[int]) -> Table:
         """Return these rows, in this order; a row may occur several times."""
-        lengths = {key: tuple(value[row] for row in rows) for key, value in self.lengths.items()}
-        return Table(tuple(source.take(rows) for source in self.sources), lengths)
+        sums = {key: tuple(value[row] for row in rows) for key, value in self.sums.items()}
+        return Table(tuple(source.take(rows) for source in self.sources), sums)
 
     def known(self, stored: Sequence[StoredRows]) -> Table:
-        """Return the table of one source with the lengths and metrics of its results."""
+        """Return the table of one source with the sums and metrics of its results."""
         (source,) = self.sources
-        lengths = {
+        sums = {
             key: tuple(
-                stored[number].lengths[key][position]
+                stored[number].sums[key][position]
                 for number, position in zip(source.result_of, source.position_of, strict=True)
             )
-            for key in stored[0].lengths
+            for key in stored[0].sums
         }
         metrics: dict[str, list[float]] = {}
         for result in stored:
             for name, values in result.metrics.items():
                 metrics.setdefault(name, []).extend(values)
-        return Table(self.sources, lengths, metrics)
+        return Table(self.sources, sums, metrics)
 
     def join_rows(self, others: Sequence[Table], numbers: Sequence[int]) -> Table:
         """Return the rows of this table and of the others as one table.
@@ -268,7 +271,7 @@ class Table:
             numbers: row numbers in the result, for the rows of this table and then of `others` in order.
 
         Raises:
-            ValueError: the tables do not have the same number of sources, or `numbers` is no permutation of all rows.
+            ValueError: the tables differ in their number of sources, or `numbers` is not a permutation of all rows.
         """
         tables = (self, *others)
         if len({len(table.sources) for table in tables}) != 1:
@@ -276,16 +279,16 @@ class Table:
                 f"tables of {[len(table.sources) for table in tables]} sources cannot be one below the other"
             )
         columns = zip(*(table.sources for table in tables), strict=True)
-        lengths = {
-            key: tuple(length for table in tables for length in table.lengths[key])
-            for key in self.lengths
-            if all(key in table.lengths for table in tables)
+        sums = {
+            key: tuple(value for table in tables for value in table.sums[key])
+            for key in self.sums
+            if all(key in table.sums for table in tables)
         }
         metrics: dict[str, list[float]] = {}
         for table in tables:
             for name, values in table.metrics.items():
                 metrics.setdefault(name, []).extend(values)
-        joined = Table(tuple(_one_below_the_other(sources) for sources in columns), lengths)
+        joined = Table(tuple(_one_below_the_other(sources) for sources in columns), sums)
         if sorted(numbers) != list(range(len(joined))):
             raise ValueError(f"join_rows needs a number for each of {len(joined)} rows, got {list(numbers)[:16]}")
         joined = joined.take(np.argsort(numbers).tolist())

@@ -41,7 +41,7 @@ def watched(who: str, method: str, phase: CurrentPhase | None) -> Iterator[None]
     after = left - min(BEFORE_S, left / 10)
     phase_of = f"phase {phase.phase} of step {phase.step}"
     text = f"{who} still runs {method}: {phase_of} reaches its limit in {left - after:.1f} s"
-    timer = threading.Timer(after, _tell, (text,))
+    timer = threading.Timer(after, _report, (text,))
     timer.daemon = True
     timer.start()
     # Use the file descriptor, because Python's streams may be replaced; the tee copies it to the log.
@@ -53,7 +53,7 @@ def watched(who: str, method: str, phase: CurrentPhase | None) -> Iterator[None]
         timer.cancel()
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     logger.error("%s; the stacks of its threads and child processes follow", text)
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:

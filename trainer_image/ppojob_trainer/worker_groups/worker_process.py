@@ -24,7 +24,7 @@ from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
 from ppojob_trainer.worker_groups.table import Rows, StoredRows, store_rows
 
-__all__ = ["Seat", "WorkerProcess", "num_threads"]
+__all__ = ["WorkerContext", "WorkerProcess", "num_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ THREADS_BESIDE_GPU = 4
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The rank of a process in its group, and where it writes.
+class WorkerContext:
+    """What a process knows of itself: its rank in its group, its node, and its files.
 
-    local_ranks: number of the role's processes on the same node; they share its cores.
-    timeout_s: longest wait for the rows of a call.
+    local_world_size: number of the group's processes on the same node; they share its cores.
+    timeout_s: longest wait for the rows of a call, in seconds.
     address: network address of the process's node; set once it runs.
     run_folder: the job's folder; None if only the log is written.
     profile: settings of torch's profiler, if this role is profiled.
@@ -45,7 +45,7 @@ class Seat:
     role: str
     rank: int
     world_size: int
-    local_ranks: int
+    local_world_size: int
     log_file: Path
     timeout_s: float
     address: str = ""
@@ -56,19 +56,19 @@ class Seat:
 class WorkerProcess:
     """Holds the worker that `make` creates; see the module's docstring."""
 
-    def __init__(self, seat: Seat, make: Callable[[Seat], object]) -> None:
+    def __init__(self, context: WorkerContext, make: Callable[[WorkerContext], object]) -> None:
         # Before the worker is created, so that all output of it and its children is copied to the storage.
-        self._tee = tee_output(seat.log_file)
+        self._tee = tee_output(context.log_file)
         configure_logging()
-        _limit_threads(num_threads(seat.local_ranks, has_gpu=bool(ray.get_gpu_ids())))
-        self._seat = replace(seat, address=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
-        folder = None if seat.run_folder is None else RunFiles(seat.run_folder).profiles
-        self._observer = Observer(seat.role, seat.rank, seat.profile, folder)
-        self._worker = make(self._seat)
+        _limit_threads(num_threads(context.local_world_size, has_gpu=bool(ray.get_gpu_ids())))
+        self._context = replace(context, address=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        folder = None if context.run_folder is None else RunFiles(context.run_folder).profiles
+        self._observer = Observer(context.role, context.rank, context.profile, folder)
+        self._worker = make(self._context)
 
     def address(self) -> str:
         """Return the address under which other nodes reach this one."""
-        return self._seat.address
+        return self._context.address
 
     @ray.method(num_returns=2)
     def execute(
@@ -89,7 +89,7 @@ class WorkerProcess:
         moved = Moved()
         with self._observer.around(method.__name__, phase):
             with moved.timed():
-                pulled = tuple(arg.pull(self._seat.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
+                pulled = tuple(arg.pull(self._context.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
             moved.num_bytes = sum(batch.num_bytes for batch in pulled if isinstance(batch, DataProto))
             answer = method.function(self._worker, *pulled, **kwargs)
             with moved.timed():
@@ -106,12 +106,12 @@ def _with_each_row(answer: Any, sent: Any) -> DataProto:
     return answer
 
 
-def num_threads(local_ranks: int, *, has_gpu: bool = False) -> int:
-    """Return how many threads a process may use when its role has `local_ranks` processes on this node.
+def num_threads(local_world_size: int, *, has_gpu: bool = False) -> int:
+    """Return how many threads a process may use when its group has `local_world_size` processes on this node.
 
     A process with a GPU uses the CPU only to divide batches: many threads of many such processes would contend.
     """
-    threads = max(1, _num_cores() // max(1, local_ranks))
+    threads = max(1, _num_cores() // max(1, local_world_size))
     return min(threads, THREADS_BESIDE_GPU) if has_gpu else threads
 
 

@@ -22,15 +22,15 @@ class Rates:
         self._drop_at = _MIN_KEPT
 
     def take(self, key: Hashable) -> bool:
-        """Return whether the key may do it once more now; if so, it is counted."""
+        """Take a token from the key's bucket; return False if the bucket is empty."""
         level = self._level(key)
         if level < 1:
             return False
         self._set(key, level - 1)
         return True
 
-    def give_back(self, key: Hashable) -> None:
-        """Do not count one that was taken."""
+    def refund(self, key: Hashable) -> None:
+        """Undo one `take`."""
         self._set(key, min(self._level(key) + 1, self._burst))
 
     def _level(self, key: Hashable) -> float:

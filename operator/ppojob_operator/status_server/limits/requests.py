@@ -68,4 +68,4 @@ class JobRequests:
         if counted == _TOTAL:
             return refusals.unavailable("the operator is busy")
         of = f"job {key}" if counted == key else f"namespace {key.namespace}"
-        return refusals.too_many_requests(f"{limit} requests of {of} are in work: wait for their answers")
+        return refusals.too_many_requests(f"{limit} requests of {of} are in progress: wait for their answers")

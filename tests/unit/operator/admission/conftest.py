@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_operator.reconcile.references import Reference
+from ppojob_operator.reconcile.acceptance import Reference
 from tests.unit.operator.reconcile.worlds import spec
 
 CLAIM = {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteMany"]}}

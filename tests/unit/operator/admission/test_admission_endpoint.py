@@ -130,7 +130,7 @@ async def test_a_dry_run_is_answered_like_any_other_question(ask: Asking, dry_ru
     allowed, _, [warning] = await ask(review(doubtful, dryRun=dry_run))
 
     assert allowed
-    assert warning.startswith("spec.checkpoint.everySteps: 0: no checkpoint before the end")
+    assert warning.startswith("spec.checkpoint.everySteps: 0: no checkpoint is saved before the end")
 
 
 async def test_an_edit_that_cannot_be_run_is_refused(ask: Asking) -> None:
@@ -308,12 +308,12 @@ async def test_a_job_of_another_operator_is_that_ones_to_judge(
     assert cluster.asked == []
 
 
-@pytest.mark.parametrize("wish", ["", "Not a name", "system/", "a/b/c", "-system"])
-async def test_an_annotation_that_names_no_operator_is_refused_when_it_is_written(ask: Asking, wish: str) -> None:
-    annotated = job(annotations={ANNOTATION_OPERATOR: wish})
+@pytest.mark.parametrize("requested", ["", "Not a name", "system/", "a/b/c", "-system"])
+async def test_an_annotation_that_names_no_operator_is_refused_when_it_is_written(ask: Asking, requested: str) -> None:
+    annotated = job(annotations={ANNOTATION_OPERATOR: requested})
 
     for old in (None, job()):
         allowed, message, _ = await ask(review(annotated, old))
         assert not allowed
-        assert f"metadata.annotations[ppojob.dev/operator]: {wish!r}: write the namespace" in message
+        assert f"metadata.annotations[ppojob.dev/operator]: {requested!r}: write the namespace" in message
     assert await ask(review(annotated, annotated)) == (True, "", [])

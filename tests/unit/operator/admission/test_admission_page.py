@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim
-from ppojob_operator.reconcile.references import judge, judge_claim, named
+from ppojob_operator.reconcile.acceptance import judge_claim, judge_references, named
 from tests.unit.api.test_spec_warnings import among
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
@@ -46,7 +46,7 @@ def test_the_page_quotes_what_is_said() -> None:
         *template_problems(host_network, KEY, UID),
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOncePod",))).refusals,
         *judge_claim(parsed(), Claim("data", "Lost")).refusals,
-        *judge(naming, KEY.namespace, dict.fromkeys(named(naming))).warnings,
+        *judge_references(naming, KEY.namespace, dict.fromkeys(named(naming))).warnings,
         *spec_warnings(doubtful),
         *spec_warnings(parsed(pools=actors())),
         *spec_warnings(parsed(pools=actors(podTemplate=among("H200", "A100")))),

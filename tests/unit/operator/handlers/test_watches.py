@@ -1,4 +1,4 @@
-"""A real Kopf against an HTTP server that plays the API server and breaks the watches."""
+"""A real Kopf against a fake API server that breaks the watches."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from ppojob_operator.cluster import Cluster
 from ppojob_operator.handlers import Watches
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
-from tests.unit.operator.played_api_server import connected
+from tests.unit.operator.fake_api_server import connected
 
 LIMIT = 60.0
 JOB = {
@@ -35,23 +35,23 @@ Answer = Callable[[web.Request], Any]
 
 def error(code: int) -> dict[str, Any]:
     """Return an error as the API server sends it within a watch."""
-    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": f"played {code}"}
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": f"server {code}"}
     return {"type": "ERROR", "object": status}
 
 
-class Played:
+class FakeAPIServer:
     """The API server: discovery, lists with one PPOJob, and watches that stay open; `breaks` are used up one by one."""
 
     def __init__(self) -> None:
         self.breaks: list[Answer] = []
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         """Lists and watches of PPOJobs."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/")
         if path.endswith("/ppojobs"):
             is_watch = request.query.get("watch") == "true"
-            self.asked["watch" if is_watch else "list"] += "limit" not in request.query or is_watch
+            self.requests["watch" if is_watch else "list"] += "limit" not in request.query or is_watch
             if is_watch and self.breaks:
                 return await self.breaks.pop(0)(request)
             return await hold(request) if is_watch else web.json_response(collection([JOB]))
@@ -106,7 +106,7 @@ def refuses(status: int) -> Answer:
     """Answer a watch with an HTTP status."""
 
     async def refuse(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"kind": "Status", "code": status, "message": "played"}, status=status)
+        return web.json_response({"kind": "Status", "code": status, "message": "fake"}, status=status)
 
     return refuse
 
@@ -122,17 +122,17 @@ async def resets(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def watching(
-    played: Played, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: FakeAPIServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[asyncio.Task[None], list[JobKey]]]:
-    async with connected(played.answer) as api:
+    async with connected(server.answer) as api:
         configuration = folder / "kubeconfig"
         configuration.write_text(
             yaml.safe_dump(
                 {
-                    "clusters": [{"name": "played", "cluster": {"server": api._client.configuration.host}}],
-                    "users": [{"name": "nobody", "user": {"token": "played"}}],
-                    "contexts": [{"name": "played", "context": {"cluster": "played", "user": "nobody"}}],
-                    "current-context": "played",
+                    "clusters": [{"name": "fake", "cluster": {"server": api._client.configuration.host}}],
+                    "users": [{"name": "nobody", "user": {"token": "fake"}}],
+                    "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "nobody"}}],
+                    "current-context": "fake",
                 }
             )
         )
@@ -140,7 +140,7 @@ async def watching(
         noted: list[JobKey] = []
         stop = asyncio.Event()
         cluster, settings = Cluster(api, reporter="test"), Settings(watch_namespace="ns")
-        watches = Watches(settings, cluster, noted.append, lambda: played.asked.update(["failure"]))
+        watches = Watches(settings, cluster, noted.append, lambda: server.requests.update(["failure"]))
         task = asyncio.create_task(watches.run(stop))
         try:
             yield task, noted
@@ -164,13 +164,13 @@ async def watching(
 async def test_a_watch_that_breaks_begins_again(
     broken: Answer, num_failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = Played()
-    played.breaks = [broken]
-    async with watching(played, tmp_path, monkeypatch) as (task, noted), asyncio.timeout(LIMIT):
-        while played.asked["watch"] < 2:
+    server = FakeAPIServer()
+    server.breaks = [broken]
+    async with watching(server, tmp_path, monkeypatch) as (task, noted), asyncio.timeout(LIMIT):
+        while server.requests["watch"] < 2:
             assert not task.done(), task.exception()
             await asyncio.sleep(0.05)
 
     assert set(noted) == {JobKey("ns", "first")}
-    assert played.asked["failure"] == num_failures
+    assert server.requests["failure"] == num_failures
     task.result()

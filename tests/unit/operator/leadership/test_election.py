@@ -252,7 +252,7 @@ async def test_after_a_long_absence_the_same_one_leads_again_without_waiting(lea
         assert leases.spec["leaseTransitions"] == 1
 
 
-async def test_at_the_end_the_work_ends_in_order_and_the_next_one_leads_at_once(
+async def test_at_the_end_the_work_ends_gracefully_and_the_next_one_leads_at_once(
     leases: Leases, first: Replica, second: Replica
 ) -> None:
     first.work_seconds = 3 * TIMES.duration  # Looks in work are finished, and the Lease is renewed meanwhile.

@@ -4,7 +4,7 @@ import pytest
 
 from ppojob_operator.dashboard import Address, DashboardError
 from ppojob_operator.plan import Observed, Plan, Submission, Surroundings
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from tests.unit.operator.loop.memory_cluster import GOOD, MemoryCluster, make_loop
 
 pytestmark = pytest.mark.virtual_time

@@ -10,7 +10,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.plan import Job, JobKey, Manifest, Plan
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from tests.unit.operator.loop.memory_cluster import BAD, GOOD, OURS, MemoryCluster, job_of, make_loop, run_for
 from tests.unit.operator.virtual_time import now
 

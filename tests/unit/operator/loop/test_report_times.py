@@ -7,7 +7,7 @@ import pytest
 
 from ppojob_operator import loop as loop_module
 from ppojob_operator.plan import Job, Observed, Plan
-from ppojob_operator.reconcile import read_job
+from ppojob_operator.reading import read_job
 from ppojob_operator.report_times import ReportTimes
 from tests.unit.operator.loop.memory_cluster import GOOD, OURS, SPEC, MemoryCluster, make_loop
 

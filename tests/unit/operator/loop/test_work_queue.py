@@ -1,4 +1,4 @@
-"""The queue: one entry a job, the earliest wish counts, and never two looks at the same job."""
+"""The queue: one entry per job, the earliest requested time counts, and no job is reconciled twice at the same time."""
 
 import asyncio
 

@@ -169,7 +169,7 @@ def ray_container(**fields: Any) -> dict[str, Any]:
         (
             {"spec": {"containers": [{"name": "ray-worker", "lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}]}},
             "spec.containers[0].lifecycle.preStop",
-            "put yours into a separate container",
+            "run yours in a separate container",
         ),
         ({"metadata": {"name": "x"}}, "metadata.name", "only labels and annotations"),
         ({"metadata": {"labels": {"ray.io/cluster": "x"}}}, "metadata.labels.ray.io/cluster", "choose another"),
@@ -180,7 +180,7 @@ def ray_container(**fields: Any) -> dict[str, Any]:
             "choose another",
         ),
         ({"spec": {"hostNetwork": True}}, "spec.hostNetwork", "network.hostNetwork"),
-        ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy", "replaced, not restarted"),
+        ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy", "replaced instead of restarted"),
         ({"spec": {"serviceAccountName": "x"}}, "spec.serviceAccountName", "use spec.serviceAccountName"),
         ({"spec": {"automountServiceAccountToken": True}}, "spec.automountServiceAccountToken", "no credentials"),
         ({"spec": {"volumes": [{"name": "storage"}]}}, "spec.volumes[0].name", "choose another"),
@@ -223,7 +223,7 @@ def test_a_grace_period_that_cuts_the_checkpoint_short_is_refused(with_template:
     [problem] = template_problems(spec, KEY, UID)
 
     path = "spec.pools[0].podTemplate.spec.terminationGracePeriodSeconds"
-    remedy = "spec.runPolicy.stopGracePeriodSeconds needs 630 or more: lower that, or leave this one out"
+    remedy = "spec.runPolicy.stopGracePeriodSeconds needs 630 or more: lower it, or remove this field"
     assert str(problem) == f"{path}: {given!r}: {remedy}"
 
 

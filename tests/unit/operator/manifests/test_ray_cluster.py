@@ -44,7 +44,7 @@ def test_the_head_has_no_logical_resources_and_an_open_dashboard(make_spec: Make
     assert params == {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"}
 
 
-def test_all_pods_are_held_until_the_trainer_has_stopped_in_order(make_spec: MakeSpec) -> None:
+def test_all_pods_are_held_until_the_trainer_has_stopped_gracefully(make_spec: MakeSpec) -> None:
     spec = cluster(make_spec(runPolicy={"stopGracePeriodSeconds": 90}))
 
     for template in (spec["headGroupSpec"]["template"], *(each["template"] for each in spec["workerGroupSpecs"])):

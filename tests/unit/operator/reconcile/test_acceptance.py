@@ -111,7 +111,7 @@ def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -
     world.edit(checkpoint={"everySteps": 5}).settle()
     mended = world.condition(Condition.ACCEPTED).message
 
-    assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint before the end" in said
+    assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint is saved before the end" in said
     assert "; spec.storage.claimName: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
     assert said in world.words
     assert mended == "the spec is valid and its claim exists; the trainer checks the paths when it starts"

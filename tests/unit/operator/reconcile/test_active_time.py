@@ -10,7 +10,7 @@ DAY = 86_400
 
 
 def suspend(world: World) -> World:
-    return world.suspend().settle().trainer_stops_in_order().settle()
+    return world.suspend().settle().trainer_stops_gracefully().settle()
 
 
 def resume(world: World) -> World:

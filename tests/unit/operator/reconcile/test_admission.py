@@ -196,7 +196,7 @@ def test_pods_that_outlive_the_grace_period_are_not_waited_for() -> None:
 def test_a_suspended_job_gives_its_quota_back_and_queues_anew() -> None:
     queue = Queue().runs()
 
-    world = queue.world.suspend().settle().trainer_stops_in_order().settle()
+    world = queue.world.suspend().settle().trainer_stops_gracefully().settle()
 
     assert world.status["phase"] == Phase.SUSPENDED
     assert world.observed.clusters == ()

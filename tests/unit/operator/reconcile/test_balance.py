@@ -78,7 +78,7 @@ def test_then_the_advice_is_another_layout_and_an_event_says_why() -> None:
 
 
 def test_it_is_brought_into_force_like_any_other_layout() -> None:
-    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_in_order().settle()
+    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_gracefully().settle()
 
     assert [group["replicas"] for group in world.made[-1]["spec"]["workerGroupSpecs"]] == [1, 1]
     assert world.status["effectiveLayout"]["pools"][1]["nodes"] == 1
@@ -90,7 +90,7 @@ def test_it_is_brought_into_force_like_any_other_layout() -> None:
 
 
 def test_it_is_moved_again_after_another_interval_and_back_to_nothing() -> None:
-    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_in_order().settle()
+    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_gracefully().settle()
     start(world)
     world.status["layoutAdvice"] = [advice(-10, critic=2)]
 
@@ -160,7 +160,7 @@ def test_nothing_is_moved_unless_it_is_asked_for() -> None:
     ids=["switched off", "the user says otherwise"],
 )
 def test_the_spec_counts_again(changes: dict[str, Any]) -> None:
-    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_in_order().settle()
+    world = report(balanced(advice(2, critic=1)).wait(MINUTE)).settle().trainer_stops_gracefully().settle()
     start(world)
 
     world.edit(**changes).settle()

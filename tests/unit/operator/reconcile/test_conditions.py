@@ -4,9 +4,10 @@ from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, Condition, Phase, Reason
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
-from ppojob_operator.reconcile import conditions, log_tail, phase
+from ppojob_operator.reconcile.attempts import shorten_log
 from ppojob_operator.reconcile.situation import Finding
-from ppojob_operator.reconcile.status import owned
+from ppojob_operator.reconcile.states import phase_of
+from ppojob_operator.reconcile.status import merge_conditions, owned
 from tests.unit.operator.reconcile.worlds import START, World
 
 LATER = START + timedelta(minutes=5)
@@ -14,7 +15,7 @@ LATER = START + timedelta(minutes=5)
 
 def merged(finding: Finding, old: list[ConditionStatus] | None = None) -> ConditionStatus:
     """Return the condition Accepted with a finding, five minutes after the old one."""
-    return conditions.merge(old or [], {Condition.ACCEPTED: finding}, 3, LATER)[0]
+    return merge_conditions(old or [], {Condition.ACCEPTED: finding}, 3, LATER)[0]
 
 
 def test_a_new_condition_has_the_time_of_now() -> None:
@@ -22,7 +23,7 @@ def test_a_new_condition_has_the_time_of_now() -> None:
 
 
 def test_the_time_moves_with_the_status_and_not_with_reason_or_message() -> None:
-    old = conditions.merge([], {Condition.ACCEPTED: Finding("False", "A", "a")}, 1, START)
+    old = merge_conditions([], {Condition.ACCEPTED: Finding("False", "A", "a")}, 1, START)
 
     same = merged(Finding("False", "B", "b"), old)
     other = merged(Finding("True", "B", "b"), old)
@@ -35,7 +36,7 @@ def test_the_time_moves_with_the_status_and_not_with_reason_or_message() -> None
 def test_the_order_of_the_conditions_is_fixed() -> None:
     findings = {kind: Finding("True", "R", "") for kind in (Condition.FAILED, Condition.SUBMITTED, Condition.ACCEPTED)}
 
-    order = [condition.type for condition in conditions.merge([], findings, 1, START)]
+    order = [condition.type for condition in merge_conditions([], findings, 1, START)]
 
     assert order == [Condition.ACCEPTED, Condition.SUBMITTED, Condition.FAILED]
 
@@ -99,13 +100,13 @@ def test_the_phases_of_a_job_in_order() -> None:
 
 
 def test_the_phase_is_pending_without_conditions() -> None:
-    assert phase.derive([], 0) == Phase.PENDING
+    assert phase_of(PPOJobStatus()) == Phase.PENDING
 
 
 def test_a_log_tail_fits_into_a_status() -> None:
     log = "\n".join([*(f"old {i}" for i in range(500)), *("x" * 5000 for _ in range(60)), "last"])
 
-    tail = log_tail.shorten(log)
+    tail = shorten_log(log)
 
     assert tail is not None
     assert len(tail) <= 32_000
@@ -114,9 +115,9 @@ def test_a_log_tail_fits_into_a_status() -> None:
 
 
 def test_a_short_log_is_kept_whole_and_an_empty_one_is_none() -> None:
-    assert log_tail.shorten("a\nb\n") == "a\nb"
-    assert log_tail.shorten("") is None
-    assert log_tail.shorten(None) is None
+    assert shorten_log("a\nb\n") == "a\nb"
+    assert shorten_log("") is None
+    assert shorten_log(None) is None
 
 
 def test_a_condition_that_only_a_newer_operator_knows_stays() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ppojob_operator.reconcile import JobState, job_state, read_job
+from ppojob_operator.reading import read_job
+from ppojob_operator.reconcile import JobState, job_state
 from tests.unit.operator.reconcile.worlds import spec
 
 

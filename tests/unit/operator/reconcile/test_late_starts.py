@@ -18,7 +18,7 @@ DAY = 86_400
 
 def limited(**changes: Any) -> World:
     """Return a job with a startup deadline of a minute."""
-    return World(runPolicy={"startupDeadlineSeconds": 60}, **changes)
+    return World(runPolicy={"startupDeadlineSeconds": 60, "partialPodsTimeoutSeconds": 365 * DAY}, **changes)
 
 
 def without_room(world: World) -> World:
@@ -69,7 +69,7 @@ def fails_at_once(world: World) -> World:
 
 def is_suspended_before_it_reports(world: World) -> World:
     world.settle().pods_become(ready=True).see(ray=Ray()).settle().suspend().settle()
-    return world.trainer_stops_in_order().settle().suspend(False).settle()
+    return world.trainer_stops_gracefully().settle().suspend(False).settle()
 
 
 def is_suspended_before_it_begins(world: World) -> World:
@@ -157,7 +157,7 @@ def moved(critic: int) -> World:
     world = begin(limited(pools=pools, autoBalance=auto).settle())
     advise(world.wait(601), critic).settle()
     assert world.status["effectivePools"] == [{"name": "critic", "nodes": critic, "specNodes": 2}]
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
     return without_room(world)
 
 
@@ -201,7 +201,7 @@ def test_then_it_does_not_ask_for_more_again_until_the_job_was_stopped_otherwise
 
     advise(world.wait(601), 3).settle()
     assert "effectivePools" not in world.status
-    world.suspend().settle().trainer_stops_in_order().settle().suspend(False).settle()
+    world.suspend().settle().trainer_stops_gracefully().settle().suspend(False).settle()
     advise(begin(world).wait(601), 3).settle()
 
     assert world.status["effectivePools"] == [{"name": "critic", "nodes": 3, "specNodes": 2}]

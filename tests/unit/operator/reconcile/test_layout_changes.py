@@ -1,4 +1,4 @@
-"""A running job gets another layout by a stop in order and an attempt that is no retry, or says why it does not."""
+"""A running job gets another layout by a graceful stop and an attempt that is not a retry, or says why it does not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
 
 
 def relaid(changes: dict[str, Any]) -> World:
-    """Return a job that ran, whose layout was changed, and whose trainer has stopped in order."""
-    return World().run().edit(**changes).settle().trainer_stops_in_order().settle()
+    """Return a job that ran, whose layout was changed, and whose trainer has stopped gracefully."""
+    return World().run().edit(**changes).settle().trainer_stops_gracefully().settle()
 
 
 def test_the_trainer_is_asked_to_stop_and_an_event_says_what_changes() -> None:
@@ -85,7 +85,7 @@ def test_it_is_no_retry_and_waits_for_nothing() -> None:
 
 def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods() -> None:
     world = World().run()
-    world.wait(100_000).trainer_reports().edit(**TWO_CRITICS).settle().trainer_stops_in_order().settle()
+    world.wait(100_000).trainer_reports().edit(**TWO_CRITICS).settle().trainer_stops_gracefully().settle()
 
     world.wait(1799).settle()
     assert world.verdict(Condition.PROGRESSING) == ("False", Reason.RESTARTING)
@@ -175,7 +175,7 @@ def backing_off_without_pods() -> World:
 
 
 def suspended() -> World:
-    return World().run().suspend().settle().trainer_stops_in_order().settle()
+    return World().run().suspend().settle().trainer_stops_gracefully().settle()
 
 
 @pytest.mark.parametrize("state", [pending, backing_off_on_warm_pods, backing_off_without_pods, suspended])
@@ -216,7 +216,7 @@ def test_an_edit_that_is_taken_back_too_late_is_a_restart_on_the_same_pods() -> 
     world = World().run().edit(**TWO_CRITICS).settle().edit(pools=[ACTOR, CRITIC]).settle()
     assert world.status["phase"] == Phase.RESTARTING
 
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
 
     assert world.cluster_name == first_cluster()
     assert world.status["attempt"] == 1
@@ -234,7 +234,7 @@ def test_a_trainer_that_does_not_stop_in_time_loses_its_pods_whatever_changed() 
 
 
 def test_a_suspension_and_another_layout_are_one_stop() -> None:
-    world = World().run().edit(**TWO_CRITICS, runPolicy={"suspend": True}).settle().trainer_stops_in_order().settle()
+    world = World().run().edit(**TWO_CRITICS, runPolicy={"suspend": True}).settle().trainer_stops_gracefully().settle()
     assert world.status["phase"] == Phase.SUSPENDED
 
     world.suspend(False).settle()
@@ -310,7 +310,7 @@ def test_with_such_an_edit_a_retry_has_the_layout_before_and_suspension_works() 
 def test_a_correction_of_such_an_edit_is_applied() -> None:
     world = World().run().edit(**ILLEGAL).settle()
 
-    world.edit(**TWO_CRITICS).settle().trainer_stops_in_order().settle()
+    world.edit(**TWO_CRITICS).settle().trainer_stops_gracefully().settle()
 
     assert world.verdict(Condition.LAYOUT_APPLIED) == ("True", Reason.LAYOUT_APPLIED)
     assert world.status["ready"] == "0/4"

@@ -101,12 +101,12 @@ def test_memory_that_ended_rays_container_names_the_loss_though_it_runs_again(is
     assert world.observed.clusters == (), "else the next attempt would find the same pod"
 
 
-def test_a_wrong_path_and_a_stop_in_order_stay_so_though_a_pod_wanted_memory() -> None:
+def test_a_wrong_path_and_a_graceful_stop_stay_so_though_a_pod_wanted_memory() -> None:
     world = World().run().pods_become(ready=False, pool="critic", trouble=OOM)
     world.trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
     assert world.verdict(Condition.FAILED) == ("True", Reason.MODEL_NOT_FOUND)
 
-    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM).trainer_stops_in_order()
+    world = World().run().pods_become(ready=False, pool="critic", trouble=OOM).trainer_stops_gracefully()
     world.settle()
     assert world.status["lastFailure"]["reason"] == Reason.INTERRUPTED
 

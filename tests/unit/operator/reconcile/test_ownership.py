@@ -7,8 +7,9 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_operator import ownership
 from ppojob_operator.plan import Job, OtherLease, Ray
-from ppojob_operator.reconcile import ownership, read_job
+from ppojob_operator.reading import read_job
 from ppojob_operator.reconcile.status import owned
 from tests.unit.operator.reconcile.worlds import World
 

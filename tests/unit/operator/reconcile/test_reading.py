@@ -7,7 +7,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_operator.plan import Pod, Trouble, Workload
-from ppojob_operator.reconcile import read_claim, read_cluster, read_job, read_pod, read_workload
+from ppojob_operator.reading import read_claim, read_cluster, read_job, read_pod, read_workload
 from tests.unit.operator.reconcile.worlds import World
 
 # As KubeRay 1.6.2 writes it; the pod's name is another one at each of its tries.
@@ -136,7 +136,7 @@ def test_who_takes_a_pod_away_is_in_its_conditions(status: dict[str, Any], disru
     found = pod(status)
 
     assert found.disruption == disruption
-    assert found.trouble is None, "its containers may run until the trainer has stopped in order"
+    assert found.trouble is None, "its containers may run until the trainer has stopped gracefully"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.plan import Claim
-from ppojob_operator.reconcile import read_claim
-from ppojob_operator.reconcile.references import Kind, Reference, claim_of, judge, judge_claim, named
+from ppojob_operator.reading import read_claim
+from ppojob_operator.reconcile.acceptance import Kind, Reference, claim_of, judge_claim, judge_references, named
 from tests.unit.operator.reconcile.worlds import spec
 
 CLASSES = {"priorityClassName": "urgent", "runtimeClassName": "nvidia"}
@@ -71,7 +71,7 @@ def test_what_is_missing_is_a_doubt_because_it_may_come_a_moment_later() -> None
         Reference(Kind.RUNTIME_CLASS, "nvidia", "spec.head.podTemplate.spec.runtimeClassName"),
     ]
 
-    verdict = judge(parsed(), "rl-team", dict.fromkeys(wanted))
+    verdict = judge_references(parsed(), "rl-team", dict.fromkeys(wanted))
 
     assert verdict.refusals == ()
     assert list(map(str, verdict.warnings)) == [
@@ -85,7 +85,9 @@ def test_what_is_there_is_fine() -> None:
     claim = {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteMany"]}}
     reference = Reference(Kind.PRIORITY_CLASS, "urgent", "spec.x")
 
-    verdict = judge(parsed(), "rl-team", {claim_of(parsed()): claim, reference: {"metadata": {"name": "urgent"}}})
+    verdict = judge_references(
+        parsed(), "rl-team", {claim_of(parsed()): claim, reference: {"metadata": {"name": "urgent"}}}
+    )
 
     assert (verdict.refusals, verdict.warnings) == ((), ())
 

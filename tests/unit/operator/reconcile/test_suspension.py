@@ -1,4 +1,4 @@
-"""A suspended job puts a checkpoint down, gives its pods back, and goes on as an attempt that is no retry."""
+"""A suspended job puts a checkpoint down, gives its pods back, and goes on as an attempt that is not a retry."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def time(seconds: int) -> str:
 
 def suspended() -> World:
     """Return a job that ran for a minute and was suspended."""
-    return World().run().wait(40).suspend().settle().trainer_stops_in_order().settle()
+    return World().run().wait(40).suspend().settle().trainer_stops_gracefully().settle()
 
 
 def resume(world: World) -> World:
@@ -42,7 +42,7 @@ def test_the_trainer_is_asked_and_keeps_its_pods_until_it_has_ended() -> None:
     assert world.status["attempt"] == 0
 
 
-def test_when_it_has_ended_in_order_the_pods_go() -> None:
+def test_the_pods_are_deleted_after_a_graceful_stop() -> None:
     world = suspended()
 
     assert world.observed.clusters == ()
@@ -74,7 +74,7 @@ def test_it_can_be_suspended_again_and_again() -> None:
     for attempt in (1, 2, 3):
         resume(world).suspend().settle()
         assert world.status["stop"]["attempt"] == attempt
-        world.trainer_stops_in_order().settle()
+        world.trainer_stops_gracefully().settle()
         assert world.status["phase"] == Phase.SUSPENDED
 
     assert world.status["attempt"] == 4
@@ -190,7 +190,7 @@ def test_what_a_suspension_does_in_each_state(state: Callable[[], World], phase:
 def test_from_each_state_it_can_go_on(state: Callable[[], World]) -> None:
     world = state().suspend().settle()
     if world.observed.clusters:
-        world.trainer_stops_in_order().settle()
+        world.trainer_stops_gracefully().settle()
     assert world.observed.clusters == ()
 
     world.wait(3600)
@@ -215,7 +215,7 @@ def test_a_suspension_does_not_shorten_the_pause_before_a_retry() -> None:
 @pytest.mark.parametrize(
     ("ends", "phase", "retries", "reason"),
     [
-        (World.trainer_stops_in_order, Phase.SUSPENDED, 0, None),
+        (World.trainer_stops_gracefully, Phase.SUSPENDED, 0, None),
         (lambda world: world.ray_says(RayState.STOPPED), Phase.SUSPENDED, 0, None),
         (lambda world: world.ray_says(RayState.SUCCEEDED), Phase.SUCCEEDED, 0, None),
         (
@@ -232,7 +232,7 @@ def test_a_suspension_does_not_shorten_the_pause_before_a_retry() -> None:
             Reason.CHECKPOINT_UNREADABLE,
         ),
     ],
-    ids=["in order", "stopped by hand", "all steps done", "program fails", "head lost", "permanent failure"],
+    ids=["graceful stop", "stopped by hand", "all steps done", "program fails", "head lost", "permanent failure"],
 )
 def test_how_the_trainer_ends_while_it_is_to_stop(
     ends: Callable[[World], World], phase: str, retries: int, reason: str | None
@@ -250,7 +250,7 @@ def test_how_the_trainer_ends_while_it_is_to_stop(
 def test_a_stop_that_nobody_asked_for_is_a_failure() -> None:
     world = World().run()
 
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
 
     assert world.status["lastFailure"]["reason"] == Reason.INTERRUPTED
     assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
@@ -259,7 +259,7 @@ def test_a_stop_that_nobody_asked_for_is_a_failure() -> None:
 def test_the_stop_of_an_earlier_attempt_excuses_nothing() -> None:
     world = resume(suspended())
 
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
 
     assert world.status["lastFailure"]["attempt"] == 1
     assert world.status["retries"]["infrastructure"] == 1
@@ -269,7 +269,7 @@ def test_a_suspension_that_is_withdrawn_too_late_is_a_restart_on_the_same_pods()
     world = World().run().suspend().settle().suspend(False).settle()
     assert world.status["phase"] == Phase.SUSPENDING, "the trainer may have heard of it"
 
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
 
     assert world.status["attempt"] == 1
     assert world.status["submissionId"] == f"ppojob-{UID}-1"

@@ -25,12 +25,14 @@ def take(world: World, group: str, trouble: Trouble, *, is_deleting: bool = True
 
 
 @pytest.mark.parametrize("trouble", [PREEMPTED, LOST])
-def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_stopped_in_order(trouble: Trouble) -> None:
+def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_stopped_gracefully(
+    trouble: Trouble,
+) -> None:
     world = take(World().run(), "critic", trouble).settle()
     assert world.verdict(Condition.POOLS_READY) == ("False", trouble.reason)
     assert trouble.reason in world.said
 
-    world.wait(20).trainer_stops_in_order().settle()
+    world.wait(20).trainer_stops_gracefully().settle()
 
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (trouble.reason, 130)
@@ -53,7 +55,7 @@ def test_who_took_a_worker_is_remembered_when_its_pod_is_gone() -> None:
 
 def test_who_took_pods_of_an_earlier_attempt_is_not_remembered() -> None:
     world = take(World().run(), "critic", PREEMPTED).settle()
-    world.trainer_stops_in_order().settle().wait(10).settle()
+    world.trainer_stops_gracefully().settle().wait(10).settle()
     world.pods_become(ready=True).see(ray=Ray()).settle()
     assert world.status["attempt"] == 1
 
@@ -67,7 +69,7 @@ def test_a_stop_that_was_asked_for_stays_one_though_a_pod_is_taken_away() -> Non
     world.settle()
     take(world, "critic", PREEMPTED)
 
-    world.trainer_stops_in_order().settle()
+    world.trainer_stops_gracefully().settle()
 
     assert "lastFailure" not in world.status
     assert world.verdict(Condition.SUSPENDED) == ("True", Reason.SUSPENDED)

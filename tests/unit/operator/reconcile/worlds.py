@@ -28,7 +28,9 @@ from ppojob_operator.plan import (
     Surroundings,
     Trouble,
 )
-from ppojob_operator.reconcile import dashboard_target, decide, read_job
+from ppojob_operator.reading import read_job
+from ppojob_operator.reconcile import dashboard_target, decide
+from ppojob_operator.reconcile.states import TRANSITIONS, Event, State, state_of
 from ppojob_operator.report_times import ReportTimes
 from ppojob_operator.status_server.fields import progress_status
 
@@ -80,6 +82,7 @@ class World:
         self.said: list[str] = []
         self.words: list[str] = []
         self.made: list[dict[str, Any]] = []
+        self.transitions: list[tuple[State, Event, State]] = []
 
     # What the test moves.
 
@@ -129,7 +132,7 @@ class World:
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
 
-    def trainer_stops_in_order(self) -> "World":
+    def trainer_stops_gracefully(self) -> "World":
         """Let the trainer end as it does when it was asked to stop, or got a signal."""
         kind = FailureKind.INFRASTRUCTURE
         return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped gracefully after step 3", exit_code=130)
@@ -176,6 +179,7 @@ class World:
         if plan.read_log_of:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
         assert not plan.read_log_of, "a log that was read is wanted again"
+        self._follow(plan)
         return plan
 
     def look(self) -> Plan:
@@ -206,6 +210,17 @@ class World:
         self.said += [event.reason for event in plan.events]
         self.words += [event.message for event in plan.events]
         return plan
+
+    def _follow(self, plan: Plan) -> None:
+        """Check the plan against the table: its transition is declared, and its status has the next state."""
+        state, event, after = State(plan.state), Event(plan.event), State(plan.next_state)
+        assert TRANSITIONS[state].get(event) == after, f"{state} --{event}--> {after} is not in the table"
+        written = PPOJobStatus.model_validate(self.status if plan.status is None else plan.status, extra="ignore")
+        if event != Event.DELETED:
+            found = state_of(written, is_submitted=plan.submission is not None)
+            assert found == after, f"{state} --{event}--> {after}, but the status says {found}"
+            assert written.phase == after.phase(written.attempt or 0)
+        self.transitions.append((state, event, after))
 
     def settle(self, limit: int = 10) -> "World":
         """Look until nothing changes any more at this moment."""

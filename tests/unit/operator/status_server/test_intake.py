@@ -78,7 +78,7 @@ def advice(**changes: int) -> dict[str, Any]:
         ({"reward": float("nan")}, "reward: "),
         ({"metrics": {f"m{n}": 1.0 for n in range(65)}}, "metrics: "),
         ({"pools": [{"name": "actor", "busyFraction": 1.5}]}, "pools[0].busyFraction: "),
-        ({"firstStepTime": "yesterday"}, "firstStepTime: 'yesterday' is no RFC 3339 time"),
+        ({"firstStepTime": "yesterday"}, "firstStepTime: 'yesterday' is not an RFC 3339 time"),
         ({"firstStepTime": "2026-01-31T12:00:00"}, "firstStepTime: "),
         ({"checkpoint": {"step": 1, "path": "/x", "time": "noon"}}, "checkpoint.time: 'noon'"),
     ],
@@ -130,7 +130,7 @@ async def test_an_attempt_that_has_not_begun_is_refused_and_hides_nothing(
 ) -> None:
     refusal = await refusal_of(send(attempt=attempt))
     assert (refusal.status, refusal.reason) == (422, "UnknownAttempt"), "409 and 410 would stop a trainer"
-    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not begun")
+    assert refusal.message.startswith(f"attempt {attempt} of PPOJob rl-team/arithmetic has not started")
 
     await send()
     assert await writer.flush(1) == 0

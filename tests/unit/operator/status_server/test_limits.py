@@ -96,11 +96,11 @@ def test_new_connections_of_a_source_have_a_rate(clock: Clock) -> None:
     assert port.counts == {"SourceRate": 3}
 
 
-def test_what_is_given_back_can_be_taken_again(clock: Clock) -> None:
+def test_a_refunded_token_can_be_taken_again(clock: Clock) -> None:
     limited = Rates(0.1, 2, clock)
     assert [limited.take("a") for _ in range(3)] == [True, True, False]
 
-    limited.give_back("a")
+    limited.refund("a")
 
     assert [limited.take("a") for _ in range(2)] == [True, False]
 

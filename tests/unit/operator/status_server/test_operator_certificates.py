@@ -165,7 +165,7 @@ async def test_a_secret_with_something_else_in_it_is_not_overwritten(
 ) -> None:
     cluster.secrets[SECRET] = {"metadata": {"resourceVersion": "1"}, "data": data}
 
-    with pytest.raises(CertificateError, match=r"system/certificates does not hold .* empty its data"):
+    with pytest.raises(CertificateError, match=r"system/certificates does not hold .* delete its data"):
         await source.read()
 
     assert cluster.secrets[SECRET]["data"] == data
@@ -175,7 +175,7 @@ async def test_a_secret_with_certificates_that_cannot_be_read_is_named(source: S
     data = dict.fromkeys(("ca.crt", "ca.key", "tls.crt", "tls.key"), "eA==")
     cluster.secrets[SECRET] = {"metadata": {"resourceVersion": "1"}, "data": data}
 
-    with pytest.raises(CertificateError, match=r"system/certificates.*no certificate in PEM"):
+    with pytest.raises(CertificateError, match=r"system/certificates.*not a certificate in PEM"):
         await source.read()
 
 
@@ -245,8 +245,8 @@ async def test_certificates_of_somebody_else_are_read_from_a_folder_again_and_ag
     ("spoil", "words"),
     [
         (lambda folder: (folder / "ca.crt").unlink(), "ca.crt cannot be read"),
-        (lambda folder: (folder / "tls.crt").write_text("x"), "tls.crt is no certificate in PEM"),
-        (lambda folder: (folder / "tls.key").write_text("x"), "tls.key is no private key in PEM"),
+        (lambda folder: (folder / "tls.crt").write_text("x"), "tls.crt is not a certificate in PEM"),
+        (lambda folder: (folder / "tls.key").write_text("x"), "tls.key is not a private key in PEM"),
         (lambda folder: (folder / "tls.key").write_text(making.make(NAMES, NOW).key), "tls.key does not belong"),
         (lambda folder: write(folder, making.make(NAMES, NOW - timedelta(days=300))), "tls.crt ended on"),
     ],

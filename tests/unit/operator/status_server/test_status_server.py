@@ -364,15 +364,15 @@ def test_the_address_for_trainers_is_the_services_or_the_one_that_is_given(
     assert server.report_url("rl-team", "arithmetic") == f"{base}{PATH}"
 
 
-def test_a_pulse_that_stops_is_a_problem() -> None:
+def test_a_heartbeat_that_stops_is_a_problem() -> None:
     now = 0.0
     health = Health(clock=lambda: now)
-    pulse = health.pulse("reconcile loop", 120)
+    heartbeat = health.heartbeat("reconcile loop", 120)
 
     now = 120.0
     assert health.live_problems() == []
     now = 121.0
-    assert health.live_problems() == ["reconcile loop: stands still for 121 s, 120 s are allowed"]
-    pulse.beat()
+    assert health.live_problems() == ["reconcile loop: has not run for 121 s; the limit is 120 s"]
+    heartbeat.beat()
     assert health.live_problems() == []
     assert health.ready_problems() == []

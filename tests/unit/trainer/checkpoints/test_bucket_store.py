@@ -277,7 +277,7 @@ def _claim_fails(kind: type[BucketError]) -> str:
         (403, "AccessDenied", BucketRefusedError, "allowed to list, read, write and delete there; give credentials"),
         (401, "InvalidToken", BucketRefusedError, "the store refuses"),
         (404, "NoSuchBucket", BucketRefusedError, "there is no such bucket"),
-        (503, "SlowDown", BucketUnreachableError, "look after the store"),
+        (503, "SlowDown", BucketUnreachableError, "check the store"),
     ],
 )
 def test_a_refusal_is_named_with_its_remedy(

@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError, last_attempt
-from ppojob_trainer.checkpoints.shelf import read_at
+from ppojob_trainer.checkpoints.readers import read_at
 from tests.unit.trainer.checkpoints.places import Place, claimed, save
 
 AUTO, NEVER = ResumePolicy.AUTO, ResumePolicy.NEVER
@@ -206,7 +206,7 @@ def test_a_run_whose_owner_file_was_taken_does_not_save(place: Place) -> None:
 
 @pytest.fixture
 def broken(place: Place) -> Place:
-    """A run with a whole checkpoint of step 4 and one of step 8, which the tests break."""
+    """A run with a complete checkpoint of step 4 and one of step 8, which the tests break."""
     store = claimed(place.root)
     save(place, store, 4)
     save(place, store, 8)
@@ -225,7 +225,7 @@ def _resume_fails(place: Place, match: str) -> None:
 def test_a_missing_shard_is_named_and_the_older_one_offered(broken: Place) -> None:
     broken.remove(f"{_newest(broken)}/shard-0")
 
-    offer = rf"to go on from step 4, set .* {broken.root}/{broken.name(4)}"
+    offer = rf"to resume from step 4, set .* {broken.root}/{broken.name(4)}"
     _resume_fails(broken, rf"{broken.name(8)} cannot be read: shard-0 is missing; {offer}")
 
 
@@ -236,7 +236,8 @@ def test_a_short_shard_is_named(broken: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "no JSON object"), ("[]", "no JSON object"), ('{"step": 8}', "lacks files, state, uid")]
+    ("text", "said"),
+    [("{", "not a JSON object"), ("[]", "not a JSON object"), ('{"step": 8}', "lacks files, state, uid")],
 )
 def test_a_broken_manifest_is_named(broken: Place, text: str, said: str) -> None:
     broken.write(f"{_newest(broken)}/manifest.json", text)
@@ -247,21 +248,21 @@ def test_a_broken_manifest_is_named(broken: Place, text: str, said: str) -> None
 def test_a_missing_checkpoint_is_named(broken: Place) -> None:
     broken.remove(_newest(broken))
 
-    _resume_fails(broken, f"{broken.name(8)} cannot be read: {broken.nothing}; to go on from step 4")
+    _resume_fails(broken, f"{broken.name(8)} cannot be read: {broken.nothing}; to resume from step 4")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"uid": "u", "unknown": 1}'])
 def test_a_broken_tracker_is_named(broken: Place, text: str) -> None:
     broken.write(f"{broken.root}/tracker.json", text)
 
-    _resume_fails(broken, r"tracker\.json cannot be read: .*; to go on from step 8, set checkpoint\.resumeFrom to")
+    _resume_fails(broken, r"tracker\.json cannot be read: .*; to resume from step 8, set checkpoint\.resumeFrom to")
 
 
 def test_without_an_older_one_the_error_says_so(broken: Place) -> None:
     for step in (4, 8):
         broken.remove(f"{broken.root}/{broken.name(step)}/shard-0")
 
-    _resume_fails(broken, "there is no older one")
+    _resume_fails(broken, "there is no older checkpoint")
 
 
 def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place) -> None:
@@ -273,7 +274,7 @@ def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place)
 
     assert str(error) == (
         f"checkpoint {_newest(broken)} cannot be read: the shards do not fit; "
-        f"to go on from step 4, set checkpoint.resumeFrom to {broken.root}/{broken.name(4)}"
+        f"to resume from step 4, set checkpoint.resumeFrom to {broken.root}/{broken.name(4)}"
     )
 
 
@@ -336,7 +337,7 @@ def test_a_run_is_wound_back_to_its_own_older_checkpoint(broken: Place) -> None:
 def test_a_place_with_checkpoints_is_no_checkpoint(place: Place) -> None:
     save(place, claimed(f"{place.root}/first/checkpoints", uid="first"), 4)
 
-    with pytest.raises(CheckpointUnreadableError, match=f"it holds {place.name(4)}: name one"):
+    with pytest.raises(CheckpointUnreadableError, match=f"it contains {place.name(4)}: name one of them"):
         claimed(f"{place.root}/second").resume_point(AUTO, f"{place.root}/first")
 
 

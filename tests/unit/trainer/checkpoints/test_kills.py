@@ -1,4 +1,4 @@
-"""A kill at any moment of a save leaves a whole checkpoint, and the next attempt goes on from it."""
+"""A kill at any moment of a save leaves a complete checkpoint, and the next attempt goes on from it."""
 
 import os
 import subprocess

@@ -76,7 +76,7 @@ def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
 
     assert result.exit_code == 0
     [warning] = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
-    assert warning.startswith("warning: spec.checkpoint.everySteps: 0: no checkpoint before the end: after a failure")
+    assert warning.startswith("warning: spec.checkpoint.everySteps: 0: no checkpoint is saved before the end, so after")
     assert "warning" not in fine.stdout
 
 
@@ -100,7 +100,7 @@ def test_a_bad_file_has_every_problem_on_a_line_of_stderr(tmp_path: Path) -> Non
     assert result.stdout == ""
     assert result.stderr.splitlines() == [
         "spec.pools[0].gpusPerNode: 0: Input should be greater than or equal to 1",
-        "spec.trainer.stepz: 1: there is no such field: correct its name or take it out",
+        "spec.trainer.stepz: 1: there is no such field: correct its name or remove it",
     ]
 
 
@@ -253,7 +253,7 @@ def _wait_for(process: subprocess.Popen[str], text: str) -> None:
         assert time.monotonic() < deadline, f"waited for {text}"
 
 
-def test_the_first_interrupt_stops_in_order(file: Path, tmp_path: Path) -> None:
+def test_the_first_interrupt_stops_gracefully(file: Path, tmp_path: Path) -> None:
     body = f'{ASKED_TO_STOP}; print("saved", flush=True); return types.SimpleNamespace(step=5, is_finished=False)'
     with _start(body, file, tmp_path / "output" / "try") as process:
         _wait_for(process, "running")
@@ -261,7 +261,7 @@ def test_the_first_interrupt_stops_in_order(file: Path, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert "once more Ctrl-C ends at once" in err
+    assert "Ctrl-C again ends the run at once" in err
     assert "saved" in out
     assert "stopped after step 5: the same command resumes" in out
 

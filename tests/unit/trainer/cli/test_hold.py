@@ -1,4 +1,4 @@
-"""The preStop hook holds a pod as long as a process of a run is on it, asks the run to stop, and else costs nothing."""
+"""The preStop hook delays a pod's deletion while a process of a run is on it, and requests the run to stop."""
 
 import subprocess
 import sys
@@ -28,9 +28,9 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sign(tmp_path: Path) -> Path:
-    """The file that asks the driver to stop."""
-    return RunFiles(tmp_path).leaving("good-1a2b3")
+def request_file(tmp_path: Path) -> Path:
+    """The file that requests the driver to stop."""
+    return RunFiles(tmp_path).terminating("good-1a2b3")
 
 
 @pytest.fixture
@@ -51,37 +51,39 @@ def add(folder: Path, number: int, arguments: list[str]) -> Path:
     return folder / str(number) / "cmdline"
 
 
-def test_a_pod_without_a_run_goes_at_once(job_file: Path, processes: Path, sign: Path) -> None:
+def test_a_pod_without_a_run_is_deleted_at_once(job_file: Path, processes: Path, request_file: Path) -> None:
     assert hold(job_file, 0, processes)
-    assert not sign.exists()
+    assert not request_file.exists()
 
 
 @pytest.mark.parametrize("arguments", [DRIVER, WORKER], ids=["head", "worker"])
-def test_a_run_is_asked_to_stop_and_waited_for(
-    job_file: Path, processes: Path, sign: Path, arguments: list[str]
+def test_the_hook_requests_a_stop_and_waits(
+    job_file: Path, processes: Path, request_file: Path, arguments: list[str]
 ) -> None:
     process = add(processes, 77, arguments)
 
-    def stop_in_order() -> None:
-        while not sign.exists():
+    def stop_gracefully() -> None:
+        while not request_file.exists():
             time.sleep(0.01)
         process.unlink()
 
-    run = threading.Thread(target=stop_in_order)
+    run = threading.Thread(target=stop_gracefully)
     run.start()
     assert hold(job_file, 60, processes)
     run.join()
-    assert not sign.exists(), "nothing is left for a later attempt to find"
+    assert not request_file.exists(), "nothing is left for a later attempt to find"
 
 
-def test_a_driver_that_begins_only_now_is_asked_again(job_file: Path, processes: Path, sign: Path) -> None:
+def test_the_request_is_repeated_for_a_driver_that_starts_only_now(
+    job_file: Path, processes: Path, request_file: Path
+) -> None:
     process = add(processes, 77, DRIVER)
 
     def begin_late() -> None:
         for _ in range(2):
-            while not sign.exists():
+            while not request_file.exists():
                 time.sleep(0.01)
-            sign.unlink()
+            request_file.unlink()
         process.unlink()
 
     run = threading.Thread(target=begin_late)
@@ -90,27 +92,27 @@ def test_a_driver_that_begins_only_now_is_asked_again(job_file: Path, processes:
     run.join()
 
 
-def test_a_run_that_does_not_end_is_waited_for_no_longer_than_the_limit(job_file: Path, processes: Path) -> None:
+def test_the_hook_waits_no_longer_than_the_limit(job_file: Path, processes: Path) -> None:
     add(processes, 77, WORKER)
 
     assert not hold(job_file, 0, processes)
 
 
-def test_a_driver_that_does_not_answer_is_not_waited_for_to_the_limit(
+def test_the_hook_waits_less_for_a_driver_that_does_not_acknowledge(
     job_file: Path, processes: Path, tmp_path: Path
 ) -> None:
     add(processes, 77, DRIVER)
 
-    assert not hold(job_file, 600, processes, unheard_s=0)
+    assert not hold(job_file, 600, processes, acknowledge_s=0)
 
-    heard = RunFiles(tmp_path).heard("good-1a2b3")
-    heard.touch()
+    acknowledgement = RunFiles(tmp_path).stop_acknowledged("good-1a2b3")
+    acknowledgement.touch()
     begin = time.monotonic()
-    assert not hold(job_file, 1.0, processes, unheard_s=0)
-    assert time.monotonic() - begin >= 1.0, "one that has answered is given its time"
+    assert not hold(job_file, 1.0, processes, acknowledge_s=0)
+    assert time.monotonic() - begin >= 1.0, "a driver that has acknowledged gets the whole limit"
 
 
-def test_a_pod_whose_ray_is_just_starting_is_held_until_it_can_be_ended(job_file: Path, processes: Path) -> None:
+def test_a_pod_whose_ray_is_starting_is_held_until_ray_handles_sigterm(job_file: Path, processes: Path) -> None:
     status = processes / "1" / "status"
     status.write_text("Name:\tpython\nSigCgt:\t0000000000000002\n")
 
@@ -128,31 +130,33 @@ def test_a_pod_whose_ray_is_just_starting_is_held_until_it_can_be_ended(job_file
     start.join()
 
 
-def test_a_storage_that_fails_ends_no_hook(
-    job_file: Path, processes: Path, sign: Path, capsys: pytest.CaptureFixture[str]
+def test_the_hook_survives_a_failing_storage(
+    job_file: Path, processes: Path, request_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(processes, 77, DRIVER)
     # Neither root nor anybody else can write below a file.
-    sign.parent.joinpath("job.json").write_text(job_file.read_text().replace(str(sign.parent), f"{job_file}/x"))
+    request_file.parent.joinpath("job.json").write_text(
+        job_file.read_text().replace(str(request_file.parent), f"{job_file}/x")
+    )
 
     assert not hold(job_file, 0, processes)
     assert "NotADirectoryError" in capsys.readouterr().err
 
 
-def test_a_pod_is_held_too_where_the_run_cannot_be_asked(
+def test_the_hook_waits_even_if_it_cannot_request_the_stop(
     tmp_path: Path, processes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(processes, 77, WORKER)
 
     assert not hold(tmp_path / "missing.json", 0, processes)
-    assert "the trainer cannot be told that this pod is leaving" in capsys.readouterr().err
+    assert "cannot notify the trainer that this pod is being deleted" in capsys.readouterr().err
 
 
-def test_a_driver_is_found_among_the_processes_of_a_real_kernel(job_file: Path, sign: Path) -> None:
+def test_a_driver_is_found_among_the_processes_of_a_real_kernel(job_file: Path, request_file: Path) -> None:
     program = "import sys; sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", program, "ppojob_trainer.main"], stdin=subprocess.PIPE) as process:
         while not (PROCESSES / str(process.pid) / "cmdline").read_bytes():
             time.sleep(0.01)  # The kernel starts a program before it can be seen which.
         assert not hold(job_file, 0.1, PROCESSES)
         process.kill()
-    assert sign.exists()
+    assert request_file.exists()

@@ -89,13 +89,13 @@ def test_a_merge_key_brings_in_what_is_not_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it holds nothing"),
-        ("- 1\n- 2\n", "it holds a list"),
-        ("kind: ConfigMap\nmetadata: {name: x}\n", "it holds ConfigMap x"),
-        ("kind: PPOJob\n---\nkind: PPOJob\nmetadata: {name: b}\n", "it holds PPOJob, PPOJob b"),
-        ("a: [1\n", "it is no YAML"),
+        ("", "it contains nothing"),
+        ("- 1\n- 2\n", "it contains a list"),
+        ("kind: ConfigMap\nmetadata: {name: x}\n", "it contains ConfigMap x"),
+        ("kind: PPOJob\n---\nkind: PPOJob\nmetadata: {name: b}\n", "it contains PPOJob, PPOJob b"),
+        ("a: [1\n", "it is not YAML"),
         ("a: 1\na: 2\n", "a is given twice"),
-        ("a: !!python/object:os.system {}\n", "it is no YAML"),
+        ("a: !!python/object:os.system {}\n", "it is not YAML"),
     ],
     ids=["empty", "a list", "another kind", "two jobs", "broken", "a key twice", "code"],
 )
@@ -180,12 +180,12 @@ def test_options_are_applied_in_their_order() -> None:
         ("pools[2].nodes=2", "spec.pools[2]: the list has 2 items; the first is [0]"),
         ("env.TOKEN.value=x", "spec.env.TOKEN: the list has no item of this name; there is none"),
         ("image.tag=2", "spec.image: 'trainer:1': this is a value, it has no field tag"),
-        ("actor[0]=2", "spec.actor: this is no list: name a field in the place of [0]"),
+        ("actor[0]=2", "spec.actor: this is not a list: write a field name instead of [0]"),
         ("metadata.nam=x", "metadata.nam: there is no such field: did you mean name"),
         ("trainer.totalSteps", "write --set path=value"),
         ("=4", "write --set path=value"),
-        ("a[b=4", "this is no path"),
-        ("actor=[1", "the value is no YAML"),
+        ("a[b=4", "this is not a path"),
+        ("actor=[1", "the value is not YAML"),
     ],
 )
 def test_an_option_that_names_nothing_is_refused_with_what_is_there(override: str, said: str) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
+from tests.unit.trainer.controller.virtual_time import VirtualTime
 
 T = TypeVar("T")
 
@@ -42,57 +41,17 @@ DURATIONS = {
     "save": 2.0,
     "export": 1.0,
 }
-_TURNS = 50
 NUM_ROWS = 2
 """Rows of every whole batch."""
 
 
-class VirtualTime:
-    """A clock that moves only when every task waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
-
-    async def sleep(self, seconds: float) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (self.now + seconds, next(self._numbers), future))
-        await future
-
-    async def run(self, work: Awaitable[T]) -> T:
-        """Move the time until `work` is done."""
-        task = asyncio.ensure_future(work)
-        while not task.done():
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
-            self._advance()
-        return await task
-
-    async def kill_at(self, end: float, work: Awaitable[T]) -> None:
-        """Move the time until `end`, then cancel `work`."""
-        task = asyncio.ensure_future(work)
-        while not task.done() and (not self._waiting or self._waiting[0][0] <= end):
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
-            if self._waiting and self._waiting[0][0] <= end:
-                self._advance()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    def _advance(self) -> None:
-        if self._waiting:
-            self.now, _, future = heapq.heappop(self._waiting)
-            if not future.done():
-                future.set_result(None)
-
-
 @dataclass(frozen=True)
 class FakeBatch:
-    """Rows with columns; a column is one number."""
+    """Rows with columns; a column is one number. rows: the prompt and the sample of each row, if a test reads them."""
 
     num_rows: int
     columns: Mapping[str, float]
+    rows: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return self.num_rows
@@ -101,17 +60,18 @@ class FakeBatch:
         merged = dict(self.columns)
         for other in others:
             merged |= other.columns
-        return FakeBatch(self.num_rows, merged)
+        return FakeBatch(self.num_rows, merged, self.rows)
 
     def replaced_by(self, other: FakeBatch) -> FakeBatch:
-        return FakeBatch(self.num_rows, {**self.columns, **other.columns})
+        return FakeBatch(self.num_rows, {**self.columns, **other.columns}, self.rows)
 
     def take(self, rows: Sequence[int]) -> FakeBatch:
-        return FakeBatch(len(rows), self.columns)
+        return FakeBatch(len(rows), self.columns, tuple(self.rows[row] for row in rows) if self.rows else ())
 
     def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
         assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
-        return FakeBatch(len(numbers), self.columns)
+        rows = [row for batch in (self, *others) for row in batch.rows]
+        return FakeBatch(len(numbers), self.columns, tuple(rows[numbers.index(n)] for n in range(len(rows))))
 
 
 @dataclass(frozen=True)
@@ -147,10 +107,11 @@ class World:
     generated: dict[int, float] = field(default_factory=dict)
     """The engines' weights with which the responses of each step were generated."""
     trained: list[tuple[int, int]] = field(default_factory=list)
-    """Step and prompts of each update of the actor."""
+    """Step and prompts of each update of the actor; 0: the prompts of dynamic sampling, which `rows` names."""
     actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     """The actor's weights after each step."""
     engines_sleep: bool = False
+    share_of_mixed: float = 0.5
     asleep: set[str] = field(default_factory=set)
 
     async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
@@ -186,14 +147,22 @@ class FakeData:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
         self.position = 0
-        """Prompts that were read; each batch has the number of its own in the column `prompt`."""
-        self.positions = {0: 0}
+        self.positions: dict[int, int] = {0: 0}
+        """Prompts that were read up to each step; each batch has the number of the last one in the column `prompt`."""
+        self.counts: dict[int, list[int]] = {}
+        """For each step, the numbers of prompts that dynamic sampling requested."""
 
-    async def prompts(self, step: int) -> FakePrompts:
+    async def prompts(self, step: int, count: int | None = None) -> FakePrompts:
         await self.world.phase("prompts", step)
-        self.position += 1
-        self.positions[step] = self.position
-        return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
+        if count is None:
+            self.position += 1
+            self.positions[step] = self.position
+            return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
+        self.counts.setdefault(step, []).append(count)
+        prompts = range(self.position, self.position + count)
+        self.position = self.positions[step] = self.position + count
+        rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
+        return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
 
     async def validation_prompts(self) -> FakeBatch:
         return FakeBatch(2, {"validation": 1.0})
@@ -216,7 +185,7 @@ class FakeRollouts:
         self.world, self.suffix, self.num_replicas = world, suffix, num_replicas
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
-        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
+        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
         weights = self.world.generated[step] = self.world.rollout
         await self.world.phase(f"generate{self.suffix}", step)
         assert self.world.rollout == weights, "the engines got other weights while they generated"
@@ -225,7 +194,7 @@ class FakeRollouts:
 
     async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
         """The last row is written in half of the time."""
-        assert self.suffix not in self.world.asleep, "the engine gave its weights up when it slept"
+        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
         response = {"response": number_of(step, self.world.rollout)}
         writing = asyncio.create_task(self.world.phase(f"generate{self.suffix}", step))
         rows = range(len(prompts))
@@ -268,7 +237,7 @@ class FakeActor:
         self.world.actor += batch.columns["advantage"]
         step = int(batch.columns["step"])
         self.world.actors[step] = self.world.actor
-        self.world.trained.append((step, int(batch.columns["prompt"])))
+        self.world.trained.append((step, int(batch.columns.get("prompt", 0))))
         return {"actor/pg_loss": batch.columns["advantage"]}
 
 
@@ -322,6 +291,14 @@ class FakeReward:
         score = batch.columns["of_function"] + batch.columns["of_model"]
         return batch.union(FakeBatch(2, {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
 
+    def row_scores(self, batch: FakeBatch) -> list[float | None]:
+        """Half of the prompts have different scores, by their numbers; those of the rows are 0 or 1."""
+        assert "score" in batch.columns
+        return [
+            float(sample % 2 and number_of("mixed", prompt) < self.world.share_of_mixed)
+            for prompt, sample in batch.rows
+        ]
+
     async def validate(self, batch: FakeBatch) -> Metrics:
         if self.model is not None:
             await self.world.phase("judge")
@@ -352,7 +329,7 @@ class FakeAdvantages:
     async def compute_advantages(self, batch: FakeBatch, kl_coefficient: float) -> tuple[FakeBatch, Metrics]:
         await self.world.phase("advantages", int(batch.columns["step"]))
         read = {name: value for name, value in batch.columns.items() if name != "diff"}
-        advantage = number_of("advantage", sorted(read.items()), kl_coefficient)
+        advantage = number_of("advantage", sorted(read.items()), kl_coefficient, batch.rows)
         return FakeBatch(2, {"advantage": advantage}), {
             "critic/score/mean": batch.columns["score"],
             "actor/reward_kl_penalty": 0.5,
@@ -364,7 +341,7 @@ class FakeWeights:
         self.world = world
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         return self.world.engines_sleep
 
     async def push(self, version: int) -> dict[str, float]:

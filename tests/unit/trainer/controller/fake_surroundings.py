@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
-from ppojob_trainer.controller.ports import Metrics, Restored, Uploaded
+from ppojob_trainer.controller.ports import Metrics, Uploaded
+from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.fake_ports import FakeBatch, World
 
 

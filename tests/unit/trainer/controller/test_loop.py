@@ -1,4 +1,4 @@
-"""Resume, validation, checkpoints, live settings, the end, and stops in order."""
+"""Resume, validation, checkpoints, live settings, the end, and graceful stops."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
-from ppojob_trainer.controller.ports import Restored
+from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, StopAt
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]

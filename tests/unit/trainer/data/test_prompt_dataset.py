@@ -156,7 +156,26 @@ class TestLoader:
         for epoch in (first, second):
             assert len(set(chain.from_iterable(epoch))) == 8
         assert first != second
-        assert loader.epoch == 2
+        assert loader.next_batch().meta_info["epoch"] == 2
+
+    def test_counts_take_all_prompts_of_an_epoch_in_its_order(self) -> None:
+        loader = PromptLoader(dataset(10), 4, seed=1)
+        batches = [loader.next_batch(count) for count in (3, 6, 5, 2)]
+
+        assert [(len(batch), batch.meta_info["epoch"]) for batch in batches] == [(3, 0), (6, 0), (1, 0), (2, 1)]
+        found = [index for batch in batches[:3] for index in batch.array(Keys.INDEX).tolist()]
+        [whole] = indices(PromptLoader(dataset(10), 10, seed=1), 1)
+        assert found == whole
+
+    def test_a_position_after_counts_is_resumed(self) -> None:
+        loader, resumed = (PromptLoader(dataset(10), 4, seed=1) for _ in range(2))
+        for count in (3, 6, 5):
+            loader.next_batch(count)
+        resumed.load_state_dict(loader.state_dict())
+
+        for count in (2, 9):
+            expected = loader.next_batch(count).array(Keys.UID).tolist()
+            assert resumed.next_batch(count).array(Keys.UID).tolist() == expected
 
     def test_the_order_is_pinned(self) -> None:
         # A change here would make running jobs repeat and skip prompts after an upgrade.

@@ -107,7 +107,7 @@ def test_a_folder_that_exists_is_not_written_into(parallel: DataParallel, model_
     (tmp_path / "stale").touch()
     engine = make_policy(parallel, model_path)
     for write in (engine.save, engine.export):
-        with pytest.raises(FileExistsError, match="goes into a new folder"):
+        with pytest.raises(FileExistsError, match="need a new folder"):
             write(tmp_path)
 
 

@@ -64,7 +64,7 @@ def test_norms_of_heads_are_part_of_a_plan_that_is_computed() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "says"),
-    [(PeerSizes(2, 2), "together are not computed"), (PeerSizes(tensor=3), "3 peers do not divide 4 ranks")],
+    [(PeerSizes(2, 2), "cannot be combined"), (PeerSizes(tensor=3), "3 peers do not divide 4 ranks")],
 )
 def test_peers_that_do_not_fit_the_ranks_are_refused_before_the_rendezvous(sizes: PeerSizes, says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -150,7 +150,7 @@ def test_the_export_is_read_back_by_transformers(
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("gemma2", {}, r"gemma2 has final_logit_softcapping=30\.0, which is not computed"),
+        ("gemma2", {}, r"gemma2 has final_logit_softcapping=30\.0, which is not supported: use a model without it"),
         ("gemma2", {"final_logit_softcapping": None}, r"attn_logit_softcapping=50\.0"),
         ("cohere", {}, r"cohere has logit_scale=0\.0625"),
         ("granite", {"logits_scaling": 8.0}, r"granite has logits_scaling=8\.0"),

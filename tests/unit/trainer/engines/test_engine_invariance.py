@@ -19,6 +19,7 @@ from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.log_probs import plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.maths.policy_losses import PolicyLossInputs
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 from tests.unit.trainer.engines import gradient_ranks
 from tests.unit.trainer.engines.gradient_ranks import ENTROPY_COEFFICIENT, KL_IN_LOSS, ROLES, TEMPERATURE, WAYS
@@ -101,8 +102,8 @@ def _padded_loss(model: torch.nn.Module, batch: DataProto, counts: Denominators,
     flat = plain_log_probs(logits.flatten(0, 1), batch.tensor(Keys.RESPONSES).flatten(), TEMPERATURE)
     log_prob, entropy = (values.view(mask.shape) for values in flat)
     old, advantages = batch.tensor(Keys.OLD_LOG_PROBS), batch.tensor(Keys.ADVANTAGES)
-    loss, _ = policy_loss(log_prob, old, advantages, mask, counts, aggregation=aggregation)
+    loss, _ = policy_loss(PolicyLossInputs(log_prob, old, advantages, mask), counts, aggregation=aggregation)
     bonus, _ = entropy_bonus(entropy, mask, counts, ENTROPY_COEFFICIENT, aggregation)
-    kl = kl_estimate(log_prob, batch.tensor(Keys.REF_LOG_PROB), KL_IN_LOSS.loss_estimator.value)
-    penalty, _ = kl_loss(kl, mask, counts, KL_IN_LOSS.loss_coefficient, aggregation)
+    kl = kl_estimate(log_prob, batch.tensor(Keys.REF_LOG_PROB), KL_IN_LOSS.kl.loss_estimator.value)
+    penalty, _ = kl_loss(kl, mask, counts, KL_IN_LOSS.kl.loss_coefficient, aggregation)
     return loss + bonus + penalty

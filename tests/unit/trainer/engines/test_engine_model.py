@@ -17,7 +17,7 @@ FLOAT32 = LoadOptions(dtype=torch.float32)
 
 def test_a_path_that_does_not_exist(parallel: DataParallel, tmp_path: Path) -> None:
     path = str(tmp_path / "nothing")
-    with pytest.raises(ModelNotFoundError, match=f"{path} is no folder"):
+    with pytest.raises(ModelNotFoundError, match=f"{path} is not a folder"):
         load_policy(path, FLOAT32, parallel)
 
 

@@ -44,47 +44,47 @@ def weights(engine: PolicyEngine) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "offload", [BOTH, Offload(parameters=True), Offload(optimizer=True)], ids=["both", "parameters", "optimizer"]
 )
-def test_what_is_offloaded_is_away_between_the_phases_and_the_same_in_them(
+def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, offload: Offload
 ) -> None:
-    plain, away = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=offload)
+    plain, offloaded = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=offload)
 
-    def is_away(tensors: Any) -> bool:
+    def is_offloaded(tensors: Any) -> bool:
         return num_bytes(tensors) == 0
 
     for step in range(3):
-        assert is_away(away.module.parameters()) == offload.parameters
-        found = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, away)]
+        assert is_offloaded(offloaded.module.parameters()) == offload.parameters
+        found = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, offloaded)]
         assert torch.equal(*found)
-        assert away.update(batch) == plain.update(batch)
-        assert is_away(moments(away)) == offload.optimizer
-        for left, right in zip(weights(away), weights(plain), strict=True):
+        assert offloaded.update(batch) == plain.update(batch)
+        assert is_offloaded(moments(offloaded)) == offload.optimizer
+        for left, right in zip(weights(offloaded), weights(plain), strict=True):
             assert torch.equal(left, right)
-        away.save(tmp_path / f"step-{step}")
-    assert is_away(away.module.parameters()) == offload.parameters
-    away.export(tmp_path / "export")
+        offloaded.save(tmp_path / f"step-{step}")
+    assert is_offloaded(offloaded.module.parameters()) == offload.parameters
+    offloaded.export(tmp_path / "export")
     resumed = make_policy(parallel, model_path)
     resumed.load(tmp_path / "step-2")
-    assert resumed.update(batch) == away.update(batch)
+    assert resumed.update(batch) == offloaded.update(batch)
 
 
-def test_a_checkpoint_of_what_is_away_needs_no_room_on_the_device(
+def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    away, plain = make_policy(parallel, model_path, offload=BOTH), make_policy(parallel, model_path)
-    away.save(tmp_path / "before-the-first-update")
-    assert plain.update(batch) == away.update(batch)
+    offloaded, plain = make_policy(parallel, model_path, offload=BOTH), make_policy(parallel, model_path)
+    offloaded.save(tmp_path / "before-the-first-update")
+    assert plain.update(batch) == offloaded.update(batch)
 
     def refuse(_: object) -> None:
-        raise AssertionError("fetched")
+        raise AssertionError("loaded")
 
     background = BackgroundSaves()
     with monkeypatch.context() as patch:
-        patch.setattr("ppojob_trainer.engines.fsdp.offload._Luggage.fetch", refuse)
-        away.save(tmp_path / "waited-for")
-        away.save(tmp_path / "background", background)
+        patch.setattr("ppojob_trainer.engines.fsdp.offload._OffloadedStorages.load", refuse)
+        offloaded.save(tmp_path / "waited-for")
+        offloaded.save(tmp_path / "background", background)
     expected = plain.update(batch)
-    assert away.update(batch) == expected, "the next update must not be written into the last save"
+    assert offloaded.update(batch) == expected, "the next update must not be written into the last save"
     while not background.is_done():
         time.sleep(0.01)
     for name in ("waited-for", "background"):
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_what_is_away_needs_no_room_on_the_device(
         assert resumed.update(batch) == expected
 
 
-def test_an_offloaded_run_goes_on_from_a_checkpoint(
+def test_an_offloaded_run_resumes_from_a_checkpoint(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     saved, resumed = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=BOTH)
@@ -105,7 +105,7 @@ def test_an_offloaded_run_goes_on_from_a_checkpoint(
     assert resumed.update(batch) == saved.update(batch)
 
 
-def test_a_save_in_the_background_holds_what_is_put_away_meanwhile(
+def test_a_background_save_has_the_tensors_that_are_offloaded_meanwhile(
     parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     saved, resumed = (make_policy(parallel, model_path, offload=BOTH) for _ in range(2))
@@ -132,8 +132,8 @@ def test_a_critic_and_a_reference(parallel: DataParallel, model_path: Path, batc
     assert found[0][1] == found[1][1]
     assert num_bytes(critics[1].module.parameters()) == num_bytes(moments(critics[1])) == 0
     references = [
-        ReferenceEngine(parallel, str(model_path), offload=FrozenOffload(parameters=is_away), max_tokens_per_gpu=40)
-        for is_away in (False, True)
+        ReferenceEngine(parallel, str(model_path), offload=FrozenOffload(parameters=is_on_host), max_tokens_per_gpu=40)
+        for is_on_host in (False, True)
     ]
     assert num_bytes(references[1].module.parameters()) == 0
     assert torch.equal(*(engine.compute_ref_log_prob(batch).tensor(Keys.REF_LOG_PROB) for engine in references))
@@ -142,8 +142,8 @@ def test_a_critic_and_a_reference(parallel: DataParallel, model_path: Path, batc
 def test_activations_on_the_host_change_nothing(
     parallel: DataParallel, model_path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, away = (make_policy(parallel, model_path, activation_offload=is_asked) for is_asked in (False, True))
-    assert away.update(batch) == plain.update(batch)
+    plain, offloaded = (make_policy(parallel, model_path, activation_offload=is_asked) for is_asked in (False, True))
+    assert offloaded.update(batch) == plain.update(batch)
     shapes: list[tuple[int, ...]] = []
     empty = torch.empty_strided
 
@@ -153,7 +153,7 @@ def test_activations_on_the_host_change_nothing(
         return empty(*arguments, **options)
 
     monkeypatch.setattr(torch, "empty_strided", recording)
-    assert away.update(batch) == plain.update(batch)
+    assert offloaded.update(batch) == plain.update(batch)
     # The input of each of the two layers, and none of what lies within them.
     assert sum(len(shape) == 3 and shape[-1] == 48 for shape in shapes) >= 2
     assert not any(shape and shape[-1] == 64 for shape in shapes)

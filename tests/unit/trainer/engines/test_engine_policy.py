@@ -79,11 +79,19 @@ def test_the_reference_equals_the_policy_before_training(
     assert torch.equal(computed.tensor(Keys.REF_LOG_PROB), expected)
 
 
+OWN_LOSS = {
+    "policyLoss": "Function",
+    "policyLossFunction": {"path": str(Path("examples/12-own-algorithm/algorithm.py").absolute())},
+}
+
+
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
+@pytest.mark.parametrize("loss", [{}, {"policyLoss": "GSPO"}, {"policyLoss": "CISPO"}, OWN_LOSS], ids=str)
 def test_neither_micro_batches_nor_checkpointing_change_an_update(
-    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation
+    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation, loss: dict[str, Any]
 ) -> None:
-    algorithm = AlgorithmSpec(kl=KL(in_loss=True, loss_coefficient=0.1), rollout_correction=RolloutCorrection())
+    kl, correction = KL(in_loss=True, loss_coefficient=0.1), RolloutCorrection()
+    algorithm = AlgorithmSpec.model_validate({"kl": kl, "rolloutCorrection": correction, **loss})
     batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: batch.tensor(Keys.OLD_LOG_PROBS) - 0.3})
     settings = {"loss_aggregation": aggregation, "entropy_coefficient": 0.01}
     whole, cut = make_policy(algorithm, **settings), make_policy(algorithm, True, max_tokens_per_gpu=16, **settings)

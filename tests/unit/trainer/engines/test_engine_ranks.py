@@ -153,4 +153,4 @@ def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode != 0
-    assert f"{RendezvousError.__name__}: rank 1 of 2 did not meet the others" in ended.stderr.decode()
+    assert f"{RendezvousError.__name__}: rank 1 of 2 did not connect to the other ranks" in ended.stderr.decode()

@@ -129,7 +129,7 @@ def test_a_model_without_a_trained_head_is_refused(parallel: DataParallel, tmp_p
 
 
 def test_a_missing_folder_and_a_label_that_is_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="is no folder"):
+    with pytest.raises(ModelNotFoundError, match="is not a folder"):
         check_reward_model(str(tmp_path / "nothing"), 0, False)
     with pytest.raises(ModelUnsupportedError, match=r"label 1: the model in .* has 1 labels"):
         check_reward_model(str(save_llama(tmp_path)), 1, False)

@@ -100,7 +100,7 @@ def test_an_address_that_has_something_is_not_written_to(parallel: DataParallel,
     engine = make_policy(parallel, model_path)
     engine.save(ADDRESS)
 
-    with pytest.raises(FileExistsError, match="goes into a new folder"):
+    with pytest.raises(FileExistsError, match="need a new folder"):
         engine.save(ADDRESS)
 
 

@@ -108,7 +108,7 @@ def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stay
     reference = ReferenceEngine(
         parallel, str(model), stays_gathered=stays_gathered, max_tokens_per_gpu=16, dtype=torch.float32
     )
-    policy.rehearse(8, 8)
+    policy.warm_up(8, 8)
     numbers: dict[str, Any] = {}
     messages: dict[str, tuple[int, int]] = {}
     for step in range(2):

@@ -103,7 +103,7 @@ def test_a_hub_that_cannot_be_reached_is_named(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
-    with pytest.raises(UploadFailedError, match="look after the hub, the network to it, and HF_ENDPOINT"):
+    with pytest.raises(UploadFailedError, match="check the hub, the network to it, and HF_ENDPOINT"):
         upload(open_target(ADDRESS), make_export(), lambda: None)
 
 
@@ -136,7 +136,7 @@ def test_a_signed_address_in_the_error_of_a_connection_is_not_repeated(
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", cut)
 
-    with pytest.raises(UploadFailedError, match=r"OSError: PUT http://store/x was cut; look after the hub"):
+    with pytest.raises(UploadFailedError, match=r"OSError: PUT http://store/x was cut; check the hub"):
         upload(open_target(ADDRESS), make_export(), lambda: None)
 
 

@@ -120,6 +120,29 @@ def test_settings_data_and_versions_are_named(tmp_path: Path) -> None:
         assert f"| {package} | " in text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({}, "PPO, advantages by GAE"),
+        ({"advantageEstimator": "GRPO", "policyLoss": "GSPO"}, "GRPO, policy loss GSPO"),
+        ({"advantageEstimator": "DrGRPO", "dynamicSampling": {}}, "DrGRPO, dynamic sampling"),
+        (
+            {
+                "advantageEstimator": "Function",
+                "advantageFunction": {"module": "own"},
+                "policyLoss": "Function",
+                "policyLossFunction": {"module": "own"},
+            },
+            "PPO, advantages by a function of the user, policy loss a function of the user",
+        ),
+    ],
+)
+def test_the_algorithm_is_named(tmp_path: Path, algorithm: dict[str, Any], expected: str) -> None:
+    _, text = card_of(tmp_path, algorithm=algorithm, rollout={"samplesPerPrompt": 2})
+
+    assert f"| algorithm | {expected} |" in text
+
+
 def test_neither_secrets_nor_the_environment_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "value-of-the-token")
     _, text = card_of(

@@ -54,7 +54,7 @@ def test_a_living_holder_keeps_its_lock(tmp_path: Path) -> None:
     lock = FolderLock(path, "a/first", FAST)
 
     with lock.held(nobody):
-        with pytest.raises(_Enough), FolderLock(path, "a/second", FAST).held(_Patience(3 * FAST.stale)):
+        with pytest.raises(_GaveUp), FolderLock(path, "a/second", FAST).held(_LimitedWait(3 * FAST.stale)):
             raise AssertionError("it has the lock")
         lock.check()
 
@@ -63,7 +63,7 @@ def test_the_lock_of_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
 
-    with FolderLock(path, "a/second", FAST).held(_Patience(10 * FAST.stale)):
+    with FolderLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
         assert json.loads(path.read_text())["holder"] == "a/second"
 
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +73,7 @@ def test_an_empty_lock_is_taken_over_too(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.touch()
 
-    with FolderLock(path, "a/second", FAST).held(_Patience(10 * FAST.stale)):
+    with FolderLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
         assert path.read_text()
 
 
@@ -104,7 +104,7 @@ def test_who_was_frozen_for_too_long_finds_out(tmp_path: Path) -> None:
     with lock.held(nobody):
         path.write_text(json.dumps({"holder": "a/second", "id": "y", "heartbeat": 0}))
         time.sleep(5 * FAST.beat)
-        with pytest.raises(LockLostError, match="taken over"):
+        with pytest.raises(LockLostError, match="took over the lock"):
             lock.check()
 
     assert json.loads(path.read_text())["holder"] == "a/second", "another's lock stays"
@@ -121,11 +121,11 @@ def test_a_live_lock_that_was_caught_by_mistake_is_put_back(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-class _Enough(Exception):
+class _GaveUp(Exception):
     """The waiter has waited long enough."""
 
 
-class _Patience:
+class _LimitedWait:
     """Called while a lock is waited for; ends the wait after some seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -133,4 +133,4 @@ class _Patience:
 
     def __call__(self, holder: str) -> None:
         if time.monotonic() > self._end:
-            raise _Enough
+            raise _GaveUp

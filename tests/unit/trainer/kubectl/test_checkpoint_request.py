@@ -60,7 +60,7 @@ def test_the_answer_is_waited_for_and_its_step_printed(
     assert patch[:5] == ("patch", "ppojobs.ppojob.dev", "products", "--namespace=team", "--type=merge")
     assert (result.exit_code, result.stdout) == (
         0,
-        "team/products: asked for a checkpoint; step 31 is done\nteam/products: checkpoint of step 32: /data/step-32\n",
+        "team/products: requested a checkpoint; step 31 is done\nteam/products: checkpoint of step 32: /data/step-32\n",
     )
 
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_answers_nobody_is_no_answer(
 
     assert (result.exit_code, result.stderr) == (
         1,
-        "error: team/products has written no checkpoint within 3 s: the request stands, and is answered after the "
+        "error: team/products has saved no checkpoint within 3 s: the request stands, and is answered after the "
         "step that is being done; see kubectl ppo status products\n",
     )
 
@@ -120,8 +120,8 @@ def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_answers_it(
 @pytest.mark.parametrize(
     ("look", "words"),
     [
-        (running(OLD, FINISHED), "has ended (Complete: TrainerSucceeded), and wrote none; its newest checkpoint is of"),
-        (running(None, SUSPENDED), "is suspended, and wrote none; it has no checkpoint"),
+        (running(OLD, FINISHED), "has ended (Complete: TrainerSucceeded) and saved none; its newest checkpoint is of"),
+        (running(None, SUSPENDED), "is suspended and saved none; it has no checkpoint"),
     ],
 )
 def test_a_job_that_ends_without_an_answer_is_an_error(

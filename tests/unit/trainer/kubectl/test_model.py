@@ -166,7 +166,7 @@ def test_a_transfer_that_cannot_be_done_leaves_nothing(
 
     assert result.exit_code == 1
     assert f"{pod.root}/model/" in result.stderr
-    assert "connection lost; nothing was left here. Run the command again" in result.stderr
+    assert "connection lost; no files were kept here. Run the command again" in result.stderr
     assert_nothing_is_left(target)
 
 
@@ -207,7 +207,7 @@ def test_a_folder_that_has_something_is_refused_before_the_cluster_is_asked(
 
     assert (result.exit_code, result.stderr) == (
         1,
-        f"error: -o {target} is not empty: name a new folder, or delete it first\n",
+        f"error: -o {target} is not empty: use a new folder, or delete this one first\n",
     )
     assert content(target) == {"mine": b"mine"}
     assert not (pod.folder / "log").exists()
@@ -218,7 +218,7 @@ def test_a_file_is_no_folder(pod: Pod, ppo: Plugin, tmp_path: Path) -> None:
 
     assert (
         ppo("model", "products", "-o", tmp_path / "out").stderr
-        == f"error: -o {tmp_path}/out is no folder: name a new one\n"
+        == f"error: -o {tmp_path}/out is not a folder: use a new folder\n"
     )
 
 
@@ -236,7 +236,8 @@ def test_the_newest_of_several_exports_is_the_default_and_a_step_names_another(
     assert content(tmp_path / "newest") == {"config.json": b"16"}
     assert content(tmp_path / "older") == {"config.json": b"8"}
     assert missing.stderr == (
-        f"error: {pod.root}/models/step-4 is not there: the exports are of steps 8, 16 (checkpoint.keep limits them)\n"
+        f"error: {pod.root}/models/step-4 does not exist: "
+        "the exports are of steps 8, 16 (checkpoint.keep limits them)\n"
     )
     assert not (tmp_path / "missing").exists()
 
@@ -270,7 +271,7 @@ def test_a_step_of_a_job_with_one_export_is_refused(pod: Pod, ppo: Plugin, tmp_p
         (
             {"conditions": [{**FINISHED, "type": "Failed", "reason": "DataUnreadable"}]},
             {},
-            "it has failed (DataUnreadable) before it was exported; there is no checkpoint to export from either",
+            "it has failed (DataUnreadable) before it was exported; there is no checkpoint to export from, either",
         ),
     ],
     ids=["never", "running", "each", "failed"],
@@ -289,7 +290,7 @@ def test_a_folder_that_is_gone_is_named(pod: Pod, ppo: Plugin, tmp_path: Path) -
     result = ppo("model", "products", "-o", tmp_path / "out")
 
     assert result.stderr == (
-        f"error: {pod.root}/model is not there: it was deleted, or is being replaced; run the command again\n"
+        f"error: {pod.root}/model does not exist: it was deleted, or is being replaced; run the command again\n"
     )
 
 
@@ -309,7 +310,7 @@ def test_a_disk_that_is_too_small_is_refused(
 ) -> None:
     monkeypatch.setattr(model_files.RunFolder, "sizes", lambda self, folder: {"config.json": 2**62})
 
-    assert "name another disk" in ppo("model", "products", "-o", tmp_path / "out").stderr
+    assert "use another disk" in ppo("model", "products", "-o", tmp_path / "out").stderr
 
 
 def test_a_kubectl_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

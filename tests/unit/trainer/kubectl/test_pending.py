@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.testing import Result
 
-from ppojob_trainer.kubectl.pending import Sight, explain
+from ppojob_trainer.kubectl.pending import JobSnapshot, explain
 from tests.unit.trainer.kubectl.conftest import FINISHED, MemoryCluster, job
 
 NOW = datetime(2026, 1, 31, 12, 30, tzinfo=UTC)
@@ -46,9 +46,9 @@ def event(about: str, reason: str, message: str, time: str, count: int = 1) -> d
     }
 
 
-def said(**sight: Any) -> list[str]:
+def said(**snapshot: Any) -> list[str]:
     defaults: dict[str, Any] = {"job": job(), "clusters": [], "pods": [], "events": [], "now": NOW}
-    return explain(Sight(**{**defaults, **sight}))
+    return explain(JobSnapshot(**{**defaults, **snapshot}))
 
 
 def test_models_and_data_come_before_the_pods() -> None:
@@ -65,7 +65,7 @@ def test_a_pod_that_has_fetched_is_no_head() -> None:
 
     lines = said(job=job(phase="Starting", conditions=[ACCEPTED, NOT_READY]), pods=[fetched, ready("head", None)])
 
-    assert "head: 1 of 1 pods ready, 1 there" in lines
+    assert "head: 1 of 1 pods ready, 1 created" in lines
 
 
 def test_each_pool_says_what_it_waits_for() -> None:
@@ -88,10 +88,10 @@ def test_each_pool_says_what_it_waits_for() -> None:
         "products: Pending, 30m old",
         f"  InsufficientGPUs: pool critic requests 8; {NO_GPUS}",
         "RayCluster products-abc: suspended",
-        "head: 1 of 1 pods ready, 1 there",
-        "pool actor: 0 of 1 pods ready, 1 there",
+        "head: 1 of 1 pods ready, 1 created",
+        "pool actor: 0 of 1 pods ready, 1 created",
         "  kubelet: ray-worker: ImagePullBackOff: no such tag",
-        "pool critic: 0 of 2 pods ready, 2 there",
+        "pool critic: 0 of 2 pods ready, 2 created",
         f"  scheduler: {NO_GPUS} (2 pods)",
         f"  Event, 4 x, last 5m ago: FailedScheduling: {NO_GPUS}",
     ]
@@ -116,7 +116,7 @@ def test_kuberays_words_stand_under_its_cluster() -> None:
 
     assert lines[2:7] == [
         "RayCluster products-abc: failed",
-        "  it is suspended (spec.suspend): its queue or somebody holds it back",
+        "  suspended (spec.suspend is true): a queue has not admitted it, or a user has suspended it",
         "  KubeRay: no pods",
         "  KubeRay: FailedCreateWorkerPod: exceeded quota",
         "  Event, 1 x, last 60s ago: FailedToCreatePod: exceeded quota",
@@ -163,11 +163,11 @@ def test_a_job_that_runs_without_its_queue_is_explained_as_any_other() -> None:
 def test_a_job_that_no_operator_has_seen_says_so() -> None:
     (_, words) = said(job={**job(), "status": {}})
 
-    assert words.startswith("  no operator has looked at it yet")
+    assert words.startswith("  no operator has reconciled it yet")
 
 
 def test_a_job_that_has_ended_waits_for_nothing() -> None:
-    assert said(job=job(conditions=[ACCEPTED, FINISHED]))[1:] == ["  it has ended: see kubectl ppo status"]
+    assert said(job=job(conditions=[ACCEPTED, FINISHED]))[1:] == ["  the job has ended: see kubectl ppo status"]
 
 
 def test_with_all_pods_ready_it_says_what_comes_after() -> None:
@@ -186,4 +186,4 @@ def test_the_command_asks_for_the_jobs_own_objects(cluster: MemoryCluster, ppo: 
     result = ppo("explain-pending", "products")
 
     assert result.exit_code == 0, result.stderr
-    assert "RayCluster: there is none yet" in result.stdout
+    assert "RayCluster: not created yet" in result.stdout

@@ -53,7 +53,7 @@ def test_a_role_that_is_no_word_is_refused(running: MemoryCluster, ppo: Plugin, 
     result = ppo("logs", "products", "--role", role)
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: --role {role!r} is no role: use driver, actor")
+    assert result.stderr.startswith(f"error: --role {role!r} is not a role: use driver, actor")
     assert running.commands == []
 
 
@@ -129,7 +129,7 @@ def test_metrics_that_are_not_written_yet_are_an_error_with_their_path(running: 
 
     assert (result.exit_code, result.stderr) == (
         1,
-        f"error: {ROOT}/metrics.jsonl is not there: the run has not written it yet\n",
+        f"error: {ROOT}/metrics.jsonl does not exist: the run has not written it yet\n",
     )
 
 

@@ -148,7 +148,7 @@ def test_a_storage_that_fails_does_not_hide_the_record(
 
 
 @pytest.mark.parametrize("sends", [signal.SIGTERM, signal.SIGINT, None], ids=["SIGTERM", "SIGINT", "operator"])
-def test_a_stop_in_order_is_named_interrupted(
+def test_a_graceful_stop_is_named_interrupted(
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     capfd: pytest.CaptureFixture[str],

@@ -12,6 +12,7 @@ from ppojob_trainer.engines.errors import (
     CheckpointUnwritableError,
     ModelMismatchError,
     ModelNotFoundError,
+    ModelUnsupportedError,
     NonFiniteError,
     RendezvousError,
     WeightLinkError,
@@ -41,6 +42,7 @@ TIMED_OUT = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78]
 CASES = [
     (ModelNotFoundError("no model"), Reason.MODEL_NOT_FOUND, PERMANENT),
     (ModelMismatchError("65 tokens"), Reason.MODEL_MISMATCH, PERMANENT),
+    (ModelUnsupportedError("gpt_oss"), Reason.MODEL_MISMATCH, PERMANENT),
     (CheckpointUnwritableError("no space"), Reason.CHECKPOINT_UNWRITABLE, USER),
     (DataError("no data"), Reason.DATA_UNREADABLE, PERMANENT),
     (RewardImportError("no module"), Reason.REWARD_IMPORT_FAILED, PERMANENT),

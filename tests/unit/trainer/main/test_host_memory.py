@@ -54,11 +54,11 @@ def test_without_room_for_the_copies_checkpoints_are_not_in_the_background() -> 
     """7.6 B parameters: 122 GB are offloaded, 61 GB copied, and four processes take 16 GB: 198 GB."""
     assert saves_in_background(spec(), sizes(7.6, 252)) == (True, [])
 
-    is_in_background, (doubt,) = saves_in_background(spec(), sizes(7.6, 210))
+    is_in_background, (warning,) = saves_in_background(spec(), sizes(7.6, 210))
 
     assert not is_in_background
-    assert "host one has 210.0 GB, and about 198.4 GB would be used" in doubt
-    assert "offloaded 121.6, copied for it 60.8" in doubt
+    assert "host one has 210.0 GB, and about 198.4 GB would be needed" in warning
+    assert "offloaded 121.6, copied for it 60.8" in warning
     assert saves_in_background(spec(is_asynchronous=False), sizes(7.6, 210)) == (False, [])
 
 

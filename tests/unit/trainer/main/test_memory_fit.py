@@ -16,7 +16,7 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -85,7 +85,7 @@ def test_activations_of_full_micro_batches_by_hand() -> None:
 def test_a_pool_that_full_micro_batches_would_fill_is_warned_of_and_runs() -> None:
     large = ModelSize(3 * GB, 80 * GB, layers=40, hidden=8000, intermediate=20_000)
     (doubt,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
-    assert "pool a may run out of memory where micro-batches are full: each GPU has 80.0 GB and about" in doubt
+    assert "pool a may run out of memory if micro-batches are full: each GPU has 80.0 GB and about" in doubt
     assert "activations at maxTokensPerGPU actor 162.5" in doubt
     assert check_memory(spec_of(), sizes(3)) == []
 
@@ -193,8 +193,8 @@ def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activation
     # 8 GB of states; 6 GB more are too much.
     actor, rollout = {"actor": thin(9)["actor"]}, {"gpuMemoryUtilization": 0.3}
     (doubt,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
-    assert "each GPU has 9.0 GB and about 14.0 GB are wanted" in doubt
-    assert doubt.endswith("or use gradientCheckpointing, or leave out reshardAfterForward of actor")
+    assert "each GPU has 9.0 GB and about 14.0 GB are needed" in doubt
+    assert doubt.endswith("or use gradientCheckpointing, or remove reshardAfterForward of actor")
     assert check_memory(spec_of(rollout=rollout), actor) == []
 
 
@@ -211,7 +211,7 @@ def test_parameters_are_counted_without_loading(
     path = str(write_tiny_model(tmp_path / "model"))
     gpu = types.SimpleNamespace(total_memory=123)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    worker = TrainedWorker(Seat("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
+    worker = TrainedWorker(WorkerContext("actor", 0, 1, 1, tmp_path / "log", 10.0), spec_of())
     worker.source = ModelSource(path, trust_remote_code=False, has_output_layer=has_output_layer)
 
     size = worker.size()

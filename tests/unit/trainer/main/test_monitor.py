@@ -128,17 +128,17 @@ async def test_a_pod_that_is_being_deleted_stops_the_run(
     tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    sign = RunFiles(tmp_path).leaving("x-1a2b3")
-    sign.touch()
+    request_file = RunFiles(tmp_path).terminating("x-1a2b3")
+    request_file.touch()
     monitor = monitor_of(tmp_path, threading.Event())
 
     monitor.start()
-    assert not sign.exists(), "that of an earlier attempt is taken away"
-    sign.touch()
+    assert not request_file.exists(), "the file of an earlier attempt is deleted"
+    request_file.touch()
     await watched(monitor, lambda: monitor.is_stopping)
 
     assert monitor.is_stopping
-    assert RunFiles(tmp_path).heard("x-1a2b3").exists(), "the hook knows that it was heard"
+    assert RunFiles(tmp_path).stop_acknowledged("x-1a2b3").exists(), "the hook sees the acknowledgement"
 
 
 async def test_a_storage_that_fails_stops_nothing(
@@ -160,7 +160,7 @@ async def test_pods_of_another_ray_cluster_stop_nothing(
 ) -> None:
     monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
     monitor = monitor_of(tmp_path, threading.Event())
-    RunFiles(tmp_path).leaving("x-other").touch()
+    RunFiles(tmp_path).terminating("x-other").touch()
 
     with pytest.raises(TimeoutError):
         await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.5)

@@ -16,7 +16,6 @@ from ppojob_trainer.maths.kl import kl_estimate, penalize_rewards
 from ppojob_trainer.maths.log_probs import linear_log_probs
 from ppojob_trainer.maths.losses import (
     AGGREGATIONS,
-    Clipping,
     Denominators,
     aggregate,
     entropy_bonus,
@@ -25,6 +24,7 @@ from ppojob_trainer.maths.losses import (
     value_loss,
 )
 from ppojob_trainer.maths.masked import Moments, explained_variance, masked_mean, masked_var, masked_whiten
+from ppojob_trainer.maths.policy_losses import Clipping, PolicyLossInputs
 
 ROWS, WIDTH = 6, 9
 GROUPS = ("a", "b", "a", "c", "b", "a")
@@ -59,7 +59,11 @@ def aggregated(of_token: Rows, mode: str) -> float:
     rows = [row for row in of_token if row]
     if mode == "TokenMean":
         return sum(map(sum, rows)) / sum(map(len, rows))
-    divided = {"SeqMeanTokenSum": sum, "SeqMeanTokenMean": lambda row: sum(row) / len(row)}[mode]
+    divided = {
+        "SeqMeanTokenSum": sum,
+        "SeqMeanTokenSumNorm": lambda row: sum(row) / WIDTH,
+        "SeqMeanTokenMean": lambda row: sum(row) / len(row),
+    }[mode]
     return sum(divided(row) for row in rows) / len(rows)
 
 
@@ -163,10 +167,12 @@ class TestAdvantages:
             return mine - sum(others) / len(others)
         group = [mine, *others]
         mean = sum(group) / len(group)
+        if name == "DrGRPO":
+            return mine - mean
         deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (len(group) - 1))
         return (mine - mean) / (deviation + 1e-6)
 
-    @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+    @pytest.mark.parametrize("name", ["GRPO", "DrGRPO", "RLOO"])
     def test_advantages_within_a_group(self, name: str) -> None:
         advantages, expected = self.of_groups(name)
         assert_rows(advantages, expected, random_mask())
@@ -203,7 +209,9 @@ class TestLosses:
             return min(loss, -advantage * 3.0) if advantage < 0 else loss
 
         clipping, counts = Clipping(low=0.2, high=0.3, dual=3.0), Denominators.of(mask)
-        loss, metrics = policy_loss(log_prob, old, advantages, mask, counts, clipping, mode)
+        loss, metrics = policy_loss(
+            PolicyLossInputs(log_prob, old, advantages, mask, clipping), counts, aggregation=mode
+        )
         assert loss.item() == pytest.approx(aggregated(each(of_token, mask, log_prob, old, advantages), mode))
         kl = aggregated(each(lambda new, before: before - new, mask, log_prob, old), "TokenMean")
         assert metrics["ppo_kl"].item() == pytest.approx(kl)

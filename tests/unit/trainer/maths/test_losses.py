@@ -7,7 +7,6 @@ import torch
 
 from ppojob_trainer.maths.losses import (
     AGGREGATIONS,
-    Clipping,
     Denominators,
     aggregate,
     entropy_bonus,
@@ -15,6 +14,7 @@ from ppojob_trainer.maths.losses import (
     policy_loss,
     value_loss,
 )
+from ppojob_trainer.maths.policy_losses import POLICY_LOSSES, Clipping, PolicyLossInputs
 
 ONE = Denominators(tokens=1, sequences=1)
 
@@ -40,9 +40,9 @@ class TestPolicyLoss:
     )
     def test_by_hand(self, ratio, advantage, expected, gradient) -> None:
         log_prob = single(math.log(ratio)).requires_grad_()
-        loss, _ = policy_loss(
-            log_prob, single(0.0), single(advantage), torch.ones(1, 1), ONE, Clipping(low=0.2, high=0.3, dual=3.0)
-        )
+        clipping = Clipping(low=0.2, high=0.3, dual=3.0)
+        inputs = PolicyLossInputs(log_prob, single(0.0), single(advantage), torch.ones(1, 1), clipping)
+        loss, _ = policy_loss(inputs, ONE)
         loss.backward()
         assert loss.item() == pytest.approx(expected)
         assert log_prob.grad.item() == pytest.approx(gradient)
@@ -50,7 +50,7 @@ class TestPolicyLoss:
     def test_the_log_ratio_is_clamped(self) -> None:
         for log_ratio in (-1000.0, 1000.0):
             log_prob = single(log_ratio).requires_grad_()
-            loss, metrics = policy_loss(log_prob, single(0.0), single(-1.0), torch.ones(1, 1), ONE)
+            loss, metrics = policy_loss(PolicyLossInputs(log_prob, single(0.0), single(-1.0), torch.ones(1, 1)), ONE)
             loss.backward()
             assert loss.isfinite()
             assert log_prob.grad.isfinite().all()
@@ -60,11 +60,51 @@ class TestPolicyLoss:
         ratios = torch.tensor([[1.5, 1.0, 5.0, 9.0]], dtype=torch.float64)
         advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
         mask = torch.tensor([[1, 1, 1, 0]])
-        loss, metrics = policy_loss(ratios.log(), torch.zeros(1, 4), advantages, mask, Denominators.of(mask))
+        loss, metrics = policy_loss(
+            PolicyLossInputs(ratios.log(), torch.zeros(1, 4), advantages, mask), Denominators.of(mask)
+        )
         assert metrics["pg_loss"].item() == loss.item() == pytest.approx((-1.2 - 1.0 + 3.0) / 3)
         assert metrics["pg_clipfrac"].item() == pytest.approx(1 / 3)
         assert metrics["pg_clipfrac_lower"].item() == pytest.approx(1 / 3)
         assert metrics["ppo_kl"].item() == pytest.approx(-(math.log(1.5) + math.log(5)) / 3)
+
+
+class TestOtherPolicyLosses:
+    @pytest.mark.parametrize(
+        ("ratios", "advantage", "expected", "gradients"),
+        [
+            # Geometric means of the ratios of two tokens; clip at 0.8 and 1.3. The third token is masked.
+            ((1.0, 1.0), 2.0, -2.0, (-1.0, -1.0)),
+            ((0.5, 2.0), 1.0, -1.0, (-0.5, -0.5)),  # two tokens far off: the response's ratio is 1
+            ((2.0, 2.0), 1.0, -1.3, (0.0, 0.0)),
+            ((0.5, 0.5), -1.0, 0.8, (0.0, 0.0)),
+            ((4.0, 1.0), -1.0, 2.0, (1.0, 1.0)),  # the bad one became likelier: not clipped, and no dual clip
+        ],
+    )
+    def test_gspo_by_hand(self, ratios, advantage, expected, gradients) -> None:
+        log_prob = torch.tensor([[*map(math.log, ratios), 50.0]], dtype=torch.float64).requires_grad_()
+        mask = torch.tensor([[1, 1, 0]])
+        inputs = PolicyLossInputs(
+            log_prob, torch.zeros_like(log_prob), torch.full((1, 3), advantage), mask, Clipping(0.2, 0.3)
+        )
+        loss, _ = policy_loss(inputs, Denominators.of(mask), POLICY_LOSSES["GSPO"], "SeqMeanTokenMean")
+        loss.backward()
+        assert loss.item() == pytest.approx(expected)
+        assert log_prob.grad.tolist()[0] == pytest.approx([*gradients, 0.0])
+
+    @pytest.mark.parametrize(
+        ("ratio", "low", "advantage", "weight"),
+        [(1.0, 0.2, 2.0, 1.0), (1.5, 0.2, 1.0, 1.3), (0.5, 0.2, 1.0, 0.8), (0.5, 1.0, 1.0, 0.5), (9.0, 0.2, -1.0, 1.3)],
+    )
+    def test_cispo_by_hand(self, ratio, low, advantage, weight) -> None:
+        """Clipping bounds the weight of the gradient, and never removes the gradient."""
+        log_prob = single(math.log(ratio)).requires_grad_()
+        inputs = PolicyLossInputs(log_prob, single(0.0), single(advantage), torch.ones(1, 1), Clipping(low, 0.3))
+        loss, metrics = policy_loss(inputs, ONE, POLICY_LOSSES["CISPO"])
+        loss.backward()
+        assert loss.item() == pytest.approx(-weight * advantage * math.log(ratio))
+        assert log_prob.grad.item() == pytest.approx(-weight * advantage)
+        assert metrics["pg_clipfrac"].item() == float(weight != ratio)
 
 
 class TestValueLoss:
@@ -94,7 +134,12 @@ class TestAggregation:
     @pytest.mark.parametrize(
         ("mode", "expected"),
         # The third row has no tokens (padding): it is not a sequence.
-        [("TokenMean", 9 / 3), ("SeqMeanTokenSum", 9 / 2), ("SeqMeanTokenMean", (1.5 + 6) / 2)],
+        [
+            ("TokenMean", 9 / 3),
+            ("SeqMeanTokenSum", 9 / 2),
+            ("SeqMeanTokenSumNorm", 9 / 2 / 3),
+            ("SeqMeanTokenMean", (1.5 + 6) / 2),
+        ],
     )
     def test_by_hand(self, mode: str, expected: float) -> None:
         assert aggregate(self.LOSS, self.MASK, mode, Denominators.of(self.MASK)).item() == pytest.approx(expected)
@@ -122,11 +167,12 @@ def batch(rows: int = 12, width: int = 7) -> dict[str, torch.Tensor]:
     return {**tensors, "mask": (torch.arange(width) < lengths).long()}
 
 
-def whole_loss(part: dict[str, torch.Tensor], denominators: Denominators, mode: str):
+def whole_loss(part: dict[str, torch.Tensor], denominators: Denominators, mode: str, name: str):
     """All terms that an update has, on one parameter per token."""
     x, mask = part["parameters"], part["mask"]
+    inputs = PolicyLossInputs(x, part["old_log_prob"], part["advantages"], mask)
     terms = [
-        policy_loss(x, part["old_log_prob"], part["advantages"], mask, denominators, Clipping(), mode),
+        policy_loss(inputs, denominators, POLICY_LOSSES[name], mode),
         value_loss(x, part["old_values"], part["returns"], mask, denominators, 0.5, mode),
         entropy_bonus(x.sin(), mask, denominators, 0.01, mode),
         kl_loss((x - part["reference"]).square(), mask, denominators, 0.1, mode),
@@ -135,14 +181,15 @@ def whole_loss(part: dict[str, torch.Tensor], denominators: Denominators, mode: 
     return loss, {key: value for _, metrics in terms for key, value in metrics.items()}
 
 
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("sizes", [[12], [6, 6], [4, 4, 4], [1] * 12, [1, 2, 9]])
-def test_cutting_a_minibatch_changes_nothing(mode: str, sizes: list[int]) -> None:
+def test_cutting_a_minibatch_changes_nothing(name: str, mode: str, sizes: list[int]) -> None:
     """Micro-batches on one rank and shards over ranks are the same thing here: shares are added."""
     data = batch()
     denominators = Denominators.of(data["mask"])
     parameters = data["parameters"].clone().requires_grad_()
-    expected, expected_metrics = whole_loss({**data, "parameters": parameters}, denominators, mode)
+    expected, expected_metrics = whole_loss({**data, "parameters": parameters}, denominators, mode, name)
     expected.backward()
 
     other = data["parameters"].clone().requires_grad_()
@@ -150,7 +197,7 @@ def test_cutting_a_minibatch_changes_nothing(mode: str, sizes: list[int]) -> Non
     pieces = zip(*[value.split(sizes) for value in data.values()], other.split(sizes), strict=True)
     for *values, piece in pieces:
         part = {**dict(zip(data, values, strict=True)), "parameters": piece}
-        loss, metrics = whole_loss(part, denominators, mode)
+        loss, metrics = whole_loss(part, denominators, mode, name)
         loss.backward(retain_graph=True)
         total += loss.item()
         totals = {key: totals[key] + metrics[key].item() for key in totals}

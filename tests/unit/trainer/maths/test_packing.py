@@ -9,6 +9,7 @@ import torch
 from ppojob_trainer.maths.log_probs import linear_log_probs, plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, policy_loss
 from ppojob_trainer.maths.packing import micro_batches, num_micro_batches, pack
+from ppojob_trainer.maths.policy_losses import PolicyLossInputs
 from ppojob_trainer.protocol import response_part, rollout_batch
 
 TENSORS = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], pad_token_id=0)
@@ -91,7 +92,7 @@ def test_packed_micro_batches_give_the_padded_loss_and_gradient(max_tokens: int)
     old, advantages = torch.randn(2, *mask.shape, dtype=torch.float64)
     denominators = Denominators.of(mask)
     expected_log_probs = padded_log_probs(model, batch)
-    expected, _ = policy_loss(expected_log_probs, old - 3, advantages, mask, denominators)
+    expected, _ = policy_loss(PolicyLossInputs(expected_log_probs, old - 3, advantages, mask), denominators)
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
 
     lengths = batch["attention_mask"].sum(dim=1).tolist()
@@ -100,7 +101,7 @@ def test_packed_micro_batches_give_the_padded_loss_and_gradient(max_tokens: int)
         part = {key: value[rows] for key, value in batch.items()}
         log_probs = packed_log_probs(model, part)
         assert torch.allclose(log_probs, expected_log_probs[rows])
-        loss, _ = policy_loss(log_probs, old[rows] - 3, advantages[rows], mask[rows], denominators)
+        loss, _ = policy_loss(PolicyLossInputs(log_probs, old[rows] - 3, advantages[rows], mask[rows]), denominators)
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(expected.item())

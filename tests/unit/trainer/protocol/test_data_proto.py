@@ -163,7 +163,9 @@ class TestRows:
         assert all(part.meta_info == {"x": 1} for part in parts)
 
     def test_chunk_refuses_what_does_not_divide(self) -> None:
-        with pytest.raises(ProtocolError, match=r"5 rows cannot be cut into 2 equal chunks: pad_to_divisor\(2\) first"):
+        with pytest.raises(
+            ProtocolError, match=r"5 rows cannot be split into 2 equal chunks: pad_to_divisor\(2\) first"
+        ):
             make(5).chunk(2)
 
     def test_concat_undoes_chunk(self) -> None:

@@ -70,7 +70,7 @@ def test_math_compares_as_mathematics(response: str, truth: str, expected: float
 def test_math_says_what_it_read_and_has_scores_of_ones_own() -> None:
     assert score(math, r"\boxed{7}", "7", score=2.0) == {"score": 2.0, "answer": "7", "is_answered": True}
     assert score(math, "no", "7", wrong_score=-1.0) == {"score": -1.0, "answer": "", "is_answered": False}
-    with pytest.raises(ValueError, match="the ground truth '' is no LaTeX"):
+    with pytest.raises(ValueError, match="the ground truth '' is not LaTeX"):
         score(math, "7", "")
 
 
@@ -110,7 +110,7 @@ def test_numeric_match(response: str, truth: Any, kwargs: dict[str, Any], expect
 
 @pytest.mark.parametrize(
     ("module", "truth", "message"),
-    [(exact_match, None, "has no ground truth: set groundTruthColumn"), (numeric_match, "x", "'x' is no number")],
+    [(exact_match, None, "has no ground truth: set groundTruthColumn"), (numeric_match, "x", "'x' is not a number")],
 )
 def test_a_ground_truth_that_is_none_is_named(module: Any, truth: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -87,7 +87,7 @@ def test_samples_go_to_the_file_and_to_the_log(tmp_path: Path, capsys: pytest.Ca
     ]
     printed = capsys.readouterr().out
     assert "samples of step 3, reward" in printed
-    assert "what is [red]6 x 7?" in printed, "a text is no markup"
+    assert "what is [red]6 x 7?" in printed, "a text is not markup"
 
 
 def test_a_terminal_obeys_no_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

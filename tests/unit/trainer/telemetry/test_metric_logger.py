@@ -103,7 +103,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n')
 
-    with pytest.raises(MetricsUnreadableError, match=rf"{path}, line 2, is no metrics record"):
+    with pytest.raises(MetricsUnreadableError, match=rf"{path}, line 2, is not a metrics record"):
         read_metrics(path)
 
 
@@ -179,7 +179,7 @@ def test_a_sink_that_fails_is_logged_once_and_stops_nothing(caplog: pytest.LogCa
             logger.log(step, {})
         assert len(caplog.records) == 1
 
-    assert "_SickSink lost metrics, the training goes on: OSError: disk full" in caplog.text
+    assert "_SickSink lost metrics, training continues: OSError: disk full" in caplog.text
     assert (sick.num_writes, healthy.steps, healthy.is_closed) == (3, [1, 2, 3], True)
 
 

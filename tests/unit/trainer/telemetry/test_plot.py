@@ -206,5 +206,5 @@ def test_a_file_without_a_record_is_no_picture(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("hello\n")
 
-    with pytest.raises(MetricsUnreadableError, match="line 1, is no metrics record"):
+    with pytest.raises(MetricsUnreadableError, match="line 1, is not a metrics record"):
         plot([tmp_path], tmp_path / "plot.png")

@@ -170,7 +170,7 @@ def test_an_endpoint_that_is_away_costs_one_line_in_the_log(
         assert not reporter.close(timeout_s=3)
 
     assert len(caplog.records) == 1
-    assert "the work goes on: ConnectError" in caplog.text
+    assert "training continues: ConnectError" in caplog.text
     assert not reporter.fenced_out.is_set()
 
 

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,21 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec
+from ppojob_trainer.maths.overlong import Overlong
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.rewards import RewardFunctionError
 from ppojob_trainer.worker_groups.advantages import compute_advantages
 from ppojob_trainer.worker_groups.partition import Partition, in_groups
 
 ROWS, WIDTH, SAMPLES = 6, 5, 2
+ESTIMATORS_OF_API = [estimator.value for estimator in AdvantageEstimator]
+OWN = {"path": str(Path("examples/12-own-algorithm/algorithm.py").absolute()), "needsGroups": True}
+
+
+def algorithm_of(estimator: str, **fields: Any) -> AlgorithmSpec:
+    """Return an algorithm with this estimator; Function is that of the example."""
+    own = {"advantageFunction": OWN} if estimator == "Function" else {}
+    return AlgorithmSpec.model_validate({"advantageEstimator": estimator, **own, **fields})
 
 
 class ThreadRanks:
@@ -82,11 +92,9 @@ def compute(whole: DataProto, algorithm: AlgorithmSpec, partition: Partition) ->
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("estimator", ["GAE", "GRPO", "RLOO", "ReinforcePlusPlus"])
+@pytest.mark.parametrize("estimator", ESTIMATORS_OF_API)
 def test_the_number_of_ranks_changes_nothing(estimator: str, num_ranks: int) -> None:
-    algorithm = AlgorithmSpec.model_validate(
-        {"advantageEstimator": estimator, "lam": 0.9, "kl": {"inReward": True, "estimator": "K1"}}
-    )
+    algorithm = algorithm_of(estimator, lam=0.9, kl={"inReward": True, "estimator": "K1"})
     alone, [expected] = compute(batch(), algorithm, in_groups(ROWS, SAMPLES, 1))
 
     sharded, metrics = compute(batch(), algorithm, in_groups(ROWS, SAMPLES, num_ranks))
@@ -125,9 +133,6 @@ def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
     assert metrics["actor/reward_kl_penalty"] == [pytest.approx(float((kl.sum(dim=1) / lengths).mean()), abs=1e-6)]
 
 
-ESTIMATORS_OF_API = [estimator.value for estimator in AdvantageEstimator]
-
-
 def without(dropped: list[int]) -> DataProto:
     """Return the batch as the reward leaves it that drops these rows: their mask is 0."""
     whole = batch()
@@ -140,7 +145,7 @@ def without(dropped: list[int]) -> DataProto:
 @pytest.mark.parametrize("dropped", [[0, 1], [2, 3, 4, 5], [1], [0, 3, 5]], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_dropped_responses_count_nowhere(estimator: str, dropped: list[int], num_ranks: int) -> None:
-    algorithm = AlgorithmSpec.model_validate({"advantageEstimator": estimator, "kl": {"inReward": True}})
+    algorithm = algorithm_of(estimator, kl={"inReward": True})
     kept = [row for row in range(ROWS) if row not in dropped]
 
     found, metrics = compute(without(dropped), algorithm, in_groups(ROWS, SAMPLES, num_ranks))
@@ -159,9 +164,9 @@ def test_dropped_responses_count_nowhere(estimator: str, dropped: list[int], num
         torch.testing.assert_close(found[Keys.ADVANTAGES][kept], alone.tensor(Keys.ADVANTAGES))
 
 
-@pytest.mark.parametrize("estimator", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("estimator", ["GRPO", "DrGRPO", "RLOO"])
 def test_a_response_that_is_left_alone_in_its_group_learns_nothing(estimator: str) -> None:
-    algorithm = AlgorithmSpec.model_validate({"advantageEstimator": estimator})
+    algorithm = algorithm_of(estimator)
 
     found, _ = compute(without([1]), algorithm, in_groups(ROWS, SAMPLES, 1))
 
@@ -172,3 +177,19 @@ def test_a_response_that_is_left_alone_in_its_group_learns_nothing(estimator: st
 def test_a_step_whose_responses_are_all_dropped_fails() -> None:
     with pytest.raises(RewardFunctionError, match="dropped all responses of the step"):
         compute(without(list(range(ROWS))), AlgorithmSpec(), in_groups(ROWS, SAMPLES, 1))
+
+
+def test_the_penalty_of_length_is_in_the_rewards_and_not_in_the_scores() -> None:
+    whole = batch()
+    overlong = Overlong(max_length=WIDTH, buffer=2, factor=0.5)
+
+    found = compute_advantages(whole, algorithm_of("ReinforcePlusPlus"), 0.1, ThreadRanks(1), overlong)
+
+    metrics = found.meta_info[Meta.METRICS]
+    # The responses have 5, 2, 4, 1, 3 and 5 tokens.
+    scores = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1)
+    rewards = scores - torch.tensor([0.5, 0.0, 0.25, 0.0, 0.0, 0.5])
+    assert metrics["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
+    assert metrics["critic/rewards/mean"] == [pytest.approx(float(rewards.mean()))]
+    assert metrics["reward/overlong_penalty/mean"] == [pytest.approx(1.25 / 6)]
+    torch.testing.assert_close(found.tensor(Keys.RETURNS)[:, 0], rewards)

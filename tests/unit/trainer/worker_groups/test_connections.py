@@ -81,7 +81,7 @@ def test_tcp_where_there_are_devices_for_rdma_is_a_warning(caplog: pytest.LogCap
     report([SOCKET], POOLS, "logs")
 
     (warning,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
-    assert "NCCL took TCP, although the pods have rdma/hca: its own words are in logs/*.nccl-*.log" in warning
+    assert "NCCL uses TCP, although the pods have rdma/hca: NCCL's log is in logs/*.nccl-*.log" in warning
 
 
 def test_tcp_where_there_are_none_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 
 
 class Shaper:
-    def __init__(self, seat, factor: float = 1.0):
+    def __init__(self, context, factor: float = 1.0):
         self.factor = factor
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
@@ -81,7 +81,7 @@ def test_a_class_of_a_file_is_found_with_its_methods(path: Path) -> None:
         ({"method": "blocks"}, r"Shaper.blocks: register it with one of DP_COMPUTE_PROTO, .*, not blocking"),
         ({"method": "each"}, r"Shaper.each: register it with one of"),
         ({"after": "Step"}, r"Shaper.shape returns columns, which nobody reads after Step"),
-        ({"kwargs": {"scale": 1}}, r"cannot be called with its seat and the kwargs scale: .*'scale'"),
+        ({"kwargs": {"scale": 1}}, r"cannot be called with a WorkerContext and the kwargs scale: .*'scale'"),
         ({"path": "/no/such.py"}, r"workers\[2\] \(shaper\).path '/no/such.py': there is no such file"),
         ({"path": None, "module": "no_such_module"}, r"No module named 'no_such_module'"),
     ],
@@ -166,7 +166,7 @@ async def test_a_lost_process_keeps_its_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"), [([3], "returned a int, wanted metrics"), ({"a": "b"}, "one of its metrics is no number")]
+    ("answer", "message"), [([3], "returned a int, wanted metrics"), ({"a": "b"}, "one of its metrics is not a number")]
 )
 async def test_an_answer_that_is_no_metrics_is_refused(path: Path, answer: Any, message: str) -> None:
     with pytest.raises(HookFailedError, match=message):

@@ -104,8 +104,8 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
     failure = memory.explain_memory(RolloutMemoryError("CUDA out of memory. Tried to"), "rollout", 1, "wake")
     assert str(failure) == (
         "rollout rank 1 found too little memory on its GPU during wake (CUDA out of memory. Tried to): lower "
-        "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens, or give the rollout a pool "
-        "of its own"
+        "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens, or give the rollout its "
+        "own pool"
     )
 
 

@@ -5,7 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.roles.reward import RewardGroup
 from ppojob_trainer.worker_groups.table import Source, Table, rows_of_block
+from tests.good_spec import GOOD
 
 
 def part(results: tuple[str, ...], result_of: list[int], position_of: list[int], **known: Any) -> Table:
@@ -22,13 +26,13 @@ def where(table: Table) -> list[tuple[Any, int]]:
 
 
 def test_each_row_comes_to_its_number() -> None:
-    one = part(("a",), [0, 0], [0, 1], lengths={"mask": (10, 11)})
-    two = part(("b", "c"), [1, 0], [0, 0], lengths={"mask": (12, 13)})
+    one = part(("a",), [0, 0], [0, 1], sums={"mask": (10, 11)})
+    two = part(("b", "c"), [1, 0], [0, 0], sums={"mask": (12, 13)})
 
     joined = one.join_rows([two], [3, 0, 2, 1])
 
     assert where(joined) == [("a", 1), ("b", 0), ("c", 0), ("a", 0)]
-    assert joined.lengths == {"mask": (11, 13, 12, 10)}
+    assert joined.sums == {"mask": (11, 13, 12, 10)}
 
 
 def test_parts_that_replace_columns_still_do_when_they_are_one() -> None:
@@ -45,10 +49,10 @@ def test_what_the_parts_measured_is_joined_too() -> None:
     assert one.join_rows([two], [1, 0]).metrics == {"score": [1.0, 3.0]}
 
 
-def test_lengths_that_a_part_does_not_know_are_not_told() -> None:
-    one, two = part(("a",), [0], [0], lengths={"mask": (1,)}), part(("b",), [0], [0])
+def test_sums_that_a_part_does_not_know_are_left_out() -> None:
+    one, two = part(("a",), [0], [0], sums={"mask": (1,)}), part(("b",), [0], [0])
 
-    assert one.join_rows([two], [0, 1]).lengths == {}
+    assert one.join_rows([two], [0, 1]).sums == {}
 
 
 @pytest.mark.parametrize("numbers", [[0], [0, 0], [0, 2], [0, 1, 2]])
@@ -72,3 +76,23 @@ def test_tables_of_other_columns_are_refused() -> None:
 )
 def test_blocks_are_neither_too_many_nor_too_small(num_rows: int, num_bytes: int, expected: int) -> None:
     assert rows_of_block(num_rows, num_bytes) == expected
+
+
+def test_sums_follow_their_columns() -> None:
+    rollout = part(("a",), [0], [0], sums={Keys.RESPONSE_MASK: (7,), Keys.ATTENTION_MASK: (9,)})
+    scores = part(("b",), [0], [0], sums={Keys.RESPONSE_MASK: (0,), Keys.TOKEN_LEVEL_SCORES: (0.5,)})
+
+    assert rollout.union(scores).sums[Keys.RESPONSE_MASK] == (7,)
+    replaced = {Keys.RESPONSE_MASK: (0,), Keys.ATTENTION_MASK: (9,), Keys.TOKEN_LEVEL_SCORES: (0.5,)}
+    assert rollout.union(scores.replacing()).sums == replaced
+    assert rollout.replaced_by(scores).sums == replaced
+
+
+def test_a_dropped_response_has_no_score() -> None:
+    rollout = part(("a",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: (7, 5)})
+    masks, scores = (0, 5), (0.5, 0.25)
+    table = part(("b",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: masks, Keys.TOKEN_LEVEL_SCORES: scores})
+    reward = RewardGroup(None, None, parse_spec(GOOD["spec"]))
+
+    assert reward.row_scores(rollout.union(table.replacing())) == [None, 0.25]
+    assert reward.row_scores(rollout.union(table)) == [0.5, 0.25]

@@ -35,7 +35,7 @@ def missed(cause: Exception) -> WorkerFailedError:
 
 
 MISSED = OwnerDiedError("00", owner_address=None, call_site="")
-MEMORY = WorkerOutOfMemoryError("ref rank 0 was ended because its node ran out of memory")
+MEMORY = WorkerOutOfMemoryError("ref rank 0 was terminated because its node ran out of memory")
 LOST = WorkerLostError("rollout rank 1 was lost")
 
 

@@ -20,7 +20,7 @@ from ppojob_trainer.worker_groups.gpu_sampler import GpuSampler, GpuUse
 from ppojob_trainer.worker_groups.observation import Moved, Observed, observed_metrics
 from ppojob_trainer.worker_groups.profiling import Profiler
 from ppojob_trainer.worker_groups.samples import SampleKeeper
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 RAW: dict[str, Any] = {
     "image": "i",
@@ -225,7 +225,7 @@ def test_the_first_process_keeps_samples_of_its_step(
     tmp_path: Path, rank: int, step: int | None, number: int, lines: int
 ) -> None:
     spec = parse_spec({**RAW, "telemetry": {"samplesPerStep": number}})
-    keeper = SampleKeeper(Seat("reward", rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
+    keeper = SampleKeeper(WorkerContext("reward", rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
     mask = torch.ones(4, 3, dtype=torch.int64)
     texts = {name: ["x"] * 4 for name in (Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
     numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4, Keys.PROMPT_IDS: [[1]] * 4}

@@ -122,11 +122,11 @@ PLENTY = {"pool_big": 2.0, "CPU": 4.0, "GPU": 2.0}
 @pytest.mark.parametrize(
     ("total", "free", "words"),
     [
-        ({}, {}, "the cluster has 0 pool_big, wanted are 2"),
-        (PLENTY | {"pool_big": 1.0}, PLENTY, "the cluster has 1 pool_big, wanted are 2"),
-        (PLENTY | {"GPU": 1.0}, PLENTY, "the cluster has 1 GPU, wanted are 2"),
-        (PLENTY | {"CPU": 0.0}, PLENTY, "the cluster has 0 CPU, wanted are 0.006"),
-        (PLENTY, PLENTY | {"pool_big": 0.0}, "only 0 of the cluster's 2 pool_big are free"),
+        ({}, {}, "the cluster has 0 pool_big, and 2 are needed"),
+        (PLENTY | {"pool_big": 1.0}, PLENTY, "the cluster has 1 pool_big, and 2 are needed"),
+        (PLENTY | {"GPU": 1.0}, PLENTY, "the cluster has 1 GPU, and 2 are needed"),
+        (PLENTY | {"CPU": 0.0}, PLENTY, "the cluster has 0 CPU, and 0.006 are needed"),
+        (PLENTY, PLENTY | {"pool_big": 0.0}, "0 of the cluster's 2 pool_big are free"),
         (PLENTY, PLENTY, "no single node has enough"),
     ],
 )
@@ -137,6 +137,6 @@ def test_a_shortage_names_pool_and_resource(total: dict[str, float], free: dict[
     message = explain_shortage(pool, bundle_resources(spec, pool), 120, total, free)
 
     assert message.startswith(
-        "pool big wants 2 bundles of 1 pool_big, 0.003 CPU, 1 GPU and did not get them in 120 s: "
+        "pool big requests 2 bundles of 1 pool_big, 0.003 CPU, 1 GPU, and Ray has not placed them within 120 s: "
     )
     assert words in message

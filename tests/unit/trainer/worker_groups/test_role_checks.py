@@ -13,11 +13,11 @@ from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.bad_specs import with_changes
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
-SEAT = Seat("role", rank=0, world_size=1, local_ranks=1, log_file=Path("role-0.log"), timeout_s=1.0)
+CONTEXT = WorkerContext("role", rank=0, world_size=1, local_world_size=1, log_file=Path("role-0.log"), timeout_s=1.0)
 Changes = dict[tuple[str | int, ...], Any]
 
 
@@ -40,15 +40,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, RefWorker])
 def test_lengths_above_the_models_context_are_refused_by_name(model: Path, worker: Any) -> None:
-    worker(SEAT, spec_of(model, 32, 32)).check()
+    worker(CONTEXT, spec_of(model, 32, 32)).check()
     with pytest.raises(ModelMismatchError, match=r"takes at most 64 tokens, and data\.maxPromptLength 32 \+ .* are 65"):
-        worker(SEAT, spec_of(model, 32, 33)).check()
+        worker(CONTEXT, spec_of(model, 32, 33)).check()
 
 
 @pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, RefWorker])
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, worker: Any) -> None:
     with pytest.raises(ModelNotFoundError, match=str(tmp_path / "nothing")):
-        worker(SEAT, spec_of(tmp_path / "nothing")).check()
+        worker(CONTEXT, spec_of(tmp_path / "nothing")).check()
 
 
 def test_a_reward_model_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_reward_model_that_is_not_there_is_named(model: Path, tmp_path: Path) 
         ("spec", "reward"): {"type": "Model"},
     }
     with pytest.raises(ModelNotFoundError, match=str(tmp_path / "nothing")):
-        RewardModelWorker(SEAT, spec_of(model, reward=reward)).check()
+        RewardModelWorker(CONTEXT, spec_of(model, reward=reward)).check()
 
 
 @pytest.mark.parametrize("worker", [ActorWorker, RefWorker])
@@ -69,4 +69,4 @@ def test_a_model_that_cannot_be_divided_is_refused_by_the_field(model: Path, wor
         ("spec", "critic"): {"miniBatchSize": 3},
     }
     with pytest.raises(ModelMismatchError, match=r"actor\.sequenceParallelSize 3 does not divide this llama's"):
-        worker(SEAT, spec_of(model, divided=divided)).check()
+        worker(CONTEXT, spec_of(model, divided=divided)).check()

@@ -154,7 +154,7 @@ async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Proce
 
 def test_engines_give_their_weights_up_where_they_share_gpus_with_training(replicas: Processes) -> None:
     shared, apart = (spec_of(placement) for placement in ({"actor": "train"}, {"actor": "train", "rollout": ["write"]}))
-    found = [WeightsGroup(as_group(actor()), [group_of(spec, replicas)], spec).are_given_up for spec in (shared, apart)]
+    found = [WeightsGroup(as_group(actor()), [group_of(spec, replicas)], spec).are_released for spec in (shared, apart)]
 
     assert found == [True, False]
 

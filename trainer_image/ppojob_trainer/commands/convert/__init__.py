@@ -1,8 +1,8 @@
 """`ppojob convert`: from a verl PPO command line, script or YAML to a PPOJob.
 
-`read` finds the settings (a script's by `scripts`, which has bash evaluate it; `config_files` has those that a launch
-names), `table` says what each becomes and `together` what several become at once, `conversion` puts the PPOJob
-together, and `listing` shows the rest.
+`read` finds the settings; `scripts` evaluates a script with bash, and `config_files` reads the files that a launch
+names. `table` converts single settings, `draft` those that depend on several. `conversion` builds the PPOJob, and
+`listing` shows the settings that need attention.
 """
 
 from ppojob_trainer.commands.convert.conversion import Conversion, Target, convert

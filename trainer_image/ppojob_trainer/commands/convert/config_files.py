@@ -41,7 +41,7 @@ class Base:
     """What stands in configuration files, below the settings of a launch."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    lost: list[tuple[str, Any, str]] = field(default_factory=list)
+    unconverted: list[tuple[str, Any, str]] = field(default_factory=list)
     """Option, its value, and what is not known of it."""
 
 
@@ -65,17 +65,21 @@ def base_of(name: str, folder: str | None, beside: Path | None) -> Base:
     file = _found(f"{name}.yaml", folder, beside)
     if file is None:
         why = f"{name}.yaml is not beside the script: verl's defaults were taken for what it sets; {_REMEDY}"
-        return Base(lost=[("--config-name", name, why)])
+        return Base(unconverted=[("--config-name", name, why)])
     try:
         raw = parse(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return Base(lost=[("--config-name", name, f"{file} cannot be read: {' '.join(str(error).split())}; {_REMEDY}")])
+        return Base(
+            unconverted=[("--config-name", name, f"{file} cannot be read: {' '.join(str(error).split())}; {_REMEDY}")]
+        )
     base = Base()
     for entry in raw.pop("defaults", []):
         if isinstance(entry, str) and entry in _OWN:
             base.values |= _OWN[entry]
         elif entry != "_self_":
-            base.lost.append((f"--config-name {name}", entry, f"an entry of its defaults is not known; {_REMEDY}"))
+            base.unconverted.append(
+                (f"--config-name {name}", entry, f"an entry of its defaults list is not known; {_REMEDY}")
+            )
     raw.pop("hydra", None)
     base.values |= {key: value for key, value in flat(raw) if not is_unset(key, value)}
     return base

@@ -17,18 +17,19 @@ import yaml
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.commands.convert.config_files import is_unset
+from ppojob_trainer.commands.convert.draft import Draft
+from ppojob_trainer.commands.convert.parts import draft_of
 from ppojob_trainer.commands.convert.read import Settings
-from ppojob_trainer.commands.convert.rows import Absent, Carried, Checked, Needless, Row
+from ppojob_trainer.commands.convert.rows import Checked, Converted, Ignored, Row, Unsupported
 from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
-from ppojob_trainer.commands.convert.together import Draft, draft_of
-from ppojob_trainer.commands.convert.values import NotCarriedError
+from ppojob_trainer.commands.convert.values import NotConvertibleError
 
 
 class Target(StrEnum):
-    """What became of a setting that is no field now."""
+    """What became of a setting that is not a field now."""
 
     TO_FILL = "fill in"
-    LOST = "not carried over"
+    UNCONVERTED = "not converted"
     REFUSED = "refused"
     NEEDLESS = "not needed"
 
@@ -51,9 +52,9 @@ class Conversion:
     entries: Sequence[Entry]
 
     @property
-    def lost(self) -> list[Entry]:
-        """What changes the run and could not be carried over."""
-        return [entry for entry in self.entries if entry.kind in (Target.LOST, Target.REFUSED)]
+    def unconverted(self) -> list[Entry]:
+        """Settings that change the run and were not converted."""
+        return [entry for entry in self.entries if entry.kind in (Target.UNCONVERTED, Target.REFUSED)]
 
     @property
     def is_valid(self) -> bool:
@@ -63,7 +64,7 @@ class Conversion:
     def to_yaml(self) -> str:
         """Return the file; what the user must fill in stands at its head."""
         asked = [f"#   spec.{entry.name}: {entry.why}\n" for entry in self.entries if entry.kind is Target.TO_FILL]
-        head = ["# Converted from verl's settings. Look after:\n", *asked] if asked else []
+        head = ["# Converted from verl's settings. Check:\n", *asked] if asked else []
         body = yaml.safe_dump(dict(self.manifest), sort_keys=False, width=110, allow_unicode=True)
         return "".join(head) + body
 
@@ -76,10 +77,10 @@ def convert(settings: Settings) -> Conversion:
     given, unresolved = _resolved(given)
     draft = draft_of(given, splits=settings.splits, is_one_step_off=settings.is_one_step_off)
     rows = {name: _row_of(name) for name in draft.given}
-    needless = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Needless)]
+    ignored = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Ignored)]
     for name, value in draft.given.items():
         row = rows[name]
-        if not (settings.is_whole and isinstance(row, Absent)):
+        if not (settings.is_whole and isinstance(row, Unsupported)):
             _apply(draft, row, name, value)
     for target, value in DEFAULTS.items():
         draft.values.setdefault(target, value)
@@ -87,26 +88,29 @@ def convert(settings: Settings) -> Conversion:
     manifest = _manifest(draft)
     entries = [
         *(Entry(Target.TO_FILL, path, None, why) for path, why in draft.to_fill),
-        *(Entry(Target.LOST, name, value, why) for name, value, why in [*settings.lost, *unresolved, *draft.lost]),
+        *(
+            Entry(Target.UNCONVERTED, name, value, why)
+            for name, value, why in [*settings.unconverted, *unresolved, *draft.unconverted]
+        ),
         *_refused(manifest),
-        *([] if settings.is_whole else needless),
+        *([] if settings.is_whole else ignored),
     ]
     return Conversion(manifest, entries)
 
 
 def _resolved(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
     """Follow `${other.setting}` to what is given; what leads nowhere is a loss."""
-    lost: list[tuple[str, Any, str]] = []
+    unconverted: list[tuple[str, Any, str]] = []
     resolved: dict[str, Any] = {}
     for name, value in given.items():
         is_variable = isinstance(value, str) and "$" in value and not value.startswith(("$HOME/", "${HOME}/"))
-        if not is_variable or isinstance(_row_of(name), Needless):
+        if not is_variable or isinstance(_row_of(name), Ignored):
             resolved[name] = value
         elif value.startswith("${") and value[2:-1] in given:
             resolved[name] = given[value[2:-1]]
         else:
-            lost.append((name, value, "a variable that is not set here: give it a value, or set the field by hand"))
-    return resolved, lost
+            unconverted.append((name, value, "this variable is not set: give it a value, or set the field by hand"))
+    return resolved, unconverted
 
 
 def _row_of(name: str) -> Row | None:
@@ -115,16 +119,16 @@ def _row_of(name: str) -> Row | None:
 
 def _apply(draft: Draft, row: Row | None, name: str, value: Any) -> None:
     if row is None:
-        draft.lost.append((name, value, "this setting of verl is not known here"))
-    elif isinstance(row, Absent) and value is not None:
-        draft.lost.append((name, value, row.why))
-    elif isinstance(row, Carried | Checked) and value is not None:
+        draft.unconverted.append((name, value, "this setting of verl is not known"))
+    elif isinstance(row, Unsupported) and value is not None:
+        draft.unconverted.append((name, value, row.why))
+    elif isinstance(row, Converted | Checked) and value is not None:
         try:
             changed = row.change(value)
-        except NotCarriedError as error:
-            draft.lost.append((name, value, str(error)))
+        except NotConvertibleError as error:
+            draft.unconverted.append((name, value, str(error)))
         else:
-            if isinstance(row, Carried):
+            if isinstance(row, Converted):
                 draft.values |= dict.fromkeys(row.targets, changed)
 
 
@@ -133,7 +137,7 @@ def _drop_what_nobody_reads(draft: Draft) -> None:
     unread: list[str] = []
     if draft.values.get("algorithm.advantageEstimator", "GAE") != "GAE":
         unread += ["critic.", "model.critic."]
-        draft.lost = [entry for entry in draft.lost if not entry[0].startswith("critic.")]
+        draft.unconverted = [entry for entry in draft.unconverted if not entry[0].startswith("critic.")]
     unread.append("reward.function." if draft.values.get("reward.type") == "Model" else "model.reward.")
     for target in [target for target in draft.values if target.startswith(tuple(unread))]:
         del draft.values[target]

@@ -1,4 +1,4 @@
-"""The list of a conversion as a person reads it: what to fill in, what is lost and why, what was not needed."""
+"""The list of a conversion for a reader: what to fill in, what was not converted and why, what is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppojob_trainer.commands.convert.conversion import Conversion, Entry, Target
 _TITLES = {
     Target.REFUSED: "refused: the PPOJob does not pass its checks until these are fixed",
     Target.TO_FILL: "to fill in or check",
-    Target.LOST: "not carried over",
+    Target.UNCONVERTED: "not converted",
     Target.NEEDLESS: "not needed",
 }
 
@@ -22,7 +22,7 @@ def listing(conversion: Conversion, notes: Sequence[str] = ()) -> RenderableType
     """Return how the script was read, and the tables, one for each kind of entry that there is."""
     groups = {kind: [entry for entry in conversion.entries if entry.kind is kind] for kind in _TITLES}
     tables = [_table(kind, entries) for kind, entries in groups.items() if entries]
-    found: list[RenderableType] = [*tables] or [Text("everything was carried over")]
+    found: list[RenderableType] = [*tables] or [Text("everything was converted")]
     return Group(*map(Text, notes), *found)
 
 

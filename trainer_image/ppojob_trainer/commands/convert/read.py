@@ -50,8 +50,8 @@ class Settings:
     """What was given, by verl's names, and what could not be read."""
 
     values: Mapping[str, Any]
-    lost: Sequence[tuple[str, Any, str]] = ()
-    """Name, value and reason of what is no setting."""
+    unconverted: Sequence[tuple[str, Any, str]] = ()
+    """Name, value and reason of what is not a setting."""
     is_whole: bool = False
     """Whether it is a whole configuration, with verl's defaults in it, and not only what somebody set."""
     splits: bool = False
@@ -132,8 +132,8 @@ def settings_of(script: Script, recording: Recording, options: Options, notes: S
     _refuse_failure(script, recording, found)
     launch = chosen(found, options.launch, script.name, recording.calls)
     settings = _of_launch(launch, script.path, recording)
-    lost = [*settings.lost, *_empty_answers(recording)]
-    return replace(settings, lost=lost, notes=[*notes, *_not_done(recording)])
+    unconverted = [*settings.unconverted, *_empty_answers(recording)]
+    return replace(settings, unconverted=unconverted, notes=[*notes, *_not_done(recording)])
 
 
 _NO_SANDBOX = ": neither bwrap nor unshare works on this machine. --run has bash evaluate it without a sandbox"
@@ -144,7 +144,7 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
         return
     at, words = recording.complaints[-1] if recording.complaints else (script.name, recording.last_words or "no reason")
     unbound = re.match(r"(\w+): unbound variable", words)
-    remedy = "give what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
+    remedy = "set what it needs with --env or as its arguments: ppojob convert FILE ARGUMENTS"
     if unbound:
         remedy = f"give it with --env {unbound[1]}=VALUE"
     elif "No such file" in words:
@@ -155,7 +155,8 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
 def _empty_answers(recording: Recording) -> list[tuple[str, Any, str]]:
     """Programs whose output the script goes on with: here they printed nothing."""
     why = (
-        "the script reads what this prints, and it was not started: give the value with --env, or set the field by hand"
+        "the script reads the output of this program, which was not started: set the value with --env, or set "
+        "the field by hand"
     )
     return [
         (f"{call.at}: {' '.join(call.words)}"[:200], None, why)
@@ -178,12 +179,12 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     words = [_without_folders(word, recording) for word in launch.words]
     given, options, unread = _sorted_out(words)
     base = base_of(options.get("name", launch.program.config), options.get("path"), script)
-    lost = [*base.lost, *((word, None, "this is no setting: name=value") for word in unread)]
-    if launch.program.lost is not None:
-        lost.insert(0, (launch.name, None, launch.program.lost))
     program = launch.program
+    unconverted = [*base.unconverted, *((word, None, "this is not a setting: name=value") for word in unread)]
+    if program.unconverted is not None:
+        unconverted.insert(0, (launch.name, None, program.unconverted))
     values = folded({**base.values, **engine_of(given), **given})
-    return Settings(values, lost, splits=program.splits, is_one_step_off=program.is_one_step_off)
+    return Settings(values, unconverted, splits=program.splits, is_one_step_off=program.is_one_step_off)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:
@@ -233,9 +234,9 @@ def read_yaml(path: Path, text: str) -> Settings:
     try:
         raw = parse(text)
     except yaml.YAMLError as error:
-        raise ManifestError(f"{path}: it is no YAML: {' '.join(str(error).split())}") from error
+        raise ManifestError(f"{path}: it is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not {"actor_rollout_ref", "data", "trainer", "algorithm"} & raw.keys():
-        raise ManifestError(f"{path}: it is no configuration of verl: it has no actor_rollout_ref, data or trainer")
+        raise ManifestError(f"{path}: it is not a configuration of verl: it has no actor_rollout_ref, data or trainer")
     return Settings(dict(flat(raw)), is_whole=True)
 
 

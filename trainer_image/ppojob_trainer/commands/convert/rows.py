@@ -19,7 +19,7 @@ from ppojob_trainer.commands.convert.values import (
 
 
 @dataclass(frozen=True)
-class Carried:
+class Converted:
     """A setting that becomes one field, or several of the same value."""
 
     name: str
@@ -36,7 +36,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Needless:
+class Ignored:
     """A setting that has nothing to say here, whatever its value."""
 
     name: str
@@ -44,33 +44,33 @@ class Needless:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is no loss."""
+class Unsupported:
+    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is not a loss."""
 
     name: str
     why: str
 
 
-Row = Carried | Checked | Needless | Absent
+Row = Converted | Checked | Ignored | Unsupported
 
-_ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2, tensorParallelSize divides large ones")
+_ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2; for large ones set tensorParallelSize")
 MEGATRON = "models are trained by FSDP2; for large ones set tensorParallelSize of the role and its offload"
 _NO_QUANTIZATION = "models are trained and generate with their own weights"
 
 
-def field(name: str, target: str, change: Change) -> Carried:
+def field(name: str, target: str, change: Change) -> Converted:
     """Return the row of a setting that becomes one field."""
-    return Carried(name, (target,), change)
+    return Converted(name, (target,), change)
 
 
-def needless(section: str, names: str, why: str) -> list[Row]:
+def ignored(section: str, names: str, why: str) -> list[Row]:
     """Return rows of several settings of a section."""
-    return [Needless(f"{section}.{name}", why) for name in names.split()]
+    return [Ignored(f"{section}.{name}", why) for name in names.split()]
 
 
-def absent(section: str, names: str, why: str) -> list[Row]:
+def unsupported(section: str, names: str, why: str) -> list[Row]:
     """Return rows of several settings of a section."""
-    return [Absent(f"{section}.{name}", why) for name in names.split()]
+    return [Unsupported(f"{section}.{name}", why) for name in names.split()]
 
 
 def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
@@ -85,43 +85,43 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         field(f"{engine}.optimizer_offload", f"model.{role}.offload.optimizer", truth),
         field(f"{verl}.megatron.param_offload", f"model.{role}.offload.parameters", truth),
         field(f"{verl}.megatron.optimizer_offload", f"model.{role}.offload.optimizer", truth),
-        Needless(f"{verl}.megatron.grad_offload", "gradients are freed after each update"),
-        Absent(f"{verl}.megatron.*", MEGATRON),
-        *absent(verl, "veomni* torchtitan* engine.* model_engine", MEGATRON),
+        Ignored(f"{verl}.megatron.grad_offload", "gradients are freed after each update"),
+        Unsupported(f"{verl}.megatron.*", MEGATRON),
+        *unsupported(verl, "veomni* torchtitan* engine.* model_engine", MEGATRON),
         Checked(f"{engine}.offload_policy", only(False, f"use model.{role}.offload, which moves whole phases")),
         Checked(f"{verl}.strategy", _ENGINES),
         Checked(f"{engine}.strategy", _ENGINES),
         Checked(f"{verl}.shuffle", only(False, "minibatches keep the order of the batch in every epoch")),
-        Needless(f"{verl}.ppo_micro_batch_size*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
-        Needless(f"{verl}.forward_*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
-        Needless(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
-        Needless(f"{verl}.use_remove_padding", "sequences are always packed"),
-        Needless(f"{verl}.use_dynamic_bsz", f"micro-batches are always filled up to {role}.maxTokensPerGPU"),
+        Ignored(f"{verl}.ppo_micro_batch_size*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
+        Ignored(f"{verl}.forward_*", f"micro-batches are filled up to {role}.maxTokensPerGPU"),
+        Ignored(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
+        Ignored(f"{verl}.use_remove_padding", "sequences are always packed"),
+        Ignored(f"{verl}.use_dynamic_bsz", f"micro-batches are always filled up to {role}.maxTokensPerGPU"),
         Checked(f"{engine}.model_dtype", only("fp32", f"parameters are float32: see model.{role}.offload for memory")),
         Checked(f"{engine}.dtype", only("bfloat16", "roles compute in bfloat16")),
         Checked(f"{engine}.fsdp_size", only(-1, "a model is sharded over all ranks of its role")),
-        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, kernels are not")),
+        Checked(f"{engine}.full_determinism", only(False, "seeds are fixed, but kernels are not deterministic")),
         Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
-        Checked(f"{verl}.loss_scale_factor", only(None, "losses are normalised by the minibatch's own tokens")),
+        Checked(f"{verl}.loss_scale_factor", only(None, "SeqMeanTokenSumNorm divides by data.maxResponseLength")),
         Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
         Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
-        Absent(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
-        *needless(
+        Unsupported(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
+        *ignored(
             verl,
             "qat.* pad_to_length* data_loader_seed rollout_n nccl_timeout router_replay.*",
             "it changes no numbers",
         ),
-        *needless(
+        *ignored(
             engine,
             "reshard_after_forward use_no_sync_*",
             f"models stay gathered where the pool has the memory, see model.{role}.reshardAfterForward",
         ),
-        *needless(
+        *ignored(
             engine,
             "wrap_policy.* grad_offload forward_prefetch use_orig_params seed entropy_* "
             "use_torch_compile pad_to_length* forward_only turbo_config.* qat.*",
-            "FSDP2 shards layer by layer, and needs no setting of this",
+            "FSDP2 shards layer by layer, and needs no such setting",
         ),
     ]
 
@@ -140,8 +140,8 @@ def _rows_of_optimizer(verl: str, role: str) -> list[Row]:
         Checked(f"{verl}.optim.lr_warmup_init", only(0.0, "a warm-up begins at a learning rate of 0")),
         Checked(f"{verl}.optim.weight_decay_incr_style", only("constant", "the weight decay is constant")),
         Checked(f"{verl}.optim.use_precision_aware_optimizer", only(False, "AdamW's state is float32")),
-        Absent(f"{verl}.optim.override_optimizer_config*", f"the optimizer is AdamW; see model.{role}.offload"),
-        *needless(
+        Unsupported(f"{verl}.optim.override_optimizer_config*", f"the optimizer is AdamW; see model.{role}.offload"),
+        *ignored(
             f"{verl}.optim",
             "muon_* *_dtype lr_wsd_decay_style use_checkpoint_opt_param_scheduler use_layer_wise_distributed_optimizer "
             "lr_decay_steps weight_decay_incr_steps lr_min lr_start lr_decay_ratio",
@@ -150,8 +150,8 @@ def _rows_of_optimizer(verl: str, role: str) -> list[Row]:
         Checked(f"{verl}.optim.betas", only([0.9, 0.999], "AdamW's betas are 0.9 and 0.999")),
         Checked(f"{verl}.optim.min_lr_ratio", only(0.0, "schedules end at a learning rate of 0")),
         Checked(f"{verl}.optim.num_cycles", only(0.5, "the cosine is half a period long")),
-        Needless(f"{verl}.optim.total_training_steps", "schedules run over trainer.totalSteps"),
-        *needless(f"{verl}.optim", "optimizer_impl zero_indexed_step", "the optimizer is torch's AdamW"),
+        Ignored(f"{verl}.optim.total_training_steps", "schedules run over trainer.totalSteps"),
+        *ignored(f"{verl}.optim", "optimizer_impl zero_indexed_step", "the optimizer is torch's AdamW"),
     ]
 
 
@@ -161,14 +161,14 @@ def rows_of_model(verl: str, role: str) -> list[Row]:
         field(f"{verl}.trust_remote_code", f"model.{role}.trustRemoteCode", truth),
         field(f"{verl}.enable_gradient_checkpointing", f"model.{role}.gradientCheckpointing", truth),
         field(f"{verl}.enable_activation_offload", f"model.{role}.activationOffload", truth),
-        *needless(verl, "use_remove_padding use_rmpad", "sequences are always packed"),
-        Needless(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
+        *ignored(verl, "use_remove_padding use_rmpad", "sequences are always packed"),
+        Ignored(f"{verl}.use_fused_kernels", "log-probs never hold all logits"),
         Checked(f"{verl}.tiled_mlp.enabled", only(False, "layers compute whole rows; see gradientCheckpointing")),
-        Needless(f"{verl}.tiled_mlp.*", "it belongs to tiled layers"),
-        Absent(f"{verl}.override_config.*", "write the values into the model's config.json"),
-        Absent(f"{verl}.lora.*", f"see model.{role}.lora for what adapters can be told"),
-        Needless(f"{verl}.fused_kernel_options*", "log-probs never hold all logits"),
-        Needless(f"{verl}.use_shm", "rank 0 reads the model once for all"),
+        Ignored(f"{verl}.tiled_mlp.*", "it belongs to tiled layers"),
+        Unsupported(f"{verl}.override_config.*", "write the values into the model's config.json"),
+        Unsupported(f"{verl}.lora.*", f"see model.{role}.lora for the settings of adapters"),
+        Ignored(f"{verl}.fused_kernel_options*", "log-probs never hold all logits"),
+        Ignored(f"{verl}.use_shm", "rank 0 reads the model once for all"),
         Checked(f"{verl}.use_liger", only(False, "model code is transformers' own")),
         Checked(f"{verl}.external_lib", only(None, "install it in the image; trustRemoteCode runs a model's own code")),
         Checked(f"{verl}.override_config", only({}, "write the values into the model's config.json")),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class NotCarriedError(ValueError):
-    """The value cannot be carried over; the message says why, and what to do instead."""
+class NotConvertibleError(ValueError):
+    """The value cannot be converted; the message says why, and what to do instead."""
 
 
 Change = Callable[[Any], Any]
@@ -21,14 +21,14 @@ def same(value: Any) -> Any:
 def number(value: Any) -> Any:
     """Return a number; 1 for 1.0 where that is what it says."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NotCarriedError(f"{value!r} is no number that can be read here: set it by hand")
+        raise NotConvertibleError(f"{value!r} is not a number that can be read here: set it by hand")
     return value
 
 
 def whole(value: Any) -> int:
     """Return a whole number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise NotCarriedError(f"{value!r} is no whole number that can be read here: set it by hand")
+        raise NotConvertibleError(f"{value!r} is not a whole number that can be read here: set it by hand")
     return int(value)
 
 
@@ -36,7 +36,7 @@ def truth(value: Any) -> bool:
     """Return a boolean."""
     if isinstance(value, bool):
         return value
-    raise NotCarriedError(f"{value!r} is neither True nor False: set it by hand")
+    raise NotConvertibleError(f"{value!r} is neither True nor False: set it by hand")
 
 
 def text(value: Any) -> str:
@@ -64,7 +64,7 @@ def one_of(names: Mapping[str, str], instead: str) -> Change:
     def change(value: Any) -> str:
         found = names.get(str(value))
         if found is None:
-            raise NotCarriedError(f"{value!r} has no counterpart (there are {', '.join(names)}): {instead}")
+            raise NotConvertibleError(f"{value!r} has no counterpart (there are {', '.join(names)}): {instead}")
         return found
 
     return change
@@ -75,15 +75,17 @@ def only(expected: Any, why: str) -> Change:
 
     def change(value: Any) -> None:
         if value != expected and str(value).lower() != str(expected).lower():
-            raise NotCarriedError(why)
+            raise NotConvertibleError(why)
 
     return change
 
 
+_OWN = "write a function of your own, see docs/algorithms.md"
 ESTIMATORS = one_of(
     {"gae": "GAE", "grpo": "GRPO", "rloo": "RLOO", "reinforce_plus_plus": "ReinforcePlusPlus"},
-    "choose one of them for algorithm.advantageEstimator",
+    f"choose one of them for algorithm.advantageEstimator, or {_OWN}",
 )
+LOSSES = one_of({"vanilla": "PPO", "gspo": "GSPO", "cispo": "CISPO"}, f"choose one for algorithm.policyLoss, or {_OWN}")
 KL_ESTIMATORS = one_of(
     {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3", "abs": "Abs"},
     "the estimators with another gradient (k1+, k3+, full) are not computed: choose one of them",
@@ -95,6 +97,7 @@ AGGREGATIONS = one_of(
     {
         "token-mean": "TokenMean",
         "seq-mean-token-sum": "SeqMeanTokenSum",
+        "seq-mean-token-sum-norm": "SeqMeanTokenSumNorm",
         "seq-mean-token-mean": "SeqMeanTokenMean",
     },
     "choose one of them for lossAggregation",

@@ -30,7 +30,7 @@ def files_of(source: Source, listing: Listing) -> Listing:
     if CONFIG not in names:
         there = ", ".join(sorted(file.name for file in listing.files)[:20]) or "nothing"
         raise FetchRefusedError(
-            f"spec.{source.fields[0]} {source.address} is no model in HuggingFace's format: it needs {CONFIG} and "
+            f"spec.{source.fields[0]} {source.address} is not a model in HuggingFace's format: it needs {CONFIG} and "
             f"*.safetensors or pytorch_model*.bin; there is {there}"
         )
     return Listing(listing.revision, tuple(file for file in listing.files if file.name in names))

@@ -105,7 +105,7 @@ class HubPlace:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
             return of_storage(error, self._where)
         said = " ".join(str(error).split())[:500] or type(error).__name__
-        return FetchError(f"{self._where}: {constants.ENDPOINT} cannot be used: {said}; if it stays so, {_ELSEWHERE}")
+        return FetchError(f"{self._where}: {constants.ENDPOINT} cannot be used: {said}; if this persists, {_ELSEWHERE}")
 
     def _refusal(self, error: Exception) -> str:
         """Return why another try cannot help, and the remedy; empty: it may."""

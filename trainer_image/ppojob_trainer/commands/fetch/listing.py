@@ -29,7 +29,7 @@ class Listing:
     """The files that an address stands for."""
 
     revision: str | None
-    """Commit of the repository. None: it is no repository."""
+    """Commit of the repository. None: it is not a repository."""
     files: tuple[RemoteFile, ...]
 
     @property
@@ -70,4 +70,4 @@ def refuse_unsafe(names: list[str], address: str) -> None:
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise FetchRefusedError(f"{address} has a file named {name!r}, which is no name below a folder")
+            raise FetchRefusedError(f"{address} has a file named {name!r}, which is not a name below a folder")

@@ -76,7 +76,9 @@ class FolderLock:
             LockLostError: it is another fetcher's.
         """
         if self._is_lost.is_set():
-            raise LockLostError(f"the lock {self._path} was taken over: this process was frozen for too long")
+            raise LockLostError(
+                f"another process took over the lock {self._path}, because this process was suspended for too long"
+            )
 
     def release(self) -> None:
         """Remove the lock file, if it is ours. A process that is being ended calls it too."""

@@ -33,7 +33,7 @@ from ppojob_trainer.engines.fsdp.object_storage import (
     reader_of,
     writer_of,
 )
-from ppojob_trainer.engines.fsdp.offload import Residence
+from ppojob_trainer.engines.fsdp.offload import Offloader
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
@@ -46,14 +46,14 @@ def save(
     module: nn.Module,
     optimizer: Optimizer,
     parallel: DataParallel,
-    residence: Residence,
+    offloader: Offloader,
     background: BackgroundSaves | None = None,
 ) -> None:
     """Write model, optimizer, schedule and this rank's random state to a new location. Collective.
 
     Args:
         location: a folder, or an address in an object store.
-        residence: offloaded tensors are written from its host memory.
+        offloader: offloaded tensors are written from its copies on the host.
         background: if given, this returns when all tensors on the device are copied to the host. A thread writes these
             copies, and offloaded tensors without a copy: the end of the next update waits for it.
 
@@ -67,12 +67,12 @@ def save(
         writer = writer_of(location)
     except ObjectStoreError as error:
         raise unwritable(location, error) from error
-    with residence.as_it_lies(is_copied=background is not None) as placed:
+    with offloader.tensors_to_save(is_copied=background is not None) as placed:
         state = placed(_state(module, optimizer))
         state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         if background is not None:
             background.start(state, location, writer)
-            residence.wait_before_changes(background.wait)
+            offloader.wait_before_changes(background.wait)
             return
         try:
             dcp_save(state, storage_writer=writer)
@@ -147,7 +147,7 @@ def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
     # All ranks check before any of them writes.
     parallel.barrier()
     if has_something:
-        raise FileExistsError(f"{location} exists: a checkpoint or an export goes into a new folder")
+        raise FileExistsError(f"{location} exists: checkpoints and exports need a new folder")
 
 
 def _random_states(parallel: DataParallel) -> dict[str, Tensor]:

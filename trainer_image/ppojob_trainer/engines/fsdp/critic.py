@@ -19,11 +19,11 @@ from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.fsdp.flops import mfu
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, ValueModule, load_critic
-from ppojob_trainer.engines.fsdp.offload import Residence
+from ppojob_trainer.engines.fsdp.offload import Offloader
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.policy import step_metrics
-from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
 from ppojob_trainer.engines.fsdp.update import Passes, UpdateResult
+from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.maths.losses import Denominators, Loss, value_loss
 from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.protocol import DataProto, Keys
@@ -63,7 +63,7 @@ class CriticEngine:
         self.parallel, self.training = parallel, training
         self.module: ValueModule = load_critic(model.path or actor_path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
-        self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
+        self._offloader = Offloader(self.module, model.offload, parallel.device, self.optimizer.adamw)
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -71,7 +71,7 @@ class CriticEngine:
 
         Reads input_ids, attention_mask and response_mask.
         """
-        with self._residence.on_device():
+        with self._offloader.on_device():
             return self._passes.compute(batch, (Keys.VALUES,), self._values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -81,22 +81,22 @@ class CriticEngine:
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
-            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+            ProtocolError: something is missing, or the shard cannot be split into the minibatches.
         """
-        with self._residence.on_device(moments=True):
+        with self._offloader.on_device(moments=True):
             result = self._passes.update(batch, _FIELDS, self.optimizer, self._loss)
         return self._metrics(result, self._explained_variance(batch))
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile the layers before the first step, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_values(batch)
-            with self._residence.on_device():
-                self._passes.rehearse(batch, _FIELDS, self._loss)
+            with self._offloader.on_device():
+                self._passes.warm_up(batch, _FIELDS, self._loss)
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""
-        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
+        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._offloader, background)
 
     def load(self, location: str | Path) -> None:
         """Resume from such a location, written by any number of ranks. Collective.
@@ -104,7 +104,7 @@ class CriticEngine:
         Raises:
             CheckpointUnreadableError: it is missing, incomplete or of another model.
         """
-        with self._residence.on_device(moments=True):
+        with self._offloader.on_device(moments=True):
             checkpoint.load(location, self.module, self.optimizer, self.parallel)
 
     def destroy(self) -> None:

@@ -45,7 +45,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     """
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise ModelUnsupportedError(
-            f"{config.model_type} is no causal language model of transformers: use one. Tested: {', '.join(TESTED)}"
+            f"{config.model_type} is not a causal language model of transformers: use one. Tested: {', '.join(TESTED)}"
         )
     if config.model_type in _PARTS:
         raise _refused(config, _PARTS[config.model_type])
@@ -64,5 +64,5 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 def _refused(config: PretrainedConfig, what: str) -> ModelUnsupportedError:
     return ModelUnsupportedError(
-        f"{config.model_type} has {what}, which is not computed: use a model without it. Tested: {', '.join(TESTED)}"
+        f"{config.model_type} has {what}, which is not supported: use a model without it. Tested: {', '.join(TESTED)}"
     )

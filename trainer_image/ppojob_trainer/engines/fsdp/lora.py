@@ -51,7 +51,7 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
     """Give the linear layers in `layers` adapters, which are not filled yet.
 
     Raises:
-        ModelUnsupportedError: a target is no linear layer of the model.
+        ModelUnsupportedError: a target is not a linear layer of the model.
     """
     linear = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     known = {name.rpartition(".")[2] for name in linear}

@@ -160,7 +160,7 @@ def init_process_group(
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"rank {rank} of {world_size} did not meet the others at {master_address}:{master_port} "
+            f"rank {rank} of {world_size} did not connect to the other ranks at {master_address}:{master_port} "
             f"within {timeout_seconds:g} s: {error}"
         ) from error
     whole = init_device_mesh(local.type, (world_size,), mesh_dim_names=(MESH_AXIS,))
@@ -193,7 +193,10 @@ def _group_of(rank: int, groups: Sequence[Sequence[int]], timeout: timedelta) ->
 
 def _check(sizes: PeerSizes, world_size: int) -> None:
     if sizes.tensor > 1 and sizes.sequence > 1:
-        raise ValueError(f"tensor {sizes.tensor} and sequence {sizes.sequence} together are not computed: use one")
+        raise ValueError(
+            f"tensor parallelism {sizes.tensor} and sequence parallelism {sizes.sequence} cannot be combined: use "
+            "one of them"
+        )
     if world_size % sizes.peers:
         raise ValueError(f"{sizes.peers} peers do not divide {world_size} ranks")
 

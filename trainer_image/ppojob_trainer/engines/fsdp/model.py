@@ -105,7 +105,7 @@ class PolicyModule(nn.Module):
 
     def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
-        with activations_on_host(is_asked=self.activation_offload):
+        with activations_on_host(is_enabled=self.activation_offload):
             hidden = _hidden(self.backbone, tokens)
         return linear_log_probs(hidden, local(self.output_layer.weight), tokens.labels, temperature)
 
@@ -128,7 +128,7 @@ class ValueModule(nn.Module):
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the N values, float32 [N]."""
-        with activations_on_host(is_asked=self.activation_offload):
+        with activations_on_host(is_enabled=self.activation_offload):
             hidden = _hidden(self.backbone, tokens)
         values: Tensor = self.value_head(hidden.float())
         # FSDP adds hooks to a module's outputs, and warns if they are views.
@@ -150,7 +150,8 @@ def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     )
     if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
-            f"{config.model_type} in {path} has a bias in its output layer, which is not computed"
+            f"{config.model_type} in {path} has a bias in its output layer, which is not supported: use a model "
+            "without it"
         )
     divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
@@ -195,7 +196,7 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        what = "is no folder" if not folder.is_dir() else "has no config.json"
+        what = "is not a folder" if not folder.is_dir() else "has no config.json"
         raise ModelNotFoundError(
             f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
         )

@@ -1,8 +1,8 @@
-"""Parameters and moments in the host's memory while their role does not compute.
+"""Offloads parameters and optimizer moments to the host's memory while their role does not compute.
 
 Called by the engines around each of their methods. Offloaded tensors stay the same objects: only their storage is
-emptied and filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`),
-so both directions run at the speed of the bus. No value changes.
+released and filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`),
+so both directions run at the speed of PCIe. No value changes.
 
 A checkpoint is written directly from the host's copies, in the background too. They change only at the end of an
 update, which therefore waits until such a checkpoint is written.
@@ -27,8 +27,8 @@ from ppojob_api.v1alpha1.model import FrozenOffload, Offload
 from ppojob_trainer.engines.fsdp.pinned import host_buffer
 
 
-class Residence:
-    """Moves a sharded module and its optimizer's moments: they are on the device inside `on_device`."""
+class Offloader:
+    """Offloads a sharded module and its optimizer's moments; inside `on_device` they are on the device."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Residence:
         device: torch.device,
         adamw: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Offload what `offload` names."""
+        """`offload` selects parameters, moments, or both."""
         self._module, self._device, self._adamw = module, device, adamw
-        self._parameters = _Luggage(module.parameters) if offload.parameters else None
+        self._parameters = _OffloadedStorages(module.parameters) if offload.parameters else None
         wants_moments = isinstance(offload, Offload) and offload.optimizer
-        self._moments = _Luggage(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
+        self._moments = _OffloadedStorages(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
         self._before_changes: Callable[[], None] | None = None
-        self._put_away(self._chosen(moments=True), is_changed=True)
+        self._offload(self._chosen(moments=True), is_changed=True)
 
     @contextmanager
     def on_device(self, *, moments: bool = False) -> Iterator[None]:
@@ -53,19 +53,19 @@ class Residence:
             moments: keep the optimizer's moments there too. Without them nothing may change and nothing is copied back.
         """
         chosen = self._chosen(moments=moments)
-        for luggage in chosen:
-            luggage.fetch()
+        for storages in chosen:
+            storages.load()
         try:
             yield
         finally:
-            self._put_away(chosen, is_changed=moments)
+            self._offload(chosen, is_changed=moments)
 
     def wait_before_changes(self, wait: Callable[[], None]) -> None:
         """Call `wait`, once, before the host's copies change for the next time."""
         self._before_changes = wait
 
     @contextmanager
-    def as_it_lies(self, *, is_copied: bool = False) -> Iterator[Callable[[Any], Any]]:
+    def tensors_to_save(self, *, is_copied: bool = False) -> Iterator[Callable[[Any], Any]]:
         """Yield a function that replaces a state's offloaded tensors by the host's copies.
 
         A checkpoint is written without loading anything back, because another process, mostly vLLM, may use the
@@ -79,14 +79,14 @@ class Residence:
                 yield partial(tree_map_only, Tensor, _Staging({}).copy) if is_copied else _unchanged
             return
         chosen = self._chosen(moments=True)
-        staging = _Staging({storage._cdata: copy for luggage in chosen for storage, copy in luggage.away})
+        staging = _Staging({storage._cdata: copy for storages in chosen for storage, copy in storages.offloaded})
         yield partial(tree_map_only, Tensor, staging.copy if is_copied else staging.of_host)
 
-    def _chosen(self, *, moments: bool) -> list[_Luggage]:
+    def _chosen(self, *, moments: bool) -> list[_OffloadedStorages]:
         found = (self._parameters, self._moments if moments else None)
-        return [luggage for luggage in found if luggage is not None]
+        return [storages for storages in found if storages is not None]
 
-    def _put_away(self, chosen: list[_Luggage], *, is_changed: bool) -> None:
+    def _offload(self, chosen: list[_OffloadedStorages], *, is_changed: bool) -> None:
         if not chosen:
             return
         if is_changed and self._before_changes is not None:
@@ -96,27 +96,27 @@ class Residence:
             if isinstance(part, FSDPModule):
                 # Gathered parameters would stay on the device.
                 part.reshard()
-        for luggage in chosen:
-            luggage.put_away(is_changed=is_changed)
+        for storages in chosen:
+            storages.offload(is_changed=is_changed)
         if self._device.type == "cuda":
             # Other processes share the GPU, and the allocator would keep what was freed.
             torch.cuda.empty_cache()
 
 
-class _Luggage:
-    """Storages that are moved to the host's memory and back."""
+class _OffloadedStorages:
+    """The storages of some tensors, which are moved to the host's memory and back."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        self.away: list[tuple[UntypedStorage, Tensor]] = []
-        """Each storage that is emptied now, and its size in bytes."""
-        self._fetched: list[tuple[UntypedStorage, Tensor]] = []
+        self.offloaded: list[tuple[UntypedStorage, Tensor]] = []
+        """Each storage that is released now, with the host's copy of its bytes."""
+        self._loaded: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
 
-    def put_away(self, *, is_changed: bool) -> None:
-        """Empty the storages. If they changed, copy them first; tensors added since the last call are offloaded too."""
-        self.away, self._fetched = self._copied() if is_changed else self._fetched, []
-        for storage, _ in self.away:
+    def offload(self, *, is_changed: bool) -> None:
+        """Release the storages, after a copy if they changed. Tensors added since the last call are included."""
+        self.offloaded, self._loaded = self._copied() if is_changed else self._loaded, []
+        for storage, _ in self.offloaded:
             storage.resize_(0)
 
     def _copied(self) -> list[tuple[UntypedStorage, Tensor]]:
@@ -131,12 +131,12 @@ class _Luggage:
             torch.cuda.synchronize(found[0][0].device)
         return found
 
-    def fetch(self) -> None:
-        """Fill the storages again."""
-        for storage, copy in self.away:
+    def load(self) -> None:
+        """Fill the storages from the copies."""
+        for storage, copy in self.offloaded:
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=True)
-        self.away, self._fetched = [], self.away
+        self.offloaded, self._loaded = [], self.offloaded
 
 
 class _Staging:
@@ -204,12 +204,12 @@ def _moments(adamw: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
 
 
-def activations_on_host(*, is_asked: bool) -> AbstractContextManager[object]:
-    """Keep what a forward pass saves for backward in the host's pinned memory, if asked.
+def activations_on_host(*, is_enabled: bool) -> AbstractContextManager[object]:
+    """Keep the tensors that a forward pass saves for backward in the host's pinned memory, if enabled.
 
     Like torch's `save_on_cpu`, which fails for DTensors: of those, this rank's part is kept.
     """
-    return saved_tensors_hooks(_to_host, _from_host) if is_asked else nullcontext()
+    return saved_tensors_hooks(_to_host, _from_host) if is_enabled else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec, CorrectionLevel, CorrectionMethod, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.algorithms import policy_loss_of
 from ppojob_trainer.engines.batch import MicroBatch
 from ppojob_trainer.engines.fsdp import checkpoint
 from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
@@ -23,10 +24,10 @@ from ppojob_trainer.engines.fsdp.flops import mfu
 from ppojob_trainer.engines.fsdp.lora import adapters_off
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
-from ppojob_trainer.engines.fsdp.offload import Residence
+from ppojob_trainer.engines.fsdp.offload import Offloader
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
-from ppojob_trainer.engines.fsdp.rehearsal import made_up_batches
 from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
+from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 from ppojob_trainer.maths.importance import (
     SQUARES,
@@ -37,7 +38,8 @@ from ppojob_trainer.maths.importance import (
     importance_weights,
 )
 from ppojob_trainer.maths.kl import kl_estimate
-from ppojob_trainer.maths.losses import Clipping, Denominators, Loss, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.maths.losses import Denominators, Loss, entropy_bonus, kl_loss, policy_loss
+from ppojob_trainer.maths.policy_losses import Clipping, PolicyLossInputs
 from ppojob_trainer.protocol import DataProto, Keys
 
 _CORRECTION = "rollout_corr"
@@ -63,7 +65,7 @@ class PolicyEngine:
 
         Args:
             parallel: from `mesh.init_process_group`.
-            algorithm: of it, the KL in the loss and the correction of the rollout.
+            algorithm: of it, the policy loss, the KL in the loss and the correction of the rollout.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of new adapters.
             stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step, and
@@ -71,15 +73,17 @@ class PolicyEngine:
             dtype: of the computation; float32 is for tests that compare small numbers.
 
         Raises:
+            AlgorithmFunctionError: the user's policy loss cannot be loaded. `update` raises it for a wrong result.
             ModelNotFoundError, ModelUnsupportedError: see `model.load_policy`.
         """
         self.parallel, self.training, self.kl = parallel, training, algorithm.kl
+        self._compute_policy_loss = policy_loss_of(algorithm)
         self._bounds = _bounds_of(algorithm.correction)
         self.path, self.lora, self._dtype = model.path, model.lora, dtype
         options = LoadOptions.of(model, dtype, stays_gathered=stays_gathered)
         self.module: PolicyModule = load_policy(model.path, options, parallel, seed=seed)
         self.optimizer = Optimizer(self.module, training, total_steps)
-        self._residence = Residence(self.module, model.offload, parallel.device, self.optimizer.adamw)
+        self._offloader = Offloader(self.module, model.offload, parallel.device, self.optimizer.adamw)
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -87,13 +91,13 @@ class PolicyEngine:
 
         Reads input_ids, attention_mask and response_mask, and `Meta.TEMPERATURE`.
         """
-        with self._residence.on_device():
+        with self._offloader.on_device():
             return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return `ref_log_prob` as a `ReferenceEngine` does, from the model without its adapters."""
         assert self.lora is not None, "only a policy with adapters holds its own reference"
-        with self._residence.on_device(), adapters_off(self.module):
+        with self._offloader.on_device(), adapters_off(self.module):
             return _ref_log_prob(self._passes, self.module, batch)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -105,25 +109,25 @@ class PolicyEngine:
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
-            ProtocolError: something is missing, or the shard cannot be cut into the minibatches.
+            ProtocolError: something is missing, or the shard cannot be split into the minibatches.
         """
         loss_of = self._loss_at(temperature_of(batch))
-        with self._residence.on_device(moments=True):
+        with self._offloader.on_device(moments=True):
             result = self._passes.update(batch, self._fields(batch), self.optimizer, loss_of)
         return self._metrics(result)
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile what the first step would have to, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_log_prob(batch)
             if self.lora is not None:
                 self.compute_ref_log_prob(batch)
-            with self._residence.on_device():
-                self._passes.rehearse(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
+            with self._offloader.on_device():
+                self._passes.warm_up(batch, self._fields(batch), self._loss_at(temperature_of(batch)))
 
     def save(self, location: str | Path, background: BackgroundSaves | None = None) -> None:
         """Write model, optimizer, schedule and random state to a new location, see `checkpoint.save`."""
-        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._residence, background)
+        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._offloader, background)
 
     def load(self, location: str | Path) -> None:
         """Resume from such a location, written by any number of ranks. Collective.
@@ -131,17 +135,17 @@ class PolicyEngine:
         Raises:
             CheckpointUnreadableError: it is missing, incomplete or of another model.
         """
-        with self._residence.on_device(moments=True):
+        with self._offloader.on_device(moments=True):
             checkpoint.load(location, self.module, self.optimizer, self.parallel)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a HuggingFace folder (safetensors, config, tokenizer). Collective; rank 0 writes."""
-        with self._residence.on_device():
+        with self._offloader.on_device():
             export(folder, self.module.language_model, Path(self.path), self.parallel, self.lora)
 
     def weights(self) -> ShardedWeights:
         """Return the parameters in the rollout engine's format, for a `WeightSender`."""
-        return ShardedWeights(self.module.language_model, on_device=self._residence.on_device, dtype=self._dtype)
+        return ShardedWeights(self.module.language_model, on_device=self._offloader.on_device, dtype=self._dtype)
 
     def destroy(self) -> None:
         """Leave the process group."""
@@ -176,7 +180,8 @@ class PolicyEngine:
             pair = (old_log_prob, fields[Keys.ROLLOUT_LOG_PROBS], mask)
             advantages = advantages * importance_weights(*pair, self._bounds)
             corrections = correction_metrics(*pair, self._bounds, denominators)
-        loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask, denominators, clipping, aggregation)
+        inputs = PolicyLossInputs(log_prob, old_log_prob, advantages, mask, clipping)
+        loss, metrics = policy_loss(inputs, denominators, self._compute_policy_loss, aggregation)
         metrics |= {f"{_CORRECTION}/{name}": share for name, share in corrections.items()}
         if training.entropy_coefficient == 0:
             entropy = entropy.detach()
@@ -229,17 +234,17 @@ class ReferenceEngine:
             stays_gathered=stays_gathered,
         )
         self.module = load_policy(path, options, parallel)
-        self._residence = Residence(self.module, offload or FrozenOffload(), parallel.device)
+        self._offloader = Offloader(self.module, offload or FrozenOffload(), parallel.device)
         self._passes = Passes(parallel, self.module, max_tokens_per_gpu)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return `ref_log_prob`, float32 [B, R], 0 where response_mask is 0; reads what `compute_log_prob` reads."""
-        with self._residence.on_device():
+        with self._offloader.on_device():
             return _ref_log_prob(self._passes, self.module, batch)
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Compile what the first step would have to, see `rehearsal`. Collective."""
-        for batch in made_up_batches(prompt_tokens, response_tokens):
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Compile the layers before the first step, see `warmup`. Collective."""
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
             self.compute_ref_log_prob(batch)
 
     def destroy(self) -> None:

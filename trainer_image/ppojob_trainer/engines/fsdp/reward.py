@@ -102,7 +102,7 @@ def check_reward_model(path: str, label: int, trust_remote_code: bool) -> Pretra
 
     Raises:
         ModelNotFoundError: there is none.
-        ModelUnsupportedError: it is no sequence classifier, or has no such label.
+        ModelUnsupportedError: it is not a sequence classifier, or has no such label.
     """
     config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
     names = list(getattr(config, "architectures", None) or [])
@@ -126,7 +126,7 @@ def longest_input(config: PretrainedConfig) -> int | None:
 
 
 def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into parts of similar length whose rows times their longest row is at most `max_tokens`.
+    """Split sequences into parts of similar length whose rows times their longest row is at most `max_tokens`.
 
     Returns:
         The parts' row numbers, the longest rows first; a row that is longer than `max_tokens` is a part by itself.

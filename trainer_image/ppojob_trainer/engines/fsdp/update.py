@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ppojob_trainer.engines.batch import (
-    Cut,
     EngineMeta,
     MicroBatch,
+    MicroBatchPlan,
     build_micro_batches,
-    cut_minibatches,
     sequence_lengths,
+    split_minibatches,
 )
 from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.fsdp.optimizer import Optimizer
@@ -77,11 +77,11 @@ class Passes:
     ) -> DataProto:
         """Return what `forward` gives for every micro-batch ([b, R] for each name) as fields [B, R] on the CPU."""
         self.module.eval()
-        (cut,) = self._cuts([batch])
+        (plan,) = self._plans([batch])
         shape = batch.tensor(Keys.RESPONSE_MASK).shape
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
-        for micro in build_micro_batches(batch, cut, (), self.parallel.device, self.parallel.sequence):
+        for micro in build_micro_batches(batch, plan, (), self.parallel.device, self.parallel.sequence):
             found.append((micro.indices, forward(micro)))
         for indices, values in found:
             for name, value in zip(names, values, strict=True):
@@ -95,20 +95,20 @@ class Passes:
         started = time.perf_counter()
         epochs, minibatches = (
             _meta(batch, EngineMeta.EPOCHS),
-            cut_minibatches(batch, _meta(batch, EngineMeta.NUM_MINI_BATCHES)),
+            split_minibatches(batch, _meta(batch, EngineMeta.NUM_MINI_BATCHES)),
         )
         counts = self.parallel.sum(
             torch.stack([Denominators.of(part.tensor(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches])
         )
         denominators = [Denominators.from_tensor(row) for row in counts]
-        cuts = self._cuts(minibatches)
+        plans = self._plans(minibatches)
         self.module.train()
         result = UpdateResult(epochs * len(minibatches), 0, optimizer.learning_rate)
         sums: dict[str, Tensor] = {}
         norms: list[Tensor] = []
         for _ in range(epochs):
-            for part, denominator, cut in zip(minibatches, denominators, cuts, strict=True):
-                for micro in self._of_step(part, cut, fields):
+            for part, denominator, plan in zip(minibatches, denominators, plans, strict=True):
+                for micro in self._of_step(part, plan, fields):
                     self._backward(micro, denominator, loss_of, sums)
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
@@ -119,22 +119,22 @@ class Passes:
         result.seconds = time.perf_counter() - started
         return result
 
-    def rehearse(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
+    def warm_up(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
         """Run forward and backward as an update does, and drop the gradients. Collective."""
         self.module.train()
         denominators = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))
-        (cut,) = self._cuts([batch])
-        for micro in build_micro_batches(batch, cut, fields, self.parallel.device, self.parallel.sequence):
+        (plan,) = self._plans([batch])
+        for micro in build_micro_batches(batch, plan, fields, self.parallel.device, self.parallel.sequence):
             self._backward(micro, denominators, loss_of, {})
         _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
 
-    def _of_step(self, minibatch: DataProto, cut: Cut, fields: Sequence[str]) -> Iterator[MicroBatch]:
+    def _of_step(self, minibatch: DataProto, plan: MicroBatchPlan, fields: Sequence[str]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an optimizer step; if requested, gradients are reduced only in the last one."""
-        micros = build_micro_batches(minibatch, cut, fields, self.parallel.device, self.parallel.sequence)
+        micros = build_micro_batches(minibatch, plan, fields, self.parallel.device, self.parallel.sequence)
         for number, micro in enumerate(micros, start=1):
             if self._is_reduced_once:
-                cast(FSDPModule, self.module).set_requires_gradient_sync(number == cut.number)
+                cast(FSDPModule, self.module).set_requires_gradient_sync(number == plan.number)
             yield micro
 
     def _backward(
@@ -155,9 +155,9 @@ class Passes:
         result.shares = dict(zip(sums, summed, strict=True))
         result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
 
-    def _cuts(self, parts: Sequence[DataProto]) -> list[Cut]:
+    def _plans(self, parts: Sequence[DataProto]) -> list[MicroBatchPlan]:
         mine = [num_micro_batches(sequence_lengths(part), self.max_tokens) for part in parts]
-        return [Cut(int(most), self.max_tokens) for most in self.parallel.max(torch.tensor(mine))]
+        return [MicroBatchPlan(int(most), self.max_tokens) for most in self.parallel.max(torch.tensor(mine))]
 
 
 def temperature_of(batch: DataProto) -> float:

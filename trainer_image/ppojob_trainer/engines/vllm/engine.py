@@ -27,8 +27,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError, GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.vllm.options import (
+    GPU_FREE_FILE,
     GPU_WORKER,
-    MAY_MEASURE,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
@@ -65,22 +65,22 @@ class RolloutEngine:
         self._has_weights = True
         self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
 
-    def let_measure(self) -> None:
-        """Let a patient `start` on CUDA continue: the other roles' models are loaded and idle.
+    def signal_gpu_free(self) -> None:
+        """Let a waiting `start` on CUDA continue: the other roles' models are loaded and idle.
 
         vLLM allocates its share of the GPU's whole memory, and refuses to start if less is free.
         """
-        self._is_free.touch()
+        self._gpu_free_file.touch()
 
     @property
-    def _is_free(self) -> Path:
+    def _gpu_free_file(self) -> Path:
         return Path(self._folder.name) / "gpu-is-free"
 
-    async def start(self, *, is_patient: bool = False) -> None:
+    async def start(self, *, waits_for_gpu: bool = False) -> None:
         """Load the model and make the engine ready; 20 to 60 s.
 
         Args:
-            is_patient: on CUDA, import libraries and wait for `let_measure` before the GPU's memory is measured.
+            waits_for_gpu: on CUDA, import libraries and wait for `signal_gpu_free` before the GPU's memory is measured.
 
         Raises:
             EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
@@ -90,8 +90,8 @@ class RolloutEngine:
         # look for its kernels in the wrong folder and compile them again, which takes ten seconds.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         arguments = checked_arguments(self.options)
-        if is_patient and self.options.device is Device.CUDA:
-            os.environ[MAY_MEASURE] = str(self._is_free)
+        if waits_for_gpu and self.options.device is Device.CUDA:
+            os.environ[GPU_FREE_FILE] = str(self._gpu_free_file)
             arguments.worker_cls = GPU_WORKER
         try:
             # It blocks for long; the event loop must serve the owner's other calls meanwhile.
@@ -235,7 +235,7 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         if self._is_asleep or not self._has_weights:
-            raise RolloutError("the engine gave its weights up when it slept: wake it and push weights first")
+            raise RolloutError("the engine released its weights when it slept: wake it and push weights first")
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

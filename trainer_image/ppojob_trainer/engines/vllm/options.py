@@ -18,10 +18,10 @@ from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
 WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
-GPU_WORKER: Final = "ppojob_trainer.engines.vllm.patient_worker.PatientWorker"
+GPU_WORKER: Final = "ppojob_trainer.engines.vllm.waiting_worker.WaitingWorker"
 
-MAY_MEASURE: Final = "PPOJOB_MAY_MEASURE"
-"""Variable with the path of a file. When the file exists, vLLM's processes may measure their GPU's memory."""
+GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
+"""Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""
 
 
 @dataclass(frozen=True)

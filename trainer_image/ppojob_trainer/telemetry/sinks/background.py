@@ -48,7 +48,7 @@ class BackgroundSink:
         try:
             self._waiting.put(None, timeout=self._close_timeout_s)
         except queue.Full:
-            raise RuntimeError(f"{self._name}: the service takes nothing, the last metrics are lost") from None
+            raise RuntimeError(f"{self._name}: the service accepts nothing, so the last metrics are lost") from None
         self._thread.join(max(deadline - clock.monotonic(), 0.1))
         if self._thread.is_alive():
             raise RuntimeError(f"{self._name}: {self._waiting.qsize()} steps did not arrive in time and are lost")

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.algorithms import try_functions
 from ppojob_trainer.engines.batch import EngineMeta
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, with_metrics
+from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, overlong_of, with_metrics
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -30,8 +31,8 @@ __all__ = ["ActorGroup", "ActorWorker"]
 class ActorWorker(TrainedWorker):
     """One rank of the policy."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec, spec.actor)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec, spec.actor)
         self.source = ModelSource(spec.model.actor.path, spec.model.actor.trust_remote_code)
         self._engine: PolicyEngine | None = None
         self._sender: WeightSender | None = None
@@ -44,13 +45,15 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Check the model without loading it.
+        """Check the model without loading it, and call the user's estimator and policy loss with a small batch.
 
         Raises:
+            AlgorithmFunctionError: a user's function cannot be used.
             ModelNotFoundError: there is no model at the path.
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
+        try_functions(self.spec.algorithm)
         model = self.spec.model.actor
         sizes = sizes_of("actor", self.spec.actor)
         sizes["rollout.tensorParallelSize"] = self.spec.rollout.tensor_parallel_size
@@ -74,7 +77,7 @@ class ActorWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.actor.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.actor.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -98,13 +101,13 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns, for estimators without a critic."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
         """Open the weight links, one for each plan; a rank without a plan only takes part in gathering."""
         self._sender = WeightSender(
-            self.engine.weights(), plans, self.seat.address, self.seat.timeout_s, device=self.parallel.device
+            self.engine.weights(), plans, self.context.address, self.context.timeout_s, device=self.parallel.device
         )
         return self._sender.listen()
 

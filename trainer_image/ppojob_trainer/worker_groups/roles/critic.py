@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.batch import EngineMeta
 from ppojob_trainer.protocol import DataProto
-from ppojob_trainer.worker_groups.advantages import compute_advantages
+from ppojob_trainer.worker_groups.advantages import compute_advantages, overlong_of
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -26,8 +26,8 @@ __all__ = ["CriticGroup", "CriticWorker"]
 class CriticWorker(TrainedWorker):
     """One rank of the critic."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec, spec.critic)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec, spec.critic)
         critic = spec.model.critic
         path = critic.path or spec.model.actor.path
         self.source: ModelSource = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
@@ -69,7 +69,7 @@ class CriticWorker(TrainedWorker):
             stays_gathered=stays_gathered,
             dtype=dtype_of(spec.device),
         )
-        self.rehearse(self._engine, is_compiled=spec.model.critic.compile)
+        self.warm_up(self._engine, is_compiled=spec.model.critic.compile)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -79,7 +79,7 @@ class CriticWorker(TrainedWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel)
+        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> Metrics:

@@ -16,11 +16,11 @@ from ppojob_api.v1alpha1.model import ActorModel, RewardModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
 from ppojob_trainer.engines.errors import ModelNotFoundError
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["DataGroup", "DataWorker", "LoadedData", "PromptsOfStep", "load_tokenizer", "with_samples"]
 
@@ -67,7 +67,7 @@ class LoadedData:
 class DataWorker:
     """Reads the data."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self.spec = spec
         self._loader: PromptLoader | None = None
         self._validation: StoredRows | None = None
@@ -99,10 +99,11 @@ class DataWorker:
         return LoadedData(sorted(names), self._loader.steps_per_epoch)
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def next_batch(self, step: int) -> tuple[StoredRows, int]:
-        """Return the prompts of the next step, each repeated for its samples, and their epoch."""
-        epoch = self.loader.epoch
-        batch = self.loader.next_batch()
+    def next_batch(self, step: int, count: int | None) -> tuple[StoredRows, int]:
+        """Return prompts for a step, each repeated for its samples, and their epoch; see `PromptLoader.next_batch`."""
+        batch = self.loader.next_batch(count)
+        # No entry of the rows: with dynamic sampling a batch may have prompts of two epochs.
+        epoch: int = batch.meta_info.pop(Meta.EPOCH)
         self._positions[step] = self.loader.state_dict()
         self._positions.pop(step - _KEPT_POSITIONS, None)
         return store_rows(with_samples(batch, self.spec.rollout.samples_per_prompt)), epoch
@@ -171,9 +172,9 @@ class DataGroup:
     def __init__(self, group: WorkerGroup[DataWorker]) -> None:
         self.group = group
 
-    async def prompts(self, step: int) -> PromptsOfStep:
+    async def prompts(self, step: int, count: int | None = None) -> PromptsOfStep:
         """See `DataPort`."""
-        stored, epoch = await self.group.call(DataWorker.next_batch, step)
+        stored, epoch = await self.group.call(DataWorker.next_batch, step, count)
         return PromptsOfStep(Table.of_stored(stored), epoch)
 
     async def validation_prompts(self) -> Table:

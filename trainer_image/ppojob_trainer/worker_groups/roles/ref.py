@@ -12,7 +12,7 @@ from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -24,9 +24,9 @@ __all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
 class RefWorker(TrainedWorker):
     """One rank of the reference policy."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         # Divided like the actor, because it reads the same sequences.
-        super().__init__(seat, spec, spec.actor)
+        super().__init__(context, spec, spec.actor)
         # Without a separate path it is the actor's model, and uses the actor's remote code.
         own = spec.model.ref if spec.model.ref.path else spec.model.actor
         self.source: ModelSource = ModelSource(own.path or spec.model.actor.path, own.trust_remote_code)
@@ -56,7 +56,7 @@ class RefWorker(TrainedWorker):
             max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
             dtype=dtype_of(self.spec.device),
         )
-        self.rehearse(self._engine, is_compiled=is_compiled)
+        self.warm_up(self._engine, is_compiled=is_compiled)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

@@ -33,7 +33,7 @@ from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
 from ppojob_trainer.worker_groups.samples import SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["FunctionScores", "RewardGroup", "RewardWorker"]
 
@@ -41,11 +41,11 @@ __all__ = ["FunctionScores", "RewardGroup", "RewardWorker"]
 class RewardWorker:
     """Scores its rows with the reward function."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self.spec = spec
         self._scorer: Scorer | None = None
         self._decoder: Decoder | None = None
-        self._samples = SampleKeeper(seat, spec)
+        self._samples = SampleKeeper(context, spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, data_sources: Sequence[str]) -> None:
@@ -163,6 +163,11 @@ class RewardGroup:
             return batch, {}
         table = await self.function.add(batch)
         return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
+
+    def row_scores(self, batch: Table) -> list[float | None]:
+        """See `RewardPort`."""
+        scores, tokens = batch.sums[Keys.TOKEN_LEVEL_SCORES], batch.sums[Keys.RESPONSE_MASK]
+        return [score if kept else None for score, kept in zip(scores, tokens, strict=True)]
 
     async def validate(self, batch: Table) -> dict[str, float]:
         """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as in verl, and the mean over all sources.

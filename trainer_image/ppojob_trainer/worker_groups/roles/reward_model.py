@@ -26,7 +26,7 @@ from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorke
 from ppojob_trainer.worker_groups.samples import SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
@@ -38,8 +38,8 @@ __all__ = ["ModelScores", "RewardModelWorker"]
 class RewardModelWorker(TrainedWorker):
     """One rank of the reward model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
+        super().__init__(context, spec)
         assert spec.model.reward is not None, "this reward has no model"
         self._model = spec.model.reward
         # Without its output layer, which is negligible: one row per label.
@@ -47,7 +47,7 @@ class RewardModelWorker(TrainedWorker):
         self._input: ModelInput | None = None
         self._decoder: Decoder | None = None
         self._engine: RewardModelEngine | None = None
-        self._samples = SampleKeeper(seat, spec)
+        self._samples = SampleKeeper(context, spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def check(self) -> None:

@@ -33,7 +33,7 @@ from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # vLLM takes seconds to import.
@@ -79,11 +79,11 @@ class Collected:
 class RolloutWorker:
     """One replica. Its engine runs in a separate event loop, in a thread; the methods wait for it."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec, pool: str) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
         from ppojob_trainer.engines.vllm.engine import RolloutEngine
 
-        self.seat = seat
+        self.context = context
         self.spec = spec
         self._engine = RolloutEngine(RolloutOptions.from_spec(spec, pool))
         self._training = SamplingOptions.training(spec)
@@ -100,16 +100,16 @@ class RolloutWorker:
     def begin_load(self, other_gpus: Sequence[str]) -> None:
         """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` continues."""
         if self.spec.device is Device.CUDA:
-            log_connections(self.seat.log_file.with_suffix(""))
+            log_connections(self.context.log_file.with_suffix(""))
         if other_gpus:
             # Ray makes only the GPU of its own bundle visible to a process. vLLM has not read the variable yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
-        self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(is_patient=True), self._loop)
+        self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(waits_for_gpu=True), self._loop)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Let the engine allocate its memory, and wait until it is ready with the initial weights."""
-        self._engine.let_measure()
+        self._engine.signal_gpu_free()
         self._wait(self._starting)
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
@@ -152,9 +152,9 @@ class RolloutWorker:
         wanted = min(num_rows, self._num_missing)
         while len(found) < wanted or (found and not self._written.empty()):
             try:
-                one = self._written.get(timeout=self.seat.timeout_s)
+                one = self._written.get(timeout=self.context.timeout_s)
             except queue.Empty as error:
-                raise CallTimeoutError(f"vLLM finished no response within {self.seat.timeout_s:g} s") from error
+                raise CallTimeoutError(f"vLLM finished no response within {self.context.timeout_s:g} s") from error
             if isinstance(one, Exception):
                 raise one
             found.append(one)
@@ -210,17 +210,17 @@ class RolloutWorker:
     def _wait(self, work: Coroutine[Any, Any, T] | Future[T]) -> T:
         future = work if isinstance(work, Future) else asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(self.seat.timeout_s)
+            return future.result(self.context.timeout_s)
         except TimeoutError as error:
             if not future.done():
                 future.cancel()
-                limit = f"{self.seat.timeout_s:g} s"
-                raise CallTimeoutError(f"vLLM did not answer within {limit}: look into this role's log") from error
+                limit = f"{self.context.timeout_s:g} s"
+                raise CallTimeoutError(f"vLLM did not answer within {limit}: see this role's log") from error
             raise
         except EngineArgumentError:
             raise
         except RolloutError as error:
-            log = end_of(self.seat.log_file)
+            log = end_of(self.context.log_file)
             shortage = memory_shortage(str(error)) or memory_shortage(log)
             if shortage is not None:
                 raise RolloutMemoryError(shortage) from error
@@ -241,8 +241,8 @@ def _finished(collected: Collected, share: Share) -> FinishedRows:
 class GpuHolder:
     """Reserves a bundle's share of its GPU for a replica whose process runs in another bundle."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def visible_gpu(self) -> str:
@@ -272,7 +272,7 @@ class RolloutOfStep:
     @property
     def response_lengths(self) -> Sequence[int]:
         """Tokens of each response."""
-        return self.batch.lengths[Keys.RESPONSE_MASK]
+        return [int(length) for length in self.batch.sums[Keys.RESPONSE_MASK]]
 
 
 class RolloutGroup:

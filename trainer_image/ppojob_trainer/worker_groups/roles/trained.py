@@ -17,7 +17,7 @@ from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-from ppojob_trainer.worker_groups.worker_process import Seat
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports torch; the driver imports this module too.
@@ -98,10 +98,10 @@ class ModelSize:
     host_bytes: int = 0
 
 
-class Rehearses(Protocol):
+class HasWarmup(Protocol):
     """An engine that can compile before the first step."""
 
-    def rehearse(self, prompt_tokens: int, response_tokens: int) -> None:
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
         """Run forward and backward as a step does, with sequences of these lengths, and change nothing."""
         ...
 
@@ -109,9 +109,9 @@ class Rehearses(Protocol):
 class TrainedWorker:
     """A rank of a sharded model."""
 
-    def __init__(self, seat: Seat, spec: PPOJobSpec, training: Trained | None = None) -> None:
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, training: Trained | None = None) -> None:
         """`training` has the number of ranks that work on the same sequences; None: one."""
-        self.seat = seat
+        self.context = context
         self.spec = spec
         self.training = training
         self.source: ModelSource | None = None
@@ -129,7 +129,7 @@ class TrainedWorker:
         """Return where rank 0 will listen."""
         from ppojob_trainer.engines.network import free_port
 
-        return self.seat.address, free_port(self.seat.address)
+        return self.context.address, free_port(self.context.address)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def join(self, address: str, port: int) -> Transports:
@@ -140,15 +140,15 @@ class TrainedWorker:
         """
         from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
 
-        seat = self.seat
+        context = self.context
         training = self.training
         sizes = PeerSizes()
         if training is not None:
             sizes = PeerSizes(training.tensor_parallel_size, training.sequence_parallel_size)
         if self.spec.device is Device.CUDA:
-            log_connections(seat.log_file.with_suffix(""))
+            log_connections(context.log_file.with_suffix(""))
         self._parallel = init_process_group(
-            Device(self.spec.device), seat.rank, seat.world_size, address, port, seat.timeout_s, sizes
+            Device(self.spec.device), context.rank, context.world_size, address, port, context.timeout_s, sizes
         )
         return self._parallel.connect()
 
@@ -178,14 +178,14 @@ class TrainedWorker:
             layers=number("num_hidden_layers"),
             hidden=number("hidden_size"),
             intermediate=number("intermediate_size"),
-            host=self.seat.address,
+            host=self.context.address,
             host_bytes=host_bytes(),
         )
 
-    def rehearse(self, engine: Rehearses, *, is_compiled: bool) -> None:
+    def warm_up(self, engine: HasWarmup, *, is_compiled: bool) -> None:
         """Have an engine compile its layers before the first step; then release the memory that this needed."""
         if is_compiled:
-            engine.rehearse(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
+            engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
         self.free_cached_memory()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)

@@ -36,7 +36,7 @@ class WeightsGroup:
         self._plans = link_plans(spec.device, len(actor), receivers)
 
     @property
-    def are_given_up(self) -> bool:
+    def are_released(self) -> bool:
         """See `WeightsPort`."""
         return any(rollout.sleeps for rollout in self._rollouts)
 

@@ -1,4 +1,4 @@
-"""From verl's settings to a PPOJob that passes its checks, and the list of what was not carried over."""
+"""From verl's settings to a PPOJob that passes its checks, and the list of what was not converted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ppojob_trainer.commands.convert import (
     Settings,
     Target,
     convert,
+    draft,
     read,
     read_arguments,
-    together,
 )
 from ppojob_trainer.commands.convert.read import read_yaml
-from ppojob_trainer.commands.convert.rows import Carried
+from ppojob_trainer.commands.convert.rows import Converted
 from ppojob_trainer.commands.convert.scripts.bash_run import Sandbox
 from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
 from ppojob_trainer.commands.manifest import ManifestError
@@ -75,8 +75,8 @@ def value_at(conversion: Conversion, path: str) -> Any:
     return node
 
 
-def lost(conversion: Conversion) -> dict[str, str]:
-    return {entry.name: entry.why for entry in conversion.lost}
+def unconverted(conversion: Conversion) -> dict[str, str]:
+    return {entry.name: entry.why for entry in conversion.unconverted}
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("runs", [True, False], ids=["bash", "static"])
-def test_a_usual_script_is_carried_over_whole(runs: bool, script: str) -> None:
+def test_a_usual_script_is_converted_completely(runs: bool, script: str) -> None:
     conversion = convert(read([script], Options(runs, limit=120)))
     namespace, name, spec = parse_manifest(conversion.manifest)
 
-    assert (namespace, name, conversion.lost) == ("default", "qwen2-5-ppo", [])
+    assert (namespace, name, conversion.unconverted) == ("default", "qwen2-5-ppo", [])
     assert spec.data.train.files is not None
     assert spec.data.train.files.paths == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert (spec.data.train_batch_size, spec.data.overlong_prompts.value) == (256, "Filter")
@@ -116,9 +116,9 @@ def test_what_the_user_must_fill_in_stands_at_the_files_head(script: str) -> Non
 
 
 def test_every_target_of_the_table_is_a_field() -> None:
-    targets = {target for row in TABLE if isinstance(row, Carried) for target in row.targets} | set(DEFAULTS)
+    targets = {target for row in TABLE if isinstance(row, Converted) for target in row.targets} | set(DEFAULTS)
     written = set(
-        re.findall(r'"((?:model|data|reward|checkpoint|trainer|telemetry|storage)(?:\.\w+)+)"', source(together))
+        re.findall(r'"((?:model|data|reward|checkpoint|trainer|telemetry|storage)(?:\.\w+)+)"', source(draft))
     )
 
     assert len(targets) > 60
@@ -181,7 +181,7 @@ def is_field(path: str) -> bool:
 def test_single_settings(word: str, path: str | None, value: Any) -> None:
     conversion = converted(word)
 
-    assert conversion.lost == []
+    assert conversion.unconverted == []
     if path is not None:
         assert value_at(conversion, path) == value
 
@@ -205,7 +205,7 @@ def test_with_adapters_the_reference_has_nothing_of_its_own() -> None:
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     )
 
-    assert conversion.lost == []
+    assert conversion.unconverted == []
     lora = {"rank": 8, "alpha": 16, "targetModules": ["q_proj", "v_proj"]}
     assert value_at(conversion, "model")["actor"]["lora"] == lora
     assert "ref" not in value_at(conversion, "model")
@@ -217,7 +217,7 @@ def test_a_reward_model_scores_alone_as_in_verl() -> None:
 
     assert value_at(conversion, "reward") == {"type": "Model"}
     assert value_at(conversion, "model.reward.path") == "/data/rm"
-    assert "set reward.type Both" in lost(conversion)["custom_reward_function.path"]
+    assert "set reward.type Both" in unconverted(conversion)["custom_reward_function.path"]
     # Without it, settings of the reward model have nothing to say.
     without = converted("reward_model.enable=False", "reward_model.model.trust_remote_code=True")
     assert "reward" not in without.manifest["spec"]["model"]
@@ -236,34 +236,33 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
     [
         (
             "algorithm.adv_estimator=remax",
-            "'remax' has no counterpart (there are gae, grpo, rloo, reinforce_plus_plus)",
+            "'remax' has no counterpart (there are gae, grpo, rloo, reinforce_plus_plus): choose one of them",
         ),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "PPO's clipped one"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "write a function of your own"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM generates"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "no servers, tools or agent loops"),
         ("actor_rollout_ref.actor.strategy=megatron", "FSDP2"),
-        ("algorithm.norm_adv_by_std_in_grpo=False", "standard deviation"),
         ("data.truncation=middle", "Truncate keeps the end"),
         ("trainer.logger=[console,swanlab]", "Prometheus"),
         ("actor_rollout_ref.actor.kl_loss_type=low_var_kl+", "another gradient"),
-        ("data.train_batch_size=lots", "no whole number"),
-        ("data.max_prompt_length=$LENGTH", "a variable that is not set"),
-        ("no.such.setting=1", "not known here"),
-        ("actor_rollout_ref.rollout.brand_new=1", "not known here"),
-        ("actor_rollout_ref.model.brand_new=1", "not known here"),
+        ("data.train_batch_size=lots", "not a whole number"),
+        ("data.max_prompt_length=$LENGTH", "this variable is not set"),
+        ("no.such.setting=1", "is not known"),
+        ("actor_rollout_ref.rollout.brand_new=1", "is not known"),
+        ("actor_rollout_ref.model.brand_new=1", "is not known"),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trained by FSDP2"),
         ("actor_rollout_ref.rollout.server.timeout=60", "no servers, tools or agent loops"),
         ("data.image_key=images", "prompts are text"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=512", "reward.function.kwargs"),
-        ("algorithm.filter_groups.enable=True", "no prompts are drawn anew"),
+        ("reward_model.reward_kwargs.own_setting=512", "reward.function.kwargs"),
+        ("actor_rollout_ref.actor.loss_scale_factor=99", "divides by data.maxResponseLength"),
         ("model_engine=megatron", "trained by FSDP2"),
-        ("data.max_prompt_length=", "no whole number"),
+        ("data.max_prompt_length=", "not a whole number"),
     ],
 )
-def test_what_cannot_be_carried_over_is_told_with_the_reason(word: str, why: str) -> None:
+def test_a_setting_that_cannot_be_converted_is_listed_with_the_reason(word: str, why: str) -> None:
     conversion = converted(word)
 
-    assert why in lost(conversion)[word.partition("=")[0]]
+    assert why in unconverted(conversion)[word.partition("=")[0]]
 
 
 def test_a_value_that_our_checks_refuse_is_told_and_the_file_is_no_valid_one() -> None:
@@ -277,7 +276,7 @@ def test_a_value_that_our_checks_refuse_is_told_and_the_file_is_no_valid_one() -
 def test_what_has_nothing_to_say_here_is_no_loss() -> None:
     conversion = converted("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.balance_batch=True")
 
-    assert conversion.lost == []
+    assert conversion.unconverted == []
     assert [entry.kind for entry in conversion.entries if entry.kind is not Target.TO_FILL] == [Target.NEEDLESS] * 2
 
 
@@ -294,7 +293,7 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
     """
     conversion = convert(read_yaml(Path("verl.yaml"), text))
 
-    assert conversion.lost == []
+    assert conversion.unconverted == []
     assert value_at(conversion, "critic.miniBatchSize") == 32
     assert value_at(conversion, "data.shuffle") is False
     assert value_at(conversion, "data.train.files.paths") == ["/data/a.jsonl"]
@@ -304,7 +303,7 @@ def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("kind: PPOJob", "no configuration of verl"), ("a: [", "no YAML")],
+    [("kind: PPOJob", "not a configuration of verl"), ("a: [", "not YAML")],
 )
 def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(message)):

@@ -8,7 +8,7 @@ import pytest
 
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.commands.convert import Conversion, Options, convert, read, read_arguments
-from tests.unit.trainer.cli.convert.test_convert import SAID, lost, value_at
+from tests.unit.trainer.cli.convert.test_convert import SAID, unconverted, value_at
 
 
 class TestPools:
@@ -40,12 +40,12 @@ class TestPools:
     def test_nodes_that_a_split_leaves_over_are_reported(self) -> None:
         conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.nnodes=3"]))
 
-        assert "leaves one without work" in lost(conversion)["trainer.nnodes"]
+        assert "leaves one idle" in unconverted(conversion)["trainer.nnodes"]
 
     def test_a_split_of_one_gpu_is_refused(self) -> None:
         conversion = convert(read_arguments(["python3", "main_ppo_split.py", *SAID, "trainer.n_gpus_per_node=1"]))
 
-        assert "two GPUs or more" in lost(conversion)["trainer.n_gpus_per_node"]
+        assert "two GPUs or more" in unconverted(conversion)["trainer.n_gpus_per_node"]
         assert not conversion.is_valid
 
     def test_one_step_off_policy_has_gpus_of_the_rollouts_own(self) -> None:
@@ -63,7 +63,7 @@ class TestPools:
         corrected = convert(read_arguments([*words, "algorithm.rollout_correction.rollout_is=token"]))
 
         assert plain.is_valid
-        assert set(lost(plain)) == {"--config-name"}
+        assert set(unconverted(plain)) == {"--config-name"}
         assert value_at(plain, "schedule") == {"mode": "OneStepOff", "maxStaleness": 1}
         assert value_at(plain, "algorithm.rolloutCorrection") == {"method": "None"}
         found = {"method": "Truncate", "level": "Token", "upper": 2.0}
@@ -82,7 +82,7 @@ class TestPools:
 
         conversion = convert(read_arguments(["python3", "-m", "verl.trainer.main_ppo", *SAID, *words]))
 
-        assert conversion.lost == []
+        assert conversion.unconverted == []
         assert value_at(conversion, "algorithm.rolloutCorrection") == {"level": "Sequence", **bounds}
 
     def test_rejected_responses_have_no_counterpart(self) -> None:
@@ -90,7 +90,7 @@ class TestPools:
 
         conversion = convert(read_arguments(["python3", "-m", "verl.trainer.main_ppo", *SAID, word]))
 
-        assert "responses are not rejected" in lost(conversion)["algorithm.rollout_correction.rollout_rs"]
+        assert "responses are not rejected" in unconverted(conversion)["algorithm.rollout_correction.rollout_rs"]
 
     def test_a_reward_model_may_have_gpus_of_its_own(self) -> None:
         words = ("enable=True", "enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=4")
@@ -104,14 +104,13 @@ class TestPools:
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        ("recipe.dapo.main_dapo", "DAPO draws prompts again"),
         ("my_project.train", "only its settings were read, not its code"),
     ],
 )
 def test_another_program_than_main_ppo_is_reported(program: str, why: str) -> None:
     conversion = convert(read_arguments(["python3", "-m", program, *SAID]))
 
-    assert why in lost(conversion)[program]
+    assert why in unconverted(conversion)[program]
 
 
 class TestConfigurationFiles:
@@ -128,7 +127,7 @@ class TestConfigurationFiles:
 
         conversion = self.converted(tmp_path, "--config-name=mine", "data.max_prompt_length=200")
 
-        assert conversion.lost == []
+        assert conversion.unconverted == []
         assert value_at(conversion, "data.trainBatchSize") == 512
         assert value_at(conversion, "data.maxPromptLength") == 200, "the command line wins"
 
@@ -143,14 +142,14 @@ class TestConfigurationFiles:
     def test_one_that_is_not_there_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
         conversion = self.converted(tmp_path, "--config-name=mine")
 
-        assert "--cfg job --resolve" in lost(conversion)["--config-name"]
+        assert "--cfg job --resolve" in unconverted(conversion)["--config-name"]
 
     def test_defaults_that_are_not_known_are_reported(self, tmp_path: Path) -> None:
         (tmp_path / "mine.yaml").write_text("{defaults: [ppo_trainer, other@data], data: {train_batch_size: 64}}")
 
-        assert "--config-name mine" in lost(self.converted(tmp_path, "--config-name=mine"))
+        assert "--config-name mine" in unconverted(self.converted(tmp_path, "--config-name=mine"))
 
     def test_verls_megatron_configuration_is_known(self, tmp_path: Path) -> None:
         conversion = self.converted(tmp_path, "--config-path=config", "--config-name='ppo_megatron_trainer.yaml'")
 
-        assert set(lost(conversion)) == {"actor_rollout_ref.actor.strategy", "critic.strategy"}
+        assert set(unconverted(conversion)) == {"actor_rollout_ref.actor.strategy", "critic.strategy"}

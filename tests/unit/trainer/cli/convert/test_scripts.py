@@ -60,7 +60,7 @@ def test_what_bash_makes_of_a_script(name: str, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, text)
 
     assert given(settings) == expected
-    assert settings.lost == []
+    assert settings.unconverted == []
 
 
 def test_a_script_has_arguments_and_variables(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_variables_of_the_caller_do_not_reach_the_script(tmp_path: Path, mon
 def test_a_value_that_a_program_should_have_printed_is_reported(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, f"\nN=$(python -c 'print(2)')\n{VERL} trainer.nnodes=${{N:-1}}")
 
-    [(name, _, why)] = settings.lost
+    [(name, _, why)] = settings.unconverted
     assert name == f"{tmp_path}/run.sh:2: python -c print(2)"
     assert "--env" in why
 
@@ -118,8 +118,8 @@ class TestSeveralLaunches:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo hello", "nothing in it starts verl"),
-        ("sbatch inner.sh", r"nothing in it starts verl.*; it starts\n  .*run.sh:1: sbatch inner.sh"),
+        ("echo hello", "it does not start verl"),
+        ("sbatch inner.sh", r"it does not start verl.*; it starts\n  .*run.sh:1: sbatch inner.sh"),
         (f"set -u\n\n{VERL} trainer.nnodes=$NODES", "run.sh:3: NODES: unbound variable: .* --env NODES=VALUE"),
         (f"echo 'usage: run.sh GPUS'\nexit 1\n{VERL}", "usage: run.sh GPUS: the script ended with 1"),
         (f"N=${{N:?how many nodes}}\n{VERL}", "run.sh:1: N: how many nodes"),

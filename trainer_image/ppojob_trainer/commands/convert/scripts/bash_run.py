@@ -169,8 +169,9 @@ def _run(command: Sequence[str], printed: Path, limit: float, script: str) -> tu
             code = process.wait(limit)
         except subprocess.TimeoutExpired as error:
             raise ManifestError(
-                f"{script}: it did not end within {limit:g} s, and waits for something that is not here: give that "
-                "with --env, allow more with --limit, or convert the settings alone: ppojob convert -- NAME=VALUE ..."
+                f"{script}: it did not end within {limit:g} s, and probably waits for something that it does not get: "
+                "set it with --env, allow more time with --limit, or convert the settings alone: "
+                "ppojob convert -- NAME=VALUE ..."
             ) from error
         finally:
             # Also what a script without a sandbox left in the background.

@@ -25,7 +25,7 @@ class Program:
     pattern: str
     config: str = "ppo_trainer"
     """verl's configuration that it takes without --config-name."""
-    lost: str | None = None
+    unconverted: str | None = None
     """How its training differs from that of a PPOJob."""
     refused: str | None = None
     """Why nothing of it can be converted."""
@@ -42,11 +42,7 @@ PROGRAMS = (
         r"verl\.experimental\.transfer_queue\.main_ppo|recipe\.transfer_queue\.main_ppo",
         "transfer_queue_ppo_trainer",
     ),
-    Program(
-        r"recipe\.dapo\.main_dapo|dapo\.main_dapo",
-        "dapo_trainer",
-        "DAPO draws prompts again until a batch has mixed rewards, and scores overlong responses: neither is done here",
-    ),
+    Program(r"recipe\.dapo\.main_dapo|dapo\.main_dapo", "dapo_trainer"),
     Program(
         r"(verl\.experimental|recipe)\.one_step_off_policy\.(async_)?main_ppo",
         "one_step_off_ppo_trainer",
@@ -57,12 +53,12 @@ PROGRAMS = (
         refused="fully asynchronous training has no steps of data.train_batch_size prompts, and a PPOJob has no "
         "others: convert a synchronous script of the same model",
     ),
-    Program(r"(verl\.experimental|recipe)\.vla\..*", refused="a PPOJob trains language models on text, and no robots"),
+    Program(r"(verl\.experimental|recipe)\.vla\..*", refused="a PPOJob trains language models on text, not robots"),
     Program(r"verl\.trainer\.(fsdp_)?sft_trainer\w*", refused="this is supervised fine-tuning, and a PPOJob is PPO"),
     Program(r"verl\.trainer\.main_generation\w*", refused="this generates responses without training"),
     Program(r"verl\.trainer\.main_eval", refused="this evaluates responses without training"),
 )
-_UNKNOWN_LOSS = "this program is not one of verl's main ones: only its settings were read, not its code"
+_UNKNOWN_PROGRAM = "this program is not one of verl's main ones: only its settings were read, not its code"
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def launch_of(words: Sequence[str], at: str = "") -> Launch | None:
         program = next((program for program in PROGRAMS if re.fullmatch(program.pattern, word)), None)
         rest = words[number + 1 :]
         if program is None and any(_DOTTED.fullmatch(word) for word in rest):
-            program = Program(re.escape(word), lost=_UNKNOWN_LOSS)
+            program = Program(re.escape(word), unconverted=_UNKNOWN_PROGRAM)
         if program is not None:
             return Launch(word, program, rest, at)
     return None
@@ -121,7 +117,7 @@ def chosen(found: Sequence[Launch], number: int | None, script: str, calls: Sequ
     listed = "".join(f"\n  {place}: {launch.at}: {launch.name}" for place, launch in enumerate(found, 1))
     if not found:
         started = "".join(f"\n  {call.at}: {' '.join(call.words)[:160]}" for call in calls)
-        what = "nothing in it starts verl, such as python3 -m verl.trainer.main_ppo"
+        what = "it does not start verl, for example with python3 -m verl.trainer.main_ppo"
         raise ManifestError(f"{script}: {what}{'; it starts' * bool(started)}{started}")
     if number is None and len(found) > 1:
         raise ManifestError(f"{script}: it starts verl {len(found)} times: choose one with --launch N{listed}")

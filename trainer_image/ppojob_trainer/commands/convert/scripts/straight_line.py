@@ -171,7 +171,7 @@ class _Reader:
         what = _DECIDING.get(node.type, f"`{_text(node)[:60]}`")
         sides = [f"line {found.start_point[0] + 1}: {_text(found)[:80]}" for found in _assignments(node)]
         listed = f" ({'; '.join(sides[:12])}{'; ...' if len(sides) > 12 else ''})" if sides else ""
-        raise ManifestError(f"{self._at(node)}: {what}{listed}: without bash it is not known what it does: {_REMEDY}")
+        raise ManifestError(f"{self._at(node)}: {what}{listed}: its effect is not known without bash: {_REMEDY}")
 
 
 def _assignments(node: Node) -> list[Node]:

@@ -1,0 +1,246 @@
+"""Every request that the API server refuses, whatever its code, is in a condition, an Event and a metric.
+
+The loop runs over a real client and an HTTP server that plays the API server: it has the objects that were written, and
+answers one method of one resource with a code.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_operator import loop as loop_module
+from ppojob_operator.api_server import ApiServer
+from ppojob_operator.cluster import Cluster
+from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.plan import JobNetwork, Surroundings
+from ppojob_operator.settings import DashboardAccess, Settings
+from ppojob_operator.status_server.metrics import OperatorMetrics
+from tests.unit.operator.fake_api_server import connected
+from tests.unit.operator.loop.memory_cluster import GOOD, SPEC, SilentDashboard
+
+CODES = (400, 401, 403, 404, 409, 413, 422, 429, 500, 503)
+FETCHED = {**SPEC, "model": {"actor": {"path": "hf://Qwen/Qwen3-8B"}}}
+WORDS = "admission webhook says no"
+RACED = " was being written"
+"""Of an object that changed at each try."""
+JOB = "/ppojobs/good"
+
+
+class Player:
+    """An API server in memory."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        metadata = {"namespace": GOOD.namespace, "name": GOOD.name, "uid": "uid-good", "generation": 1}
+        self.objects: dict[str, dict[str, Any]] = {
+            JOB: {"metadata": metadata, "spec": spec},
+            "/persistentvolumeclaims/data": {"metadata": {"name": "data"}, "status": {"phase": "Bound"}},
+        }
+        self.version = 1
+        self.refused: tuple[str, str, int] | None = None
+        self.events: list[dict[str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer one request."""
+        path = request.path.partition(f"/namespaces/{GOOD.namespace}")[2]
+        if self.refused is not None:
+            method, resource, code = self.refused
+            is_status = path.endswith("/status")
+            found = f"{path.split('/')[1]}/status" if is_status else path.split("/")[1]
+            if (request.method, found) == (method, resource):
+                return web.json_response({"message": WORDS}, status=code)
+        answer: dict[str, Any] | None = await getattr(self, f"_{request.method.lower()}")(path, request)
+        if answer is None:
+            return web.json_response({"message": f"{path} not found"}, status=404)
+        return web.json_response(answer, status=201 if request.method == "POST" else 200)
+
+    async def _get(self, path: str, request: web.Request) -> dict[str, Any] | None:
+        if path.count("/") > 1:
+            found = self.objects.get(path)
+            if found is not None:
+                found["metadata"]["resourceVersion"] = str(self.version)
+            return found
+        return {"items": [each for name, each in self.objects.items() if name.startswith(f"{path}/")]}
+
+    async def _post(self, path: str, request: web.Request) -> dict[str, Any]:
+        sent: dict[str, Any] = json.loads(await request.text())
+        if path == "/events":
+            self.events.append(sent)
+        else:
+            self.objects[f"{path}/{sent['metadata']['name']}"] = sent
+        return sent
+
+    async def _patch(self, path: str, request: web.Request) -> dict[str, Any]:
+        sent: dict[str, Any] = json.loads(await request.text())
+        if path == f"{JOB}/status":
+            self.objects[JOB]["status"] = sent["status"]
+        else:
+            self.objects[path] = sent
+        self.version += 1
+        return sent
+
+    async def _delete(self, path: str, request: web.Request) -> dict[str, Any]:
+        self.objects.pop(path, None)
+        return {}
+
+    @property
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        """The conditions of the job, by type."""
+        return {each["type"]: each for each in self.objects[JOB].get("status", {}).get("conditions", [])}
+
+
+@asynccontextmanager
+async def looping(player: Player, metrics: OperatorMetrics) -> AsyncIterator[Loop]:
+    """Yield a loop over the player."""
+    network = JobNetwork("ppojob-system", {})
+    surroundings = Surroundings("https://operator", "PEM", b"k" * 32, network)
+    async with connected(player.handle) as api:
+        counted = ApiServer(api._client, timeout=5.0, count=metrics.count_api_request)
+        cluster, settings = Cluster(counted, reporter="pod-1"), Settings(dashboard_access=DashboardAccess.SERVICE)
+        yield Loop(settings, cluster, SilentDashboard(), lambda key: surroundings, Hooks())  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the loop retry at once."""
+    for name in ("_BURST", "_FIRST_PAUSE", "_IDLE_TICK"):
+        monkeypatch.setattr(loop_module, name, 0.01)
+
+
+def shown(player: Player) -> dict[str, Any] | None:
+    """Return the condition that has the API server's answer, if there is one."""
+    said = (WORDS, RACED)
+    return next((each for each in player.conditions.values() if any(word in each["message"] for word in said)), None)
+
+
+async def until(loop: Loop, found: Callable[[], Any]) -> Any:
+    """Run the loop until something is found, and return it."""
+    loop.enqueue(GOOD)
+    stop = asyncio.Event()
+    running = asyncio.create_task(loop.run(stop))
+    try:
+        async with asyncio.timeout(20):
+            while (answer := found()) is None:
+                await asyncio.sleep(0.01)
+            # The Event is written after the status.
+            await asyncio.sleep(0.05)
+    finally:
+        stop.set()
+        await running
+    return answer
+
+
+WRITES = [
+    (SPEC, "PATCH", "rayclusters"),
+    (SPEC, "PATCH", "configmaps"),
+    (SPEC, "PATCH", "serviceaccounts"),
+    (SPEC, "PATCH", "networkpolicies"),
+    (SPEC, "POST", "secrets"),
+    (FETCHED, "PATCH", "jobs"),
+]
+READS = [
+    (SPEC, "GET", "pods"),
+    (SPEC, "GET", "configmaps"),
+    (SPEC, "GET", "persistentvolumeclaims"),
+    (SPEC, "GET", "rayclusters"),
+    (FETCHED, "GET", "jobs"),
+]
+NO_ERRORS = {("GET", "configmaps", 404), ("GET", "persistentvolumeclaims", 404), ("GET", "rayclusters", 404),
+             ("GET", "jobs", 404), ("POST", "secrets", 409)}  # fmt: skip
+"""Answers that say something: an object does not exist, or exists already."""
+
+
+REFUSED = [
+    pytest.param(spec, method, resource, code, id=f"{method}-{resource}-{code}")
+    for (spec, method, resource), code in product([*WRITES, *READS], CODES)
+    if (method, resource, code) not in NO_ERRORS
+]
+
+
+@pytest.mark.parametrize(("spec", "method", "resource", "code"), REFUSED)
+async def test_a_refused_request_is_a_condition_an_event_and_a_metric(
+    spec: dict[str, Any], method: str, resource: str, code: int
+) -> None:
+    player, metrics = Player(spec), OperatorMetrics()
+    player.refused = (method, resource, code)
+
+    async with looping(player, metrics) as loop:
+        condition = await until(loop, lambda: shown(player))
+
+    assert condition["status"] != "True"
+    assert condition["reason"] in (Reason.CLUSTER_REFUSED, Reason.API_REQUEST_FAILED, Reason.FETCHING)
+    assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]
+    labels = {"method": method, "resource": resource, "code": str(code)}
+    assert metrics.registry.get_sample_value("ppojob_api_requests_total", labels)
+
+
+@pytest.mark.parametrize("code", CODES)
+async def test_a_refused_status_is_an_event_and_a_metric(code: int) -> None:
+    player, metrics = Player(SPEC), OperatorMetrics()
+    async with looping(player, metrics) as loop:
+        await loop.reconcile(GOOD)
+        player.refused = ("PATCH", "ppojobs/status", code)
+        # Something to write.
+        player.objects[JOB]["spec"] = {**SPEC, "pools": []}
+        said = await until(
+            loop, lambda: next((each for each in player.events if each["reason"] == Reason.API_REQUEST_FAILED), None)
+        )
+
+    assert (RACED if code in (404, 409) else WORDS) in said["message"]
+    labels = {"method": "PATCH", "resource": "ppojobs/status", "code": str(code)}
+    assert metrics.registry.get_sample_value("ppojob_api_requests_total", labels)
+
+
+@pytest.mark.parametrize("code", CODES)
+async def test_a_refused_event_is_a_metric_and_the_condition_has_its_words(code: int) -> None:
+    player, metrics = Player({**SPEC, "storage": {"claimName": "none"}}), OperatorMetrics()
+    player.refused = ("POST", "events", code)
+
+    async with looping(player, metrics) as loop:
+        condition = await until(loop, lambda: player.conditions.get(Condition.ACCEPTED))
+
+    assert player.events == []
+    assert condition["reason"] == Reason.STORAGE_MISSING
+    labels = {"method": "POST", "resource": "events", "code": str(code)}
+    assert metrics.registry.get_sample_value("ppojob_api_requests_total", labels)
+
+
+async def test_a_refusal_that_has_passed_is_no_condition_any_more() -> None:
+    player = Player({**SPEC, "storage": {"claimName": "none"}})
+    player.refused = ("GET", "pods", 403)
+    async with looping(player, OperatorMetrics()) as loop:
+        condition = await until(loop, lambda: shown(player))
+        player.refused = None
+        await loop.reconcile(GOOD)
+
+    assert condition["reason"] == Reason.API_REQUEST_FAILED
+    assert player.conditions[Condition.PROGRESSING]["reason"] == Reason.STORAGE_MISSING
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code not in (404, 409)])
+async def test_a_refused_deletion_is_shown_until_nothing_is_left_to_delete(code: int) -> None:
+    player, metrics = Player(SPEC), OperatorMetrics()
+    async with looping(player, metrics) as loop:
+        await loop.reconcile(GOOD)
+        # The spec of a job that has started cannot be run any more, so it fails and its RayCluster is deleted.
+        player.objects[JOB]["spec"] = {**SPEC, "trainer": {"totalSteps": -1}}
+        player.refused = ("DELETE", "rayclusters", code)
+        condition = await until(loop, lambda: shown(player))
+        assert condition["type"] == Condition.PROGRESSING
+        assert player.conditions[Condition.FAILED]["reason"] == Reason.INVALID_SPEC
+
+        player.refused = None
+        await loop.reconcile(GOOD)
+        assert shown(player)
+        # The watch reports the deletion.
+        await loop.reconcile(GOOD)
+
+    assert [path for path in player.objects if path.startswith("/rayclusters/")] == []
+    assert player.conditions[Condition.PROGRESSING]["reason"] == Reason.INVALID_SPEC
+    assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]

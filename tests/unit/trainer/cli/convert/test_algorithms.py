@@ -1,0 +1,135 @@
+"""Estimators, policy losses and DAPO's parts, from verl's names to ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppojob_trainer.commands.convert import Conversion, Target, convert, read_arguments
+
+ACTOR = "actor_rollout_ref.actor"
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
+
+
+def converted(*words: str) -> Conversion:
+    return convert(read_arguments(["data.max_response_length=2048", *words]))
+
+
+def spec(conversion: Conversion) -> dict[str, Any]:
+    assert conversion.is_valid
+    found: dict[str, Any] = conversion.manifest["spec"]
+    return found
+
+
+def not_carried(conversion: Conversion) -> dict[str, str]:
+    return {entry.name: entry.why for entry in conversion.unconverted}
+
+
+@pytest.mark.parametrize(("mode", "loss"), [("vanilla", "PPO"), ("gspo", "GSPO"), ("cispo", "CISPO")])
+def test_policy_losses(mode: str, loss: str) -> None:
+    conversion = converted(*GRPO, f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.clip_ratio_high=0.0004")
+
+    assert spec(conversion)["algorithm"] == {"advantageEstimator": "GRPO", "policyLoss": loss}
+    assert spec(conversion)["actor"]["clipRatioHigh"] == 0.0004
+    assert not_carried(conversion) == {}
+
+
+def test_a_bound_below_0_is_none_for_cispo() -> None:
+    words = (*GRPO, f"{ACTOR}.clip_ratio_low=10")
+
+    found = spec(converted(*words, f"{ACTOR}.policy_loss.loss_mode=cispo"))
+
+    assert found["actor"]["clipRatioLow"] == 1
+    assert not converted(*words).is_valid, "PPO reads it otherwise"
+
+
+def test_dr_grpo_is_grpo_without_the_deviation_and_with_a_constant_length() -> None:
+    conversion = converted(
+        *GRPO,
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        f"{ACTOR}.loss_scale_factor=2048",
+    )
+
+    assert spec(conversion)["algorithm"] == {"advantageEstimator": "DrGRPO"}
+    assert spec(conversion)["actor"]["lossAggregation"] == "SeqMeanTokenSumNorm"
+    assert not_carried(conversion) == {}
+    # Only grpo reads it.
+    words = ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=8")
+    rloo = converted(*words, "algorithm.norm_adv_by_std_in_grpo=False")
+    assert spec(rloo)["algorithm"] == {"advantageEstimator": "RLOO"}
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [("10", 10), ("0", 1000)])
+def test_dynamic_sampling(limit: str, rounds: int) -> None:
+    at = "algorithm.filter_groups"
+    conversion = converted(
+        *GRPO, f"{at}.enable=True", f"{at}.metric=acc", f"{at}.max_num_gen_batches={limit}", "data.gen_batch_size=512"
+    )
+
+    assert spec(conversion)["algorithm"]["dynamicSampling"] == {"maxGenerationBatches": rounds}
+    assert not_carried(conversion) == {}
+
+
+def test_another_metric_of_dynamic_sampling_is_to_be_checked() -> None:
+    at = "algorithm.filter_groups"
+    conversion = converted(*GRPO, f"{at}.enable=True", f"{at}.metric=seq_final_reward")
+
+    asked = {entry.name: entry.why for entry in conversion.entries if entry.kind is Target.TO_FILL}
+    assert asked["algorithm.dynamicSampling"].startswith("verl compares seq_final_reward")
+
+
+def test_without_dynamic_sampling_nothing_is_written() -> None:
+    conversion = converted(*GRPO, "algorithm.filter_groups.enable=False", "algorithm.filter_groups.metric=acc")
+
+    assert "dynamicSampling" not in spec(conversion)["algorithm"]
+    assert not_carried(conversion) == {}
+
+
+@pytest.mark.parametrize(
+    ("manager", "at"),
+    [
+        ("reward_model.reward_manager", "reward_model.overlong_buffer"),
+        ("reward_model.reward_manager", "reward_model.reward_kwargs.overlong_buffer_cfg"),
+        ("reward.reward_manager.name", "reward.reward_kwargs.overlong_buffer_cfg"),
+    ],
+)
+def test_overlong_responses(manager: str, at: str) -> None:
+    kwargs = at.rpartition(".")[0] if "kwargs" in at else "reward_model.reward_kwargs"
+    conversion = converted(
+        f"{manager}=dapo",
+        f"{at}.enable=True",
+        f"{at}.len=512",
+        f"{at}.penalty_factor=0.5",
+        f"{at}.log=False",
+        f"{kwargs}.max_resp_len=2048",
+    )
+
+    assert spec(conversion)["reward"]["overlongPenalty"] == {"buffer": 512, "factor": 0.5}
+    assert not_carried(conversion) == {}
+
+
+def test_a_penalty_that_verl_would_not_compute_is_to_be_checked() -> None:
+    at = "reward_model.reward_kwargs"
+    words = (f"{at}.overlong_buffer_cfg.enable=True", f"{at}.overlong_buffer_cfg.len=512", f"{at}.max_resp_len=99")
+    conversion = converted(*words)
+
+    asked = [entry.name for entry in conversion.entries if entry.kind is Target.TO_FILL]
+    assert "reward.overlongPenalty" in asked
+    assert "data.maxResponseLength" in not_carried(conversion)["reward.reward_kwargs.max_resp_len"]
+
+
+def test_a_penalty_that_is_off_is_none() -> None:
+    at = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    conversion = converted("reward_model.reward_manager=dapo", f"{at}.enable=False", f"{at}.len=512")
+
+    assert "overlongPenalty" not in spec(conversion)["reward"]
+    assert not_carried(conversion) == {}
+
+
+def test_the_dapo_program_is_the_trainer() -> None:
+    conversion = convert(read_arguments(["python3", "-m", "recipe.dapo.main_dapo", *GRPO, "data.train_batch_size=512"]))
+
+    assert spec(conversion)["algorithm"] == {"advantageEstimator": "GRPO"}
+    assert set(not_carried(conversion)) == {"--config-name"}, "its defaults are in a file that is not here"

@@ -1,0 +1,89 @@
+"""A warm-up runs the code of a step and changes no state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
+from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
+from ppojob_trainer.protocol import DataProto, Keys
+
+PROMPT, RESPONSE = 12, 9
+
+
+@pytest.fixture
+def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., PolicyEngine]:
+    def make(**model: Any) -> PolicyEngine:
+        actor = ActorModel(path=str(model_path), **model)
+        training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=PROMPT + RESPONSE)
+        algorithm = AlgorithmSpec(kl=KL(in_loss=True))
+        return PolicyEngine(parallel, actor, training, algorithm, total_steps=9, dtype=torch.float32)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"lora": LoRA(rank=2)}, {"offload": Offload(parameters=True, optimizer=True)}], ids=str
+)
+def test_a_warmup_does_not_change_the_policys_first_steps(
+    make_policy: Callable[..., PolicyEngine], batch: DataProto, model: dict[str, Any]
+) -> None:
+    plain, warmed_up = make_policy(**model), make_policy(**model)
+    random = torch.get_rng_state()
+    warmed_up.warm_up(PROMPT, RESPONSE)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in warmed_up.module.parameters())
+    assert not warmed_up.optimizer.adamw.state
+    log_probs = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, warmed_up)]
+    assert torch.equal(*log_probs)
+    for _ in range(2):
+        assert warmed_up.update(batch) == plain.update(batch)
+
+
+def test_a_warmup_runs_forward_and_backward(
+    make_policy: Callable[..., PolicyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy()
+    calls: list[tuple[bool, int]] = []
+    forward = policy.module.forward
+
+    def noted(tokens: Any, temperature: float) -> Any:
+        calls.append((torch.is_grad_enabled(), tokens.segments.num_tokens))
+        return forward(tokens, temperature)
+
+    monkeypatch.setattr(policy.module, "forward", noted)
+    policy.warm_up(PROMPT, RESPONSE)
+    whole, half = PROMPT + RESPONSE, PROMPT // 2 + RESPONSE
+    # The second batch comes in two micro-batches, because one more sequence is more than a micro-batch may have.
+    assert sorted(calls) == sorted((grad, size) for grad in (False, True) for size in (whole, whole, half))
+
+
+def test_critic_and_reference_warm_up_too(model_path: Path, parallel: DataParallel, batch: DataProto) -> None:
+    def make() -> CriticEngine:
+        training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
+        model = TrainedModel(path=str(model_path))
+        return CriticEngine(parallel, model, "", training, total_steps=9, seed=0, dtype=torch.float32)
+
+    plain, warmed_up = make(), make()
+    warmed_up.warm_up(PROMPT, RESPONSE)
+    values = [engine.compute_values(batch) for engine in (plain, warmed_up)]
+    assert torch.equal(*(found.tensor(Keys.VALUES) for found in values))
+    assert warmed_up.update(batch) == plain.update(batch)
+    reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
+    reference.warm_up(PROMPT, RESPONSE)
+
+
+def test_the_two_batches_differ_in_all_sizes_and_have_the_longest_sequence() -> None:
+    first, second = synthetic_batches(7, 5)
+    assert [int(batch.tensor(Keys.ATTENTION_MASK).sum()) for batch in (first, second)] == [12, 12 + 8]
+    assert [len(batch) for batch in (first, second)] == [1, 2]
