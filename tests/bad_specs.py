@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.bad_algorithms import BAD_ALGORITHMS
 from tests.bad_checkpoints import BAD_CHECKPOINTS
+from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
@@ -246,6 +247,7 @@ BAD_SPECS = (
     BadSpec("overlaps that the mode has not",
             {_spec("schedule", "mode"): "Serial", _spec("schedule", "disabledOverlaps"): ["Values"]},
             "spec.schedule.disabledOverlaps", "use Overlapped", shows="Values"),
+    *BAD_OFF_POLICY,
     BadSpec("both kinds of peers",
             {_spec("actor", "tensorParallelSize"): 2, _spec("actor", "sequenceParallelSize"): 2,
              _spec("pools", 0, "gpusPerNode"): 4},

@@ -2,7 +2,8 @@
 
     colocated, colocated-N        all roles in one pool of all GPUs (of N), Serial; also colocated-auto, with mode Auto
     rollout-apart                 the rollout in a pool of half the GPUs, all other roles in the other half, Overlapped;
-                                  also rollout-apart-serial. For algorithms without a critic
+                                  also rollout-apart-serial, and rollout-apart-one-step-off with truncated importance
+                                  sampling, and -N for maxStaleness N. For algorithms without a critic
     split-overlapped              actor and rollout | critic, reference and reward, in halves; also split-serial and
                                   split-parallel-update
     A+C                           the same, Overlapped, with A and C GPUs: 1+1, 2+1, 1+2, 3+1, 2+2; also A+C-serial and
@@ -43,7 +44,7 @@ _SUFFIX = "|".join([*_SCHEDULES, _SHARED])
 _SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
 _HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
 _COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?(?P<auto>-auto)?")
-_APART = re.compile(r"rollout-apart(?P<serial>-serial)?")
+_APART = re.compile(r"rollout-apart((?P<serial>-serial)|(?P<off>-one-step-off(-(?P<staleness>[1-4]))?))?")
 _ALONE = ("rollout", "ref", "reward")
 
 Layout = dict[str, Any]
@@ -83,6 +84,12 @@ def _find(name: str, num_gpus: int) -> Layout:
         trainer = (num_gpus + 1) // 2
         placement = {"actor": "trainer", "rollout": ["rollout"]}
         pools = {"trainer": trainer, "rollout": num_gpus - trainer}
+        if match["off"]:
+            off = {"mode": "OneStepOff", "maxStaleness": int(match["staleness"] or 1)}
+            return _layout(pools, placement, off) | {
+                "algorithm": {"rolloutCorrection": {}},
+                "rollout": {"logProbs": True},
+            }
         return _layout(pools, placement, _SERIAL if match["serial"] else _OVERLAPPED)
     if match := _SPLIT.fullmatch(name):
         return _split(int(match["actor"]), int(match["critic"]), match["schedule"])

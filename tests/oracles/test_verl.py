@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppojob_trainer.maths.importance import Bounds, correction_metrics, effective_share, importance_weights
 from ppojob_trainer.maths.kl import KL_ESTIMATORS, kl_estimate, penalize_rewards
 from ppojob_trainer.maths.losses import AGGREGATIONS, Denominators, entropy_bonus
 from ppojob_trainer.maths.masked import masked_mean, masked_var, masked_whiten
@@ -113,6 +114,37 @@ def test_a_rank_of_verl_holds_its_share_times_the_number_of_ranks(case: Case, ve
         share, _, _ = ours.policy(case, CLIPPING, mode, rows)
 
         assert_equal(share * 2, verl[f"{mode}/pg_loss/rank-{rank}"])
+
+
+@pytest.mark.parametrize(
+    ("name_of_weights", "bounds"),
+    [
+        ("token/2.0", Bounds(upper=2.0)),
+        ("sequence/2.0", Bounds(is_of_sequence=True, upper=2.0)),
+        ("token/0.5_2.0", Bounds(upper=2.0, lower=0.5)),
+        ("sequence/0.5_1e9", Bounds(is_of_sequence=True, upper=1e9, lower=0.5)),
+    ],
+)
+def test_importance_weights_of_the_rollout(
+    case: Case, verl: Answers, name: str, name_of_weights: str, bounds: Bounds
+) -> None:
+    inputs = case["old_log_prob"], case["log_prob"], case["mask"], bounds
+    theirs = f"correction/{name_of_weights}"
+    metrics = correction_metrics(*inputs, Denominators.of(case["mask"]))
+
+    assert_equal(importance_weights(*inputs), verl[theirs])
+    assert_equal(metrics["rollout_is_mean"], verl[f"{theirs}/rollout_is_mean"])
+    share = effective_share(float(metrics["rollout_is_mean"]), float(metrics["rollout_is_square"]))
+    assert share == pytest.approx(float(verl[f"{theirs}/rollout_is_eff_sample_size"]), rel=1e-4)
+    if not bounds.is_of_sequence:
+        # verl counts sequences at the other level.
+        high = verl[f"{theirs}/rollout_is_ratio_fraction_high"]
+        assert_equal(metrics["rollout_is_ratio_fraction_high"], high)
+        assert high > 0.05, "the inputs must reach the bound"
+    assert_equal(metrics["kl"], verl["correction/kl"])
+    if name != "extreme":
+        # verl does not clamp the exponent of this one.
+        torch.testing.assert_close(metrics["k3_kl"].double(), verl["correction/k3_kl"].double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))

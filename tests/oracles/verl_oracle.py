@@ -12,7 +12,7 @@ os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
 import numpy as np
 import torch
 from verl import DataProto
-from verl.trainer.ppo import core_algos
+from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils import torch_functional
 from verl.utils.reward_score import gsm8k
 from verl.workers.config import ActorConfig
@@ -124,6 +124,24 @@ def overlong(case: dict[str, Any], settings: dict[str, float]) -> torch.Tensor:
     return manager(data).sum(dim=1)
 
 
+CORRECTIONS = (("token", "2.0"), ("sequence", "2.0"), ("token", "0.5_2.0"), ("sequence", "0.5_1e9"))
+"""Level and bounds of importance weights: truncated at one bound, masked outside of two. verl fails if it masks all."""
+
+
+def corrections(case: dict[str, Any]) -> dict[str, Any]:
+    """The engine is the policy of log_prob, the trainer that of old_log_prob."""
+    log_ratio, mask = case["old_log_prob"] - case["log_prob"], case["mask"]
+    answers = {}
+    for level, threshold in CORRECTIONS:
+        name = f"{level}/{threshold}"
+        compute = rollout_corr_helper.compute_rollout_correction_weights
+        weights, metrics = compute(log_ratio, mask, level, threshold)
+        answers[f"correction/{name}"] = weights
+        answers |= {f"correction/{name}/{metric}": value for metric, value in metrics.items()}
+    metrics = rollout_corr_helper.compute_offpolicy_metrics(case["old_log_prob"], case["log_prob"], mask)
+    return answers | {f"correction/{metric}": metrics[metric] for metric in ("kl", "k3_kl")}
+
+
 def words(case: dict[str, Any]) -> dict[str, Any]:
     logits, labels = case["logits"].clone().requires_grad_(), case["labels"]
     log_probs = torch_functional.logprobs_from_logits_v2(logits, labels)
@@ -174,7 +192,9 @@ def main(given: str, answered: str) -> None:
     answers |= gsm8k_scores(arrays)
     for name in dict.fromkeys(key.split("/")[0] for key in arrays if key.endswith("/mask")):
         case = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{name}/")}
-        found = advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case)
+        found = (
+            advantages(case, arrays["discounts"]) | kl(case, settings) | words(case) | masked(case) | corrections(case)
+        )
         found["overlong"] = overlong(case, settings)
         for name_of_mode, mode in MODES.items():
             found |= {f"{name_of_mode}/{key}": value for key, value in losses(case, settings, mode).items()}

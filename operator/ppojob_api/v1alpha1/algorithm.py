@@ -1,4 +1,4 @@
-"""`spec.algorithm`: the estimator of advantages, the policy loss, dynamic sampling and the KL terms."""
+"""`spec.algorithm`: advantages, policy loss, dynamic sampling, the KL terms, and the correction of the rollout."""
 
 from enum import StrEnum
 
@@ -123,6 +123,46 @@ class KL(ApiModel):
     """Coefficient of the KL in the reward."""
 
 
+class CorrectionLevel(StrEnum):
+    """What has one importance weight."""
+
+    TOKEN = "Token"
+    SEQUENCE = "Sequence"
+
+
+class CorrectionMethod(StrEnum):
+    """What happens to weights out of bounds."""
+
+    TRUNCATE = "Truncate"
+    MASK = "Mask"
+    NONE = "None"
+
+
+DEFAULT_LOWER = 0.5
+
+
+class RolloutCorrection(ApiModel):
+    """Importance weights of responses whose probabilities differ between engine and trainer. They multiply the
+    advantages in the policy loss."""
+
+    method: CorrectionMethod = CorrectionMethod.TRUNCATE
+    """Truncate: weights above `upper` become `upper` (truncated importance sampling). Mask: weights outside of `lower`
+    and `upper` become 0, so these tokens or responses are not trained on (masked importance sampling). None: no
+    correction."""
+    level: CorrectionLevel = CorrectionLevel.TOKEN
+    """Token: a weight for each token; biased, low variance. Sequence: the product over the response; high variance for
+    long responses."""
+    upper: float = Field(default=2.0, gt=0, le=1_000_000)
+    """Upper bound of the weights."""
+    lower: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Lower bound of the weights, with method Mask only. Absent: 0.5."""
+
+    @property
+    def lower_bound(self) -> float:
+        """The lower bound of method Mask."""
+        return DEFAULT_LOWER if self.lower is None else self.lower
+
+
 class AlgorithmSpec(ApiModel):
     """PPO (Schulman et al. 2017) and its relatives."""
 
@@ -147,6 +187,15 @@ class AlgorithmSpec(ApiModel):
     """Passes over each batch of rollouts."""
     kl: KL = KL()
     """Distance to the reference policy."""
+    rollout_correction: RolloutCorrection | None = None
+    """Correction of the difference between the policy that is trained and the one that generated. Absent: none. Use it
+    with schedule.mode OneStepOff, which requires it or method None, and with quantized engines."""
+
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """The correction, or None if there is none."""
+        given = self.rollout_correction
+        return None if given is None or given.method is CorrectionMethod.NONE else given
 
     @property
     def needs_critic(self) -> bool:

@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.pools import Placement, Pool, Role
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
@@ -153,8 +153,9 @@ def driver_log(root: str, attempt: int) -> str:
 def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource, the length.
 
-    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, `trainer`
-    has either totalSteps or totalEpochs, and `gpuResourceName` is the resource to ask for, or empty for none.
+    After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, mode
+    OneStepOff has its `maxStaleness`, `trainer` has either totalSteps or totalEpochs, and `gpuResourceName` is the
+    resource to ask for, or empty for none.
     """
     return spec.model_copy(
         update={
@@ -190,6 +191,9 @@ def _placement(spec: PPOJobSpec) -> Placement:
 
 
 def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
+    if spec.schedule.mode is ScheduleMode.ONE_STEP_OFF:
+        staleness = spec.schedule.max_staleness or DEFAULT_STALENESS
+        return spec.schedule.model_copy(update={"max_staleness": staleness})
     if spec.schedule.mode is not ScheduleMode.AUTO:
         return spec.schedule
     disabled = set(spec.schedule.disabled_overlaps)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import get_args
 
+from ppojob_api.v1alpha1.algorithm import RolloutCorrection
 from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULES
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
@@ -18,6 +19,13 @@ from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
+from ppojob_api.v1alpha1.off_policy_rules import (
+    CORRECTION_RULES,
+    FIXED_MODE_RULE,
+    OFF_POLICY_CHECKS,
+    OFF_POLICY_RULES,
+    STALENESS_RULES,
+)
 from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
 from ppojob_api.v1alpha1.placement_rules import (
@@ -32,7 +40,7 @@ from ppojob_api.v1alpha1.pools import Placement, Pool
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import CheckpointSpec, ScheduleMode
+from ppojob_api.v1alpha1.training import CheckpointSpec, ScheduleMode, ScheduleSpec
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
@@ -102,6 +110,7 @@ SPEC_RULES = [
         message="this port of the head pod is Ray's own; choose another, or 0 for none",
         field_path=".telemetry.prometheusPort",
     ),
+    *OFF_POLICY_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
     *QUEUE_RULES,
@@ -114,6 +123,8 @@ RULES_OF: dict[type[ApiModel], list[Rule]] = {
     Pool: DEVICE_RULES,
     PoolNetwork: NETWORK_RULES,
     CheckpointSpec: EXPORT_RULES,
+    ScheduleSpec: STALENESS_RULES,
+    RolloutCorrection: CORRECTION_RULES,
 }
 """The CEL of this package's rules, by the model in whose schema it stands."""
 
@@ -154,7 +165,7 @@ METADATA_RULES = [
         field_path=f".spec.{part}",
     )
     for part in IMMUTABLE
-]
+] + [FIXED_MODE_RULE]
 """Rules at the root of the object, where CEL sees the status too."""
 
 
@@ -294,6 +305,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     _workers_have_names_pools_and_classes,
     _the_run_has_one_length,
     _prometheus_has_a_port_of_its_own,
+    *OFF_POLICY_CHECKS,
     *MODEL_CHECKS,
     *PARALLEL_CHECKS,
     *NETWORK_CHECKS,

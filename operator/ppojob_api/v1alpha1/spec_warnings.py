@@ -11,6 +11,7 @@ from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, ScheduleMode
 from ppojob_api.v1alpha1.validation import FieldError
 
 _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
@@ -26,6 +27,7 @@ def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _nothing_to_balance(spec)
     yield from _reward_limit_is_no_limit(spec)
     yield from _gspo_is_hardly_clipped(spec)
+    yield from _is_off_policy(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
             yield from _kinds_are_mixed(pool, f"spec.pools[{index}]")
@@ -62,6 +64,17 @@ def _gspo_is_hardly_clipped(spec: PPOJobSpec) -> Iterator[FieldError]:
     if spec.algorithm.policy_loss is PolicyLoss.GSPO and high >= _LARGE_FOR_GSPO:
         remedy = "GSPO's ratio is a mean over a response's tokens and stays near 1: the paper clips at 4e-4 (low: 3e-4)"
         yield FieldError("spec.actor.clipRatioHigh", high, remedy)
+
+
+def _is_off_policy(spec: PPOJobSpec) -> Iterator[FieldError]:
+    mode = spec.schedule.mode
+    if mode is ScheduleMode.ONE_STEP_OFF:
+        steps = spec.schedule.max_staleness or DEFAULT_STALENESS
+        remedy = (
+            f"this job is not trained on-policy: responses come from weights up to {steps} step"
+            f"{'s' * (steps > 1)} old; for on-policy training, use Auto"
+        )
+        yield FieldError("spec.schedule.mode", mode.value, remedy)
 
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:

@@ -158,6 +158,7 @@ class ScheduleMode(StrEnum):
     SERIAL = "Serial"
     PARALLEL_UPDATE = "ParallelUpdate"
     OVERLAPPED = "Overlapped"
+    ONE_STEP_OFF = "OneStepOff"
 
 
 class Overlap(StrEnum):
@@ -171,13 +172,23 @@ class Overlap(StrEnum):
     OLD_LOG_PROB = "OldLogProb"
 
 
+DEFAULT_STALENESS = 1
+
+
 class ScheduleSpec(ApiModel):
-    """Which phases of a step run at the same time; all modes give the same numbers for the same seed."""
+    """Which phases of a step run at the same time. All modes but OneStepOff are on-policy and give the same numbers for
+    the same seed."""
 
     mode: ScheduleMode = ScheduleMode.AUTO
     """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
     Overlapped: each phase starts when its data is there and its pool is free, with or without a critic. Auto:
-    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which gain nothing there."""
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which gain nothing there.
+    OneStepOff: the rollout, in a pool of its own, generates the next step's responses with older weights while a step
+    is trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
+    either the old or the new mode is OneStepOff."""
+    max_staleness: int | None = Field(default=None, ge=1, le=4)
+    """With mode OneStepOff: the most steps by which the weights that generate a response may be older than those that
+    it trains. The engines get new weights every maxStaleness steps. Absent: 1. Fixed once the job is accepted."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped leaves out, to measure what each is worth. Values: values and reward beside the
     actor's log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the

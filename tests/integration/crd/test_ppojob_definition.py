@@ -237,6 +237,14 @@ def test_what_may_not_change_is_refused_once_the_job_is_accepted(kubectl: Any, a
     assert f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value" in words
 
 
+def test_whether_a_job_is_on_policy_may_not_change_once_it_is_accepted(kubectl: Any, accepted: str) -> None:
+    patch = json.dumps({"spec": {"schedule": {"mode": "OneStepOff"}}})
+    done = kubectl.run("patch", "ppojob", accepted, "--type=merge", "--dry-run=server", f"--patch={patch}")
+
+    assert done.returncode != 0
+    assert "a change from or to mode OneStepOff, or of its maxStaleness, would change what is computed" in done.stderr
+
+
 @pytest.mark.parametrize("part", MUTABLE)
 def test_what_may_change_is_taken_while_the_job_runs(kubectl: Any, accepted: str, part: str) -> None:
     assert change(kubectl, accepted, part) == (True, "")

@@ -138,7 +138,7 @@ async def make_ready(groups: Groups) -> None:
 
 async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
     """Run a step, and see that both updates read all of their columns."""
-    prepared = await ppo.prepare(await ppo.generate(step))
+    prepared = await ppo.prepare(step)
     updated = {**await ppo.apply(prepared), **await ppo.late_metrics()}
     of_actor = updated["actor/numbers/max"] * RANKS
     responses = ROWS * length

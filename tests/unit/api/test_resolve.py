@@ -99,6 +99,22 @@ def test_auto_overlaps_with_and_without_a_critic(changes: Changes, mode: Schedul
     assert _resolved(changes).schedule.mode is mode
 
 
+@pytest.mark.parametrize(("given", "resolved"), [({}, 1), ({"maxStaleness": 3}, 3)])
+def test_one_step_off_has_its_staleness(given: dict[str, int], resolved: int) -> None:
+    off: Changes = {
+        ("spec", "schedule"): {"mode": "OneStepOff", **given},
+        ("spec", "algorithm"): {"rolloutCorrection": {}},
+        ("spec", "pools"): [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "rollout")],
+        ("spec", "placement", "rollout"): ["rollout"],
+    }
+
+    once = _resolved(off)
+
+    assert (once.schedule.mode, once.schedule.max_staleness) == (ScheduleMode.ONE_STEP_OFF, resolved)
+    assert list(check(once)) == []
+    assert _resolved({}).schedule.max_staleness is None
+
+
 @pytest.mark.parametrize(
     ("changes", "mode", "kept"),
     [

@@ -14,6 +14,12 @@ from tests.examples import EXAMPLES, name_of
 
 POOL = {"name": "actor", "gpusPerNode": 2, "nodes": 2}
 CRITIC = {"name": "critic", "gpusPerNode": 2, "nodes": 1}
+OFF = {
+    "schedule": {"mode": "OneStepOff"},
+    "algorithm": {"rolloutCorrection": {"method": "None"}},
+    "pools": [{"name": name, "gpusPerNode": 1} for name in ("actor", "critic", "rollout")],
+    "placement": {"actor": "actor", "critic": "critic", "rollout": ["rollout"]},
+}
 GPU = "nvidia.com/gpu.product"
 
 
@@ -51,6 +57,14 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         (
             {"pools": [POOL, CRITIC]},
             "spec.pools[0].nodeSelector: no node selector chooses the kind of GPU for the 2 pods",
+        ),
+        (
+            OFF,
+            "spec.schedule.mode: 'OneStepOff': this job is not trained on-policy: responses come from weights up to 1",
+        ),
+        (
+            {**OFF, "schedule": {"mode": "OneStepOff", "maxStaleness": 4}},
+            "spec.schedule.mode: 'OneStepOff': this job is not trained on-policy: responses come from weights up to 4",
         ),
         (
             {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},

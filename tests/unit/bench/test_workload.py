@@ -33,6 +33,8 @@ def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -
         ("colocated-auto", {"all": 4}, "Auto"),
         ("rollout-apart", {"trainer": 2, "rollout": 2}, "Overlapped"),
         ("rollout-apart-serial", {"trainer": 2, "rollout": 2}, "Serial"),
+        ("rollout-apart-one-step-off", {"trainer": 2, "rollout": 2}, "OneStepOff"),
+        ("rollout-apart-one-step-off-3", {"trainer": 2, "rollout": 2}, "OneStepOff"),
         ("split-serial", {"actor": 2, "critic": 2}, "Serial"),
         ("1+1", {"actor": 1, "critic": 1}, "Overlapped"),
         ("3+1", {"actor": 3, "critic": 1}, "Overlapped"),
@@ -48,6 +50,7 @@ def test_a_name_says_pools_and_mode(name: str, pools: dict[str, int], mode: str)
     assert {pool.name: pool.gpus for pool in spec.pools} == pools
     assert spec.schedule.mode == mode
     assert (spec.model.reward is not None) == (name == "reward-alone")
+    assert spec.schedule.max_staleness == {"rollout-apart-one-step-off": 1, "rollout-apart-one-step-off-3": 3}.get(name)
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))

@@ -24,9 +24,11 @@ from ppojob_trainer.controller.errors import StoppedError
 from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, MonitorPort, Ports, Storage
-from ppojob_trainer.controller.ppo import PPO, Generated, Prepared
+from ppojob_trainer.controller.ports import B, MonitorPort, Ports
+from ppojob_trainer.controller.ppo import PPO
+from ppojob_trainer.controller.queue import Generated
 from ppojob_trainer.controller.schedule import Schedule
+from ppojob_trainer.controller.storage_ports import Restored, Storage
 
 __all__ = ["LoopSettings", "Outcome", "TrainingLoop"]
 
@@ -67,7 +69,7 @@ class TrainingLoop(Generic[B]):
         self,
         ppo: PPO[B],
         ports: Ports[B],
-        storage: Storage,
+        storage: Storage[B],
         monitor: MonitorPort,
         phases: Phases,
         schedule: Schedule,
@@ -85,8 +87,7 @@ class TrainingLoop(Generic[B]):
         self._step = 0
         self._saved_step = 0
         self._ppo_state: Mapping[str, Any] = {}
-        # In mode Overlapped: the next step's generation, and the last step's record and checkpoint.
-        self._ahead: asyncio.Task[Generated[B]] | None = None
+        # The last step's record and checkpoint, if the next step does not wait for them.
         self._closing: asyncio.Task[None] | None = None
         # The checkpoint that is being written (at most one), and the last request that was answered with one.
         self._writing: asyncio.Task[None] | None = None
@@ -103,13 +104,14 @@ class TrainingLoop(Generic[B]):
                 await self._steps()
             except StoppedError:
                 logger.info("stopping after step %d", self._step)
+                # The next attempt repeats the generations with the current weights.
+                self._ppo.queue.drop(version=self._step)
             await self._settle()
             if self._monitor.is_stopping and self._step < self._monitor.total_steps:
                 await self._save_stopped()
                 return Outcome(self._step, is_finished=False)
             return Outcome(self._step, is_finished=await self._finish())
         finally:
-            self._drop(self._ahead)
             self._drop(self._closing)
             self._drop(self._writing)
             self._drop(self._uploading)
@@ -119,10 +121,11 @@ class TrainingLoop(Generic[B]):
         found = await self._phases.run(Phase.LOAD_CHECKPOINT, "actor", 0, self._checkpoints.restore())
         if found is None:
             return
-        step, state = found
+        step, state = found.step, found.state
         await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, self._ports.data.restore(step, state["data"]))
         self._ppo.restore(state)
         self._step = self._saved_step = step
+        await self._restore_queue(found)
         # The engines start with the initial weights.
         await self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, self._ports.weights.push(step))
         self._monitor.resumed(step)
@@ -130,9 +133,24 @@ class TrainingLoop(Generic[B]):
         if left is not None:
             self._uploading = asyncio.create_task(self._upload(left))
 
+    async def _restore_queue(self, found: Restored[B]) -> None:
+        """Take over the saved responses that are not too old for this schedule. Their prompts are read again."""
+        saved = found.state.get("queue", {"base": found.step, "versions": []})
+        self._ppo.queue.restore(found.step, saved["base"] if found.batches else found.step)
+        for step, (version, batch) in enumerate(zip(saved["versions"], found.batches, strict=True), found.step + 1):
+            if not self._ppo.queue.allows(step, version):
+                break
+            reading = self._ports.data.prompts(step)
+            prompts = await self._phases.run(Phase.LOAD_CHECKPOINT, "data", 0, reading)
+            rollout = self._ports.rollout.joined(batch)
+            whole = prompts.batch.union(batch)
+            self._ppo.queue.put(Generated(step, whole, rollout, prompts.epoch, version))
+
     async def _steps(self) -> None:
         if self._step == 0 and self._settings.validates_first and self._validates:
             self._monitor.record(0, await self._validate())
+        if self._schedule.max_staleness:
+            self._ppo.queue.begin(self._step, self._monitor.total_steps)
         start = self._phases.now()
         while self._step < self._monitor.total_steps:
             start = await self._one_step(self._step + 1, start)
@@ -143,7 +161,7 @@ class TrainingLoop(Generic[B]):
         if self._writing is not None and self._writing.done():
             # A failed save ends the run now, not at the next checkpoint.
             await self._written()
-        prepared = await self._or_stop(self._prepare(step))
+        prepared = await self._or_stop(self._ppo.prepare(step))
         # The last step's checkpoint must hold its models before they change again.
         await self._settle()
         if self._monitor.is_stopping:
@@ -162,7 +180,7 @@ class TrainingLoop(Generic[B]):
         if not goes_ahead or self._monitor.is_stopping:
             await self._close_step(step, metrics, start, end)
             return self._phases.now()
-        self._ahead = asyncio.create_task(self._ppo.generate(step + 1))
+        self._ppo.queue.begin(step, self._monitor.total_steps)
         next_start = self._phases.now()
         self._closing = asyncio.create_task(self._close_step(step, metrics, start, end))
         return next_start
@@ -186,11 +204,6 @@ class TrainingLoop(Generic[B]):
         closing, self._closing = self._closing, None
         if closing is not None:
             await closing
-
-    async def _prepare(self, step: int) -> Prepared[B]:
-        ahead, self._ahead = self._ahead, None
-        generated = await (ahead if ahead is not None else self._ppo.generate(step))
-        return await self._ppo.prepare(generated)
 
     async def _save_stopped(self) -> None:
         is_saved = self._saved_step == self._step
@@ -273,12 +286,16 @@ class TrainingLoop(Generic[B]):
         self._request = self._monitor.checkpoint_request or self._request
         await self._ppo.critic_metrics()
         await self._written()
+        waiting = await self._ppo.queue.of_older_weights(step)
         position = await self._phases.run(Phase.DATA, "data", step, self._ports.data.state(step))
         state = {"data": position, **self._ppo_state}
+        if waiting:
+            state["queue"] = {"base": self._ppo.queue.base, "versions": [one.version for one in waiting]}
         keep = self._monitor.settings.checkpoint_keep
         # After the last step nothing changes the models, so no copy is needed.
         in_background = self._settings.saves_in_background and not self._is_last(step)
-        staging = self._checkpoints.stage(step, in_background=in_background)
+        batches = [one.rollout.batch for one in waiting]
+        staging = self._checkpoints.stage(step, in_background=in_background, batches=batches)
         await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, staging)
         self._saved_step = step
         self._writing = asyncio.create_task(self._commit(step, state, keep, self._request))
@@ -298,6 +315,7 @@ class TrainingLoop(Generic[B]):
 
     async def _validate(self) -> dict[str, float]:
         self._monitor.set_activity(Activity.VALIDATING)
+        await self._ppo.load_engines(self._step)
         return await self._or_stop(self._validation_metrics())
 
     async def _validate_unless_stopped(self) -> dict[str, float]:

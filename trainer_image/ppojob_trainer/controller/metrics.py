@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ppojob_trainer.controller.ports import Batch, Rollout
 
-__all__ = ["length_metrics", "throughput_metrics"]
+__all__ = ["length_metrics", "staleness_metrics", "throughput_metrics"]
 
 B = TypeVar("B", bound=Batch)
 
@@ -27,6 +27,17 @@ def length_metrics(rollout: Rollout[B], max_response_length: int) -> dict[str, f
         **_spread("global_seqlen", totals),
         "perf/total_num_tokens": float(sum(totals)),
     }
+
+
+def staleness_metrics(step: int, version: int) -> dict[str, float]:
+    """Return how old the weights are that generated the responses of a step.
+
+    staleness/max, staleness/mean: optimizer steps of the run between those weights and the ones that are trained; 0:
+    on-policy. All responses of a step have the same. staleness/oldest_version: the step after which the policy had the
+    oldest of those weights.
+    """
+    age = float(step - 1 - version)
+    return {"staleness/max": age, "staleness/mean": age, "staleness/oldest_version": float(version)}
 
 
 def throughput_metrics(metrics: dict[str, float], step_seconds: float, num_gpus: int) -> dict[str, float]:

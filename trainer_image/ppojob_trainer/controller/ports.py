@@ -282,63 +282,12 @@ class Ports(Generic[B]):
     shared: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
 
 
-class CheckpointPort(Protocol):
-    """Saves the state of the models and of the run in the storage."""
-
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Load the checkpoint to resume from. Return its step and run state, or None if there is no checkpoint."""
-        ...
-
-    async def stage(self, step: int, *, in_background: bool) -> None:
-        """Save the current models into a new checkpoint. They may change after this returns.
-
-        Args:
-            in_background: return before everything is written; `commit` waits for the rest.
-        """
-        ...
-
-    async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
-        """Wait until the checkpoint is written, add the run's `state`, and make it the newest. Return its location."""
-        ...
-
-
 @dataclass(frozen=True)
 class Uploaded:
     """The result of an upload: the address of the complete export, or why there is none."""
 
     address: str | None
     failure: UploadFailure | None = None
-
-
-class ExportPort(Protocol):
-    """Exports the policy as a HuggingFace folder, and uploads it."""
-
-    async def export(self, step: int, keep: int) -> Path:
-        """Write the policy after `step` to the storage; return the folder's path.
-
-        Args:
-            keep: how many exports are kept, if the job exports several steps.
-        """
-        ...
-
-    def newest(self, step: int) -> int | None:
-        """Return the newest exported step up to `step`, whose upload an earlier attempt may have dropped; None: none.
-
-        A job with one export makes it again.
-        """
-        ...
-
-    async def upload(self, step: int) -> Uploaded:
-        """Upload the export of `step`. An upload that failed is a result, no error."""
-        ...
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What a run leaves behind."""
-
-    checkpoints: CheckpointPort
-    exports: ExportPort
 
 
 class MonitorPort(Protocol):

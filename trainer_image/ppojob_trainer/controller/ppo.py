@@ -25,11 +25,13 @@
   log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
 * With dynamic sampling, gen and reward are repeated until the batch is full (`dynamic_sampling`). So all other phases
   wait for the whole batch, and the responses of a round are scored after its generation.
-* With one minibatch and one epoch, the policy that is updated is the one that generated: old_log_prob is left out.
+* With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
+* In mode OneStepOff, `queue` draws which steps are generated while others are trained. old_log_prob stays that of the
+  policy at the start of the step, so the clipping does not depend on the staleness.
 
-`loop` calls `prepare` (up to the advantages: it changes no model and can be dropped) and `apply` (cannot be dropped).
-Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped and repeated gives the same
-responses.
+`loop` calls `queue.begin` (generations), `prepare` (up to the advantages: it changes no model and can be dropped) and
+`apply` (cannot be dropped). Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped
+and repeated gives the same responses.
 """
 
 from __future__ import annotations
@@ -43,16 +45,17 @@ from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
 from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
 from ppojob_trainer.controller.generation import Generation
-from ppojob_trainer.controller.metrics import length_metrics
+from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
+from ppojob_trainer.controller.queue import Generated, GenerationQueue
 from ppojob_trainer.controller.schedule import Schedule
 
 if TYPE_CHECKING:
     # `maths` imports torch, which the controller does not need.
     from ppojob_trainer.maths.kl import KLController
 
-__all__ = ["PPO", "Generated", "PPOSettings", "Prepared"]
+__all__ = ["PPO", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
 _SCORING = (Phase.REWARD, Phase.REWARD_MODEL)
@@ -75,23 +78,6 @@ class PPOSettings:
 
 
 @dataclass(frozen=True)
-class Generated(Generic[B]):
-    """Responses to the prompts of a step; `batch` also has the columns of the prompts.
-
-    `streamed` holds the forward phases that started on responses while others were generated. is_scored: the batch has
-    token_level_scores.
-    """
-
-    step: int
-    batch: B
-    rollout: Rollout[B]
-    epoch: int
-    metrics: Metrics
-    streamed: StreamedPhases[B] | None = None
-    is_scored: bool = False
-
-
-@dataclass(frozen=True)
 class Prepared(Generic[B]):
     """The data that the updates of a step read."""
 
@@ -101,7 +87,10 @@ class Prepared(Generic[B]):
 
 
 class PPO(Generic[B]):
-    """Runs steps. It keeps the running update of the critic, because the next step's values wait for it."""
+    """Runs steps. It keeps the running update of the critic, because the next step's values wait for it.
+
+    queue: the generations; `loop` saves and restores them.
+    """
 
     def __init__(
         self, ports: Ports[B], schedule: Schedule, phases: Phases, settings: PPOSettings, kl: KLController
@@ -112,6 +101,7 @@ class PPO(Generic[B]):
         self._settings = settings
         self._kl = kl
         self._generation = Generation(ports, phases)
+        self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._streamed: StreamedPhases[B] | None = None
@@ -119,26 +109,23 @@ class PPO(Generic[B]):
             None if settings.sampling is None else DynamicSampler(settings.sampling)
         )
 
-    async def generate(self, step: int) -> Generated[B]:
-        """Get the prompts of a step, generate the responses, and call the users' hooks after Generate.
+    async def _generate(self, step: int, version: int) -> Generated[B]:
+        """Get the prompts of a step and generate the responses, with the engines' weights of that version.
 
         Raises:
             BatchNotFilledError: dynamic sampling reached its limit.
         """
         if self._sampler is not None:
-            return await self._filled(self._sampler, step)
+            return await self._filled(self._sampler, step, version)
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, streamed = await self._stream(prompts.batch, step)
         else:
             rollout = await self._generation.write(prompts.batch, step)
-        # A user-defined worker gets the hook calls of all steps in order.
-        await self._hook_metrics()
-        batch, found = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
-        return Generated(step, batch, rollout, prompts.epoch, found, streamed)
+        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
 
-    async def _filled(self, sampler: DynamicSampler[B], step: int) -> Generated[B]:
+    async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
         """Generate and score rounds until the batch is full of prompts whose scores differ."""
         reward = self._ports.reward
         found = await sampler.fill(step, lambda count, number: self._round(step, count, number), reward.row_scores)
@@ -146,8 +133,8 @@ class PPO(Generic[B]):
         of_scores = {
             key: value for name in found.scores for key, value in phases[name].metrics(found.scores[name]).items()
         }
-        rollout = self._ports.rollout.joined(found.rollout)
-        return Generated(step, found.batch, rollout, found.epoch, {**found.metrics, **of_scores}, is_scored=True)
+        rollout, metrics = self._ports.rollout.joined(found.rollout), {**found.metrics, **of_scores}
+        return Generated(step, found.batch, rollout, found.epoch, version, is_scored=True, metrics=metrics)
 
     async def _round(self, step: int, count: int, number: int) -> Round[B]:
         """Generate and score the responses to some prompts."""
@@ -156,17 +143,20 @@ class PPO(Generic[B]):
             # The policy is still that of the last step.
             await self._push(step, step - 1)
         rollout = await self._generation.write(prompts.batch, step)
-        await self._hook_metrics()
-        batch, hooked = await self._hooks(HookPoint.GENERATE, prompts.batch.union(rollout.batch), step)
+        batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
         phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
         scores = await on_whole(phases, self._chains(phases).values(), batch)
         batch = batch.union(*scores.values())
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return Round(batch, rollout.batch, scores, {**hooked, **total}, prompts.epoch)
 
-    async def prepare(self, generated: Generated[B]) -> Prepared[B]:
+    async def prepare(self, step: int) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
-        step, ports = generated.step, self._ports
+        ports, generated = self._ports, await self.queue.take(step)
+        generate_hooked = generated.metrics
+        if not generated.is_scored:
+            batch, generate_hooked = await self._generate_hooks(generated.batch, step)
+            generated = replace(generated, batch=batch)
         batch, found = await self._forward(generated)
         batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
         coefficient = self._kl.coefficient
@@ -175,7 +165,8 @@ class PPO(Generic[B]):
         )
         metrics = {
             **length_metrics(generated.rollout, self._settings.max_response_length),
-            **generated.metrics,
+            **staleness_metrics(step, generated.version),
+            **generate_hooked,
             **found,
             **hooked,
             **statistics,
@@ -190,6 +181,7 @@ class PPO(Generic[B]):
     async def apply(self, prepared: Prepared[B]) -> dict[str, float]:
         """Update the models and send the weights. The critic's update may still run afterwards (`critic_metrics`)."""
         step, batch = prepared.step, prepared.batch
+        self.queue.forget(step)
         if self._ports.critic is not None:
             work = self._run(Phase.UPDATE_CRITIC, "critic", step, self._ports.critic.update(batch))
             self._critic_update = asyncio.create_task(work)
@@ -204,16 +196,28 @@ class PPO(Generic[B]):
         return dict(updated)
 
     async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
-        """Update the policy, unless the critic warms up, and send its weights to the engines that need them."""
+        """Update the policy, unless the critic warms up, and send its weights if the next generations need them."""
         step, batch = prepared.step, prepared.batch
+        is_trained = step > self._settings.critic_warmup_steps
         updated: Metrics = {}
-        if step > self._settings.critic_warmup_steps:
+        if is_trained:
             updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
-        elif not self._ports.weights.are_released:
+        if not self.queue.is_due(step):
             return updated
-        if not self._schedule.weight_sync:
-            await self.critic_metrics()
-        return {**updated, **await self._push(step, step)}
+        await self.queue.idle()
+        if is_trained or self._ports.weights.are_released:
+            if not self._schedule.weight_sync:
+                await self.critic_metrics()
+            updated = {**updated, **await self._push(step, step)}
+        self.queue.pushed(step)
+        return updated
+
+    async def load_engines(self, step: int) -> None:
+        """Send the weights after `step`, the last one, to engines that have older ones; for validation."""
+        if self.queue.loaded != step:
+            await self.queue.idle()
+            await self._push(step, step)
+            self.queue.pushed(step, is_base=False)
 
     async def _push(self, step: int, version: int) -> Metrics:
         own, *shared = self._generation.roles
@@ -244,6 +248,7 @@ class PPO(Generic[B]):
 
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
+        self.queue.drop()
         if self._streamed is not None:
             self._streamed.cancel()
         for task in (self._critic_update, self._step_hooks):
@@ -260,6 +265,11 @@ class PPO(Generic[B]):
                 batch, found = await self._run(f"hook_{hook.worker}", hook.worker, step, hook.call(batch, step))
                 metrics |= found
         return batch, metrics
+
+    async def _generate_hooks(self, batch: B, step: int) -> tuple[B, Metrics]:
+        # A user-defined worker gets the hook calls of all steps in order.
+        await self._hook_metrics()
+        return await self._hooks(HookPoint.GENERATE, batch, step)
 
     async def _after_step(self, prepared: Prepared[B]) -> Metrics:
         _, metrics = await self._hooks(HookPoint.STEP, prepared.batch, prepared.step)

@@ -2,7 +2,8 @@
 
 Read by `ppo` and `loop`. A schedule changes when phases run and never what they compute: in all modes the same calls
 get the same arguments, so the same seed gives the same numbers. (old_log_prob is the one phase that a schedule can
-leave out. The update then uses the log-probs that it computes anyway.)
+leave out. The update then uses the log-probs that it computes anyway.) OneStepOff is the exception: it generates with
+older weights, so it is not on-policy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ScheduleMode
 
 __all__ = ["Schedule", "is_one_update", "schedule_for", "schedule_of"]
 
@@ -27,6 +28,7 @@ class Schedule:
     next_generation: the next step's generation runs during the critic's update.
     streaming: values, ref and reward of finished responses run while others are generated.
     old_log_prob: the phase is left out if the ratio is 1 by construction.
+    max_staleness: how many steps older than the trained weights those of the engines may be; 0: on-policy.
     """
 
     values: bool = False
@@ -36,6 +38,7 @@ class Schedule:
     next_generation: bool = False
     streaming: bool = False
     old_log_prob: bool = False
+    max_staleness: int = 0
 
 
 _SCHEDULES: Final = {
@@ -50,6 +53,16 @@ _SCHEDULES: Final = {
         streaming=True,
         old_log_prob=True,
     ),
+    # No streaming: log-probs and values are those of the models that the step begins with, which do not exist yet.
+    ScheduleMode.ONE_STEP_OFF: Schedule(
+        values=True,
+        reference=True,
+        updates=True,
+        weight_sync=True,
+        next_generation=True,
+        old_log_prob=True,
+        max_staleness=DEFAULT_STALENESS,
+    ),
 }
 _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
     Overlap.VALUES: {"values": False},
@@ -63,7 +76,7 @@ _SWITCHED_OFF: Final[Mapping[Overlap, Mapping[str, bool]]] = {
 
 
 def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedule:
-    """Return the schedule of a resolved spec's mode, without the overlaps in `without`.
+    """Return the schedule of a mode with its default staleness, without the overlaps in `without`.
 
     Raises:
         ValueError: the mode is Auto, which `resolve` replaces.
@@ -77,11 +90,16 @@ def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedu
 
 
 def schedule_for(spec: PPOJobSpec) -> Schedule:
-    """Return the schedule of a resolved spec. Dynamic sampling goes without Streaming: the scores choose the rows."""
+    """Return the schedule of a resolved spec. Dynamic sampling goes without Streaming: the scores choose the rows.
+
+    Raises:
+        ValueError: see `schedule_of`.
+    """
     without = set(spec.schedule.disabled_overlaps)
     if spec.algorithm.dynamic_sampling is not None:
         without.add(Overlap.STREAMING)
-    return schedule_of(spec.schedule.mode, without)
+    schedule, staleness = schedule_of(spec.schedule.mode, without), spec.schedule.max_staleness
+    return schedule if staleness is None else replace(schedule, max_staleness=staleness)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

@@ -35,8 +35,9 @@ _ROLES = {
     Phase.UPDATE_WEIGHTS: "rollout",
 }
 _HOOK = "hook_"
-# From the second step on, each starts as the one before did; a few more do no harm.
-_NUM_STEPS = 4
+# On-policy, each step starts as the one before did from the second on; a few more do no harm. With OneStepOff, the
+# steps between two pushes do, but only when the slowest pool has used up the lead of the others.
+_NUM_PERIODS, _NUM_STALE_PERIODS = 4, 40
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds from step to step, and the share of them in which each pool is busy."""
+    """Seconds from step to step, and the share of them in which each pool is busy.
+
+    With OneStepOff, means over the steps between two pushes.
+    """
 
     seconds: float
     busy: Mapping[str, float]
@@ -93,13 +97,14 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     Args:
         seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
-    play = _Simulation(seconds, layout)
-    ends = [play.step() for _ in range(_NUM_STEPS)]
-    length = max(ends[-1] - ends[-2], 1e-9)
+    play, period = _Simulation(seconds, layout), max(1, layout.schedule.max_staleness)
+    number = _NUM_STALE_PERIODS if layout.schedule.max_staleness else _NUM_PERIODS
+    ends = [play.step() for _ in range(number * period)]
+    length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
         for pool in layout.pools_of(phase):
-            work[pool] += taken
+            work[pool] += taken / (period if phase == Phase.UPDATE_WEIGHTS else 1)
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
 
@@ -114,15 +119,21 @@ class _Simulation:
         self._began = 0.0
         self._critic_done = 0.0
         self._hooks_done = 0.0
+        # As in `queue`: the ends of the generations, the version of the weights that they count from, and its push.
+        self._step = 0
+        self._generated: list[float] = []
+        self._base = 0
+        self._pushed = 0.0
 
     def step(self) -> float:
         schedule = self._layout.schedule
+        self._step += 1
         ready = self._prepare(self._began)
         self._critic_done = self._run(Phase.UPDATE_CRITIC, ready)
         end = self._run(Phase.UPDATE_ACTOR, ready if schedule.updates else self._critic_done)
         if not schedule.weight_sync:
             end = max(end, self._critic_done)
-        end = self._run(Phase.UPDATE_WEIGHTS, end)
+        end = self._push(end)
         self._hooks_done = self._hooks(HookPoint.STEP, end)
         if not schedule.next_generation:
             end = max(end, self._critic_done, self._hooks_done)
@@ -131,10 +142,26 @@ class _Simulation:
 
     def _prepare(self, began: float) -> float:
         """Simulate the step up to the advantages; the last step's critic and hooks must be done by then too."""
-        generated = max(self._run(Phase.GENERATE, self._run(Phase.DATA, began)), self._hooks_done)
+        generated = max(self._responses(began), self._hooks_done)
         generated = self._hooks(HookPoint.GENERATE, generated)
         scored = self._hooks(HookPoint.SCORE, self._forward(generated))
         return max(self._run(Phase.ADVANTAGES, scored), self._critic_done, self._hooks_done)
+
+    def _responses(self, began: float) -> float:
+        """Simulate the generations that may start by now; return when the responses of this step are there."""
+        ahead = self._layout.schedule.max_staleness
+        while len(self._generated) < self._base + 1 + ahead:
+            ready = max([self._pushed, *self._generated[-1:]]) if ahead else began
+            self._generated.append(self._run(Phase.GENERATE, self._run(Phase.DATA, ready)))
+        return max(began, self._generated[self._step - 1])
+
+    def _push(self, ready: float) -> float:
+        """Simulate the transfer of the weights, which waits for all generations, unless this step has none."""
+        if self._step - self._base < self._layout.schedule.max_staleness:
+            return ready
+        self._base = self._step
+        self._pushed = self._run(Phase.UPDATE_WEIGHTS, max(ready, *self._generated))
+        return self._pushed
 
     def _forward(self, generated: float) -> float:
         """Simulate the chains; the chain that is ready first gets the pool first."""

@@ -1,4 +1,4 @@
-"""Checkpoints: the ranks write shards, the store decides which checkpoint is valid.
+"""Checkpoints: the ranks write shards, the data role the responses that wait, the store decides which one is valid.
 
 Implements `controller.ports.CheckpointPort` for `run`.
 """
@@ -15,16 +15,18 @@ from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, CheckpointUn
 from ppojob_trainer.checkpoints.address import below
 from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.controller.layout import pools_of_roles
+from ppojob_trainer.controller.storage_ports import Restored
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerFailedError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
+from ppojob_trainer.worker_groups.table import Table
 
 __all__ = ["JobCheckpoints"]
 
-_ACTOR, _CRITIC = "actor", "critic"
+_ACTOR, _CRITIC, _QUEUE = "actor", "critic", "queue"
 _POLL_S = 1.0
 
 
@@ -46,7 +48,7 @@ class JobCheckpoints:
         self._limit_s = float(spec.trainer.phase_timeout_seconds)
         self._found = found
 
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
+    async def restore(self) -> Restored[Table] | None:
         """See `CheckpointPort`.
 
         Raises:
@@ -60,13 +62,14 @@ class JobCheckpoints:
             # Roles that share GPUs load one after the other: gradients and moments are on the GPU while they are read,
             # and are offloaded only afterwards.
             await (_in_turn(calls) if self._is_shared else asyncio.gather(*calls))
+            batches = [await self._groups.data.saved_rows(each) for each in _queued(found.location, _num_queued(found))]
         except WorkerFailedError as error:
             if isinstance(error.__cause__, EngineCheckpointError):
                 raise self._unreadable(found, error) from error
             raise
-        return found.step, found.state
+        return Restored(found.step, found.state, batches)
 
-    async def stage(self, step: int, *, in_background: bool) -> None:
+    async def stage(self, step: int, *, in_background: bool, batches: Sequence[Table]) -> None:
         """See `CheckpointPort`.
 
         Raises:
@@ -74,7 +77,10 @@ class JobCheckpoints:
         """
         location = await asyncio.to_thread(self._store.begin, step)
         with self._abandoning(step):
-            await asyncio.gather(*self._calls(ActorWorker.save, CriticWorker.save, location, in_background))
+            saving = self._calls(ActorWorker.save, CriticWorker.save, location, in_background)
+            files = _queued(location, len(batches))
+            queued = (self._groups.data.save_rows(*each) for each in zip(batches, files, strict=True))
+            await asyncio.gather(*saving, *queued)
 
     async def commit(self, step: int, state: Mapping[str, Any], keep: int) -> str:
         """See `CheckpointPort`.
@@ -119,6 +125,15 @@ class JobCheckpoints:
         return CheckpointUnreadableError.of(
             found.location, str(error.__cause__), older=self._store.older_than(found.step)
         )
+
+
+def _num_queued(found: Checkpoint) -> int:
+    return len(found.state.get("queue", {}).get("versions", ()))
+
+
+def _queued(location: str, number: int) -> list[str]:
+    """Return the files of a checkpoint with the responses of the next steps."""
+    return [below(location, f"{_QUEUE}/{index}.safetensors") for index in range(number)]
 
 
 async def _in_turn(calls: Sequence[Coroutine[Any, Any, Any]]) -> None:

@@ -24,9 +24,9 @@ from ppojob_trainer.controller.dynamic_sampling import sampling_of
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
-from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import is_one_update, schedule_for
+from ppojob_trainer.controller.storage_ports import Storage
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target

@@ -12,9 +12,9 @@ from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
 from ppojob_trainer.controller.phases import Phases
-from ppojob_trainer.controller.ports import Storage
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
+from ppojob_trainer.controller.storage_ports import Restored, Storage
 from ppojob_trainer.maths.kl import AdaptiveKLController
 from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, World, fake_ports
 from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeExports, FakeMonitor
@@ -62,7 +62,7 @@ def make_run() -> MakeRun:
         pool_of: Mapping[str, str] = SPLIT,
         settings: Mapping[str, Any] = {},
         write_s: float | None = None,
-        found: tuple[int, Mapping[str, Any]] | None = None,
+        found: Restored[FakeBatch] | None = None,
         **ports: Any,
     ) -> Run:
         export: Exporting = ports.pop("export", Exporting())

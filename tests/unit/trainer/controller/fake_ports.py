@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
+from tests.unit.trainer.controller.virtual_time import VirtualTime
 
 T = TypeVar("T")
 
@@ -42,38 +41,8 @@ DURATIONS = {
     "save": 2.0,
     "export": 1.0,
 }
-_TURNS = 50
 NUM_ROWS = 2
 """Rows of every whole batch."""
-
-
-class VirtualTime:
-    """A clock that moves only when every task waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
-
-    async def sleep(self, seconds: float) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (self.now + seconds, next(self._numbers), future))
-        await future
-
-    async def run(self, work: Awaitable[T]) -> T:
-        """Move the time until `work` is done."""
-        task = asyncio.ensure_future(work)
-        while not task.done():
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
-            self._advance()
-        return await task
-
-    def _advance(self) -> None:
-        if self._waiting:
-            self.now, _, future = heapq.heappop(self._waiting)
-            if not future.done():
-                future.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -135,6 +104,12 @@ class World:
     actor: float = 1.0
     critic: float = 2.0
     rollout: float = 1.0
+    generated: dict[int, float] = field(default_factory=dict)
+    """The engines' weights with which the responses of each step were generated."""
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    """Step and prompts of each update of the actor; 0: the prompts of dynamic sampling, which `rows` names."""
+    actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    """The actor's weights after each step."""
     engines_sleep: bool = False
     share_of_mixed: float = 0.5
     asleep: set[str] = field(default_factory=set)
@@ -172,14 +147,17 @@ class FakeData:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
         self.position = 0
-        self.positions: dict[int, int] = {}
+        self.positions: dict[int, int] = {0: 0}
+        """Prompts that were read up to each step; each batch has the number of the last one in the column `prompt`."""
         self.counts: dict[int, list[int]] = {}
         """For each step, the numbers of prompts that dynamic sampling requested."""
 
     async def prompts(self, step: int, count: int | None = None) -> FakePrompts:
         await self.world.phase("prompts", step)
         if count is None:
-            return FakePrompts(FakeBatch(2, {"step": step}))
+            self.position += 1
+            self.positions[step] = self.position
+            return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
         self.counts.setdefault(step, []).append(count)
         prompts = range(self.position, self.position + count)
         self.position = self.positions[step] = self.position + count
@@ -190,11 +168,11 @@ class FakeData:
         return FakeBatch(2, {"validation": 1.0})
 
     async def state(self, step: int) -> Mapping[str, Any]:
-        return {"position": self.positions.get(step, step)}
+        return {"position": self.positions[step]}
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         self.restored = (step, state)
-        self.position = state.get("position", 0)
+        self.position = self.positions[step] = state["position"]
 
 
 class FakeRollouts:
@@ -208,8 +186,9 @@ class FakeRollouts:
 
     async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
         assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
-        weights = self.world.rollout
+        weights = self.world.generated[step] = self.world.rollout
         await self.world.phase(f"generate{self.suffix}", step)
+        assert self.world.rollout == weights, "the engines got other weights while they generated"
         self._sleep()
         return FakeRollout(FakeBatch(len(prompts), {"response": number_of(step, weights)}))
 
@@ -256,6 +235,9 @@ class FakeActor:
     async def update(self, batch: FakeBatch) -> Metrics:
         await self.world.phase("update_actor", int(batch.columns["step"]))
         self.world.actor += batch.columns["advantage"]
+        step = int(batch.columns["step"])
+        self.world.actors[step] = self.world.actor
+        self.world.trained.append((step, int(batch.columns.get("prompt", 0))))
         return {"actor/pg_loss": batch.columns["advantage"]}
 
 
@@ -363,8 +345,10 @@ class FakeWeights:
         return self.world.engines_sleep
 
     async def push(self, version: int) -> dict[str, float]:
+        weights = self.world.actor
         await self.world.phase("push", version)
-        self.world.rollout = self.world.actor
+        assert self.world.actor == weights, "the actor was updated while its weights were sent"
+        self.world.rollout = weights
         self.world.asleep.clear()
         return {"comm_mb/update_weights": 269.0}
 

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_trainer.controller.ports import Metrics, Uploaded
-from tests.unit.trainer.controller.fake_ports import World
+from ppojob_trainer.controller.storage_ports import Restored
+from tests.unit.trainer.controller.fake_ports import FakeBatch, World
 
 
 class FakeCheckpoints:
     """Keeps the models of each saved step."""
 
-    def __init__(self, world: World, found: tuple[int, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, world: World, found: Restored[FakeBatch] | None = None) -> None:
         self.world = world
         self.found = found
+        self.batches: dict[int, Sequence[FakeBatch]] = {}
         self.staged: dict[int, tuple[float, float]] = {}
         self.saved: dict[int, tuple[Mapping[str, Any], float, float]] = {}
         self.in_background: list[int] = []
 
-    async def restore(self) -> tuple[int, Mapping[str, Any]] | None:
+    async def restore(self) -> Restored[FakeBatch] | None:
         return self.found
 
-    async def stage(self, step: int, *, in_background: bool) -> None:
+    async def stage(self, step: int, *, in_background: bool, batches: Sequence[FakeBatch]) -> None:
         await self.world.phase("save", step)
+        self.batches[step] = batches
         if in_background:
             self.in_background.append(step)
         self.staged[step] = (self.world.actor, self.world.critic)

@@ -10,6 +10,7 @@ import pytest
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, SamplingSettings, mixed_groups
 from ppojob_trainer.controller.errors import BatchNotFilledError
+from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, Run
 from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, FakeData, number_of
 
@@ -89,7 +90,7 @@ async def test_a_resumed_run_generates_the_same(make_run: MakeRun) -> None:
     first = make_run(steps=2, save_every=1, settings=SETTINGS)
     await first()
     state, actor, critic = first.checkpoints.saved[2]
-    rest = make_run(steps=4, save_every=1, settings=SETTINGS, found=(2, {"kl": state["kl"], **state}))
+    rest = make_run(steps=4, save_every=1, settings=SETTINGS, found=Restored(2, {"kl": state["kl"], **state}))
     rest.world.actor, rest.world.critic = actor, critic
     await rest()
 

@@ -7,10 +7,11 @@ import pytest
 from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.ports import Uploaded
+from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import Exporting, MakeRun, StopAt
 
 FAILED = Uploaded(None, UploadFailure(reason="UploadFailed", message="the store does not answer"))
-KL = {"data": {}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
+KL = {"data": {"position": 2}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
 
 
 @pytest.mark.parametrize("mode", [ScheduleMode.SERIAL, ScheduleMode.OVERLAPPED])
@@ -81,7 +82,7 @@ async def test_a_stop_during_the_last_upload_leaves_it_to_the_next_attempt(make_
 
     assert (outcome.step, outcome.is_finished) == (2, False)
     assert run.monitor.uploads == []
-    again = make_run(steps=2, export=Exporting(upload_s=1000.0), found=(2, KL))
+    again = make_run(steps=2, export=Exporting(upload_s=1000.0), found=Restored(2, KL))
     assert (await again()).is_finished
     assert again.monitor.uploads == [Uploaded("s3://bucket/step-2")]
 
@@ -117,7 +118,7 @@ async def test_a_stop_while_an_export_waits_for_an_upload_drops_both(make_run: M
 
 
 async def test_an_upload_that_an_attempt_left_is_made_by_the_next_one(make_run: MakeRun) -> None:
-    run = make_run(steps=4, found=(2, KL), export=Exporting(is_each=True, upload_s=1.0, left=(1, 2, 3)))
+    run = make_run(steps=4, found=Restored(2, KL), export=Exporting(is_each=True, upload_s=1.0, left=(1, 2, 3)))
 
     await run()
 

@@ -6,6 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
 from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, StopAt
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
@@ -70,7 +71,7 @@ async def test_every_0_writes_the_last_checkpoint_alone_and_exports(make_run: Ma
 
 async def test_a_resumed_run_goes_on_after_its_step_with_the_state_of_the_checkpoint(make_run: MakeRun) -> None:
     state = {"data": {"position": 2}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
-    run = make_run(steps=4, validate_every=1, found=(2, state))
+    run = make_run(steps=4, validate_every=1, found=Restored(2, state))
 
     await run()
 
@@ -81,8 +82,8 @@ async def test_a_resumed_run_goes_on_after_its_step_with_the_state_of_the_checkp
 
 
 async def test_a_run_that_was_done_already_exports_and_ends(make_run: MakeRun) -> None:
-    state = {"data": {}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
-    run = make_run(steps=3, found=(3, state))
+    state = {"data": {"position": 3}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
+    run = make_run(steps=3, found=Restored(3, state))
 
     outcome = await run()
 

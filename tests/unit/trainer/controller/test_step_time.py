@@ -1,6 +1,7 @@
 """The step's time from its phases': as it was measured, and as the real controller runs them in virtual time."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,41 @@ async def test_the_real_controller_takes_as_long(
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]
     assert measured == pytest.approx([found.seconds] * 3)
     assert run.monitor.records[4]["pool/a/busy_fraction"] == pytest.approx(found.busy["a"], abs=0.02)
+
+
+@pytest.mark.parametrize("most", range(5))
+@pytest.mark.parametrize("slow", [{}, {"generate": 30.0}, {"update_actor": 20.0}, {"prompts": 6.0, "push": 4.0}])
+@pytest.mark.parametrize(
+    ("pool_of", "ports"),
+    [
+        ({**POOLS, "rollout": "r"}, {}),
+        ({**POOLS, "rollout": "r", "critic": "a"}, {}),
+        ({"actor": "a", "rollout": "r", "ref": "a"}, {"has_critic": False}),
+        (
+            {"actor": "a", "rollout": "r", "ref": "a", "rollout_shared": "s"},
+            {"has_critic": False, "shared": ["rollout_shared"]},
+        ),
+    ],
+)
+async def test_one_step_off_takes_as_long_as_the_real_controller(
+    make_run: MakeRun, pool_of: dict[str, str], ports: dict[str, Any], slow: dict[str, float], most: int
+) -> None:
+    schedule = replace(schedule_of(ScheduleMode.ONE_STEP_OFF), max_staleness=most)
+    run = make_run(schedule, steps=20, pool_of={"data": "a", "reward": "c", **pool_of}, **ports)
+    run.world.durations.update(slow)
+    if "rollout_shared" in pool_of:
+        run.world.durations["generate_shared"] = run.world.durations["generate"]
+    await run()
+    left_out = {"values", "update_critic"} if ports else set()
+    seconds = {phase: run.world.durations[name] for phase, name in NAMES.items() if phase not in left_out}
+    gpus, shared = dict.fromkeys(pool_of.values(), 1), [pool_of[role] for role in ports.get("shared", ())]
+
+    found = step_time(seconds, Layout(pool_of, gpus, schedule, shared=shared))
+
+    # The last steps generate nothing.
+    period = max(most, 1)
+    measured = [run.monitor.records[step]["timing_s/step"] for step in range(9, 9 + period)]
+    assert sum(measured) / period == pytest.approx(found.seconds)
 
 
 async def test_streaming_makes_a_step_shorter_than_that(make_run: MakeRun) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
+from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
@@ -90,7 +90,9 @@ OWN_LOSS = {
 def test_neither_micro_batches_nor_checkpointing_change_an_update(
     make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation, loss: dict[str, Any]
 ) -> None:
-    algorithm = AlgorithmSpec.model_validate({"kl": KL(in_loss=True, loss_coefficient=0.1), **loss})
+    kl, correction = KL(in_loss=True, loss_coefficient=0.1), RolloutCorrection()
+    algorithm = AlgorithmSpec.model_validate({"kl": kl, "rolloutCorrection": correction, **loss})
+    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: batch.tensor(Keys.OLD_LOG_PROBS) - 0.3})
     settings = {"loss_aggregation": aggregation, "entropy_coefficient": 0.01}
     whole, cut = make_policy(algorithm, **settings), make_policy(algorithm, True, max_tokens_per_gpu=16, **settings)
     before = parameters(whole)
@@ -123,6 +125,51 @@ def test_an_update_follows_the_advantages(make_policy: Callable[..., PolicyEngin
     assert metrics["actor/lr"] == pytest.approx(1e-3)
     assert metrics["actor/non_finite_steps"] == 0
     assert "perf/mfu/actor" not in metrics
+
+
+CORRECTED = AlgorithmSpec(rollout_correction=RolloutCorrection(upper=2.0))
+
+
+def test_the_correction_multiplies_the_advantages_by_the_weights(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    corrected, by_hand = make_policy(CORRECTED), make_policy()
+    before = parameters(by_hand)
+    batch = batch_of(8)
+    mask, old = batch.tensor(Keys.RESPONSE_MASK), batch.tensor(Keys.OLD_LOG_PROBS)
+    # Half of the tokens have the weight exp(0.5), the others, above the bound, 2.
+    apart = torch.full(old.shape, 0.5)
+    apart[::2] = 1.5
+    weights = apart.exp().clamp(max=2.0)
+    advantages = batch.tensor(Keys.ADVANTAGES) * weights
+
+    metrics = corrected.update(batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old - apart}))
+    by_hand.update(batch.with_fields({Keys.ADVANTAGES: advantages}))
+
+    assert_same_updates(parameters(corrected), parameters(by_hand), before)
+    high = mask[::2].sum() / mask.sum()
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(
+        float((weights * mask).sum() / mask.sum()), rel=0.05
+    )
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(float(high), abs=0.1)
+    assert metrics["rollout_corr/kl"] < 0
+    assert 0.9 < metrics["rollout_corr/rollout_is_eff_sample_size"] < 1
+    assert "rollout_corr/rollout_is_square" not in metrics
+
+
+def test_without_old_log_probs_the_weights_are_those_of_the_policy_before_its_only_update(
+    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+) -> None:
+    left_out, computed = make_policy(CORRECTED), make_policy(CORRECTED)
+    batch = batch_of(8, num_mini_batches=1)
+    old = computed.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old - 0.3, Keys.OLD_LOG_PROBS: old})
+    without = batch.select([name for name in batch.tensors() if name != Keys.OLD_LOG_PROBS])
+
+    metrics = left_out.update(without)
+
+    assert metrics == pytest.approx(computed.update(batch), rel=1e-4, abs=1e-5)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.3, abs=1e-4)
 
 
 def test_epochs_are_passes_over_the_same_minibatches(

@@ -17,7 +17,8 @@ import yaml
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.commands.convert.config_files import is_unset
-from ppojob_trainer.commands.convert.draft import Draft, draft_of
+from ppojob_trainer.commands.convert.draft import Draft
+from ppojob_trainer.commands.convert.parts import draft_of
 from ppojob_trainer.commands.convert.read import Settings
 from ppojob_trainer.commands.convert.rows import Checked, Converted, Ignored, Row, Unsupported
 from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
@@ -74,7 +75,7 @@ def convert(settings: Settings) -> Conversion:
     if settings.is_whole:
         given = {key: value for key, value in given.items() if not is_unset(key, value)}
     given, unresolved = _resolved(given)
-    draft = draft_of(given, splits=settings.splits)
+    draft = draft_of(given, splits=settings.splits, is_one_step_off=settings.is_one_step_off)
     rows = {name: _row_of(name) for name in draft.given}
     ignored = [Entry(Target.NEEDLESS, k, draft.given[k], r.why) for k, r in rows.items() if isinstance(r, Ignored)]
     for name, value in draft.given.items():
@@ -162,7 +163,7 @@ def _place(target: str) -> int:
     """The order in which people read a PPOJob."""
     order = (
         "image", "device", "model", "data", "reward", "algorithm", "actor", "critic", "rollout", "pools", "placement",
-        "storage", "checkpoint", "trainer", "telemetry",
+        "schedule", "storage", "checkpoint", "trainer", "telemetry",
     )  # fmt: skip
     return order.index(target.partition(".")[0])
 

@@ -56,6 +56,8 @@ class Settings:
     """Whether it is a whole configuration, with verl's defaults in it, and not only what somebody set."""
     splits: bool = False
     """Half of the GPUs are the actor's, half the critic's."""
+    is_one_step_off: bool = False
+    """Responses come from the weights of one step before."""
     notes: Sequence[str] = ()
     """How the script was read, and what it would have done besides."""
 
@@ -177,10 +179,12 @@ def _of_launch(launch: Launch, script: Path | None, recording: Recording | None)
     words = [_without_folders(word, recording) for word in launch.words]
     given, options, unread = _sorted_out(words)
     base = base_of(options.get("name", launch.program.config), options.get("path"), script)
+    program = launch.program
     unconverted = [*base.unconverted, *((word, None, "this is not a setting: name=value") for word in unread)]
-    if launch.program.unconverted is not None:
-        unconverted.insert(0, (launch.name, None, launch.program.unconverted))
-    return Settings(folded({**base.values, **engine_of(given), **given}), unconverted, splits=launch.program.splits)
+    if program.unconverted is not None:
+        unconverted.insert(0, (launch.name, None, program.unconverted))
+    values = folded({**base.values, **engine_of(given), **given})
+    return Settings(values, unconverted, splits=program.splits, is_one_step_off=program.is_one_step_off)
 
 
 def _without_folders(word: str, recording: Recording | None) -> str:

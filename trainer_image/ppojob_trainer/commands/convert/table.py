@@ -172,8 +172,11 @@ TABLE: tuple[Row, ...] = (
     field("algorithm.kl_ctrl.target_kl", "algorithm.kl.controller.target", number),
     Ignored("algorithm.norm_adv_by_std_in_grpo", "only grpo reads it: see advantageEstimator DrGRPO"),
     Checked("algorithm.use_pf_ppo", only(False, "there is no preference-filtered PPO")),
+    Checked("algorithm.rollout_correction.rollout_is", only(None, "importance weights are by token or by sequence")),
+    Checked("algorithm.rollout_correction.rollout_rs", only(None, "responses are not rejected: see rolloutCorrection")),
+    Checked("algorithm.rollout_correction.bypass_mode", only(False, "the trainer always computes its own log-probs")),
     Checked(
-        "algorithm.rollout_correction.rollout_is", only(None, "training is on-policy: there is nothing to correct")
+        "algorithm.rollout_correction.rollout_is_batch_normalize", only(False, "weights are not divided by their mean")
     ),
     *ignored("algorithm", "pf_ppo.* rollout_correction.*", "it belongs to an algorithm that is not chosen"),
     # Rewards.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec, CorrectionLevel, CorrectionMethod, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.algorithms import policy_loss_of
@@ -29,10 +29,21 @@ from ppojob_trainer.engines.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
 from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.maths.importance import (
+    SQUARES,
+    WEIGHTS,
+    Bounds,
+    correction_metrics,
+    effective_share,
+    importance_weights,
+)
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.losses import Denominators, Loss, entropy_bonus, kl_loss, policy_loss
 from ppojob_trainer.maths.policy_losses import Clipping, PolicyLossInputs
 from ppojob_trainer.protocol import DataProto, Keys
+
+_CORRECTION = "rollout_corr"
+"""Group of the correction's metrics, as in verl."""
 
 
 class PolicyEngine:
@@ -54,7 +65,7 @@ class PolicyEngine:
 
         Args:
             parallel: from `mesh.init_process_group`.
-            algorithm: its policy loss and KL are read.
+            algorithm: of it, the policy loss, the KL in the loss and the correction of the rollout.
             total_steps: updates of the run, for the learning-rate schedule.
             seed: of new adapters.
             stays_gathered: the layers are gathered once for each pass over a batch and each optimizer step, and
@@ -67,6 +78,7 @@ class PolicyEngine:
         """
         self.parallel, self.training, self.kl = parallel, training, algorithm.kl
         self._compute_policy_loss = policy_loss_of(algorithm)
+        self._bounds = _bounds_of(algorithm.correction)
         self.path, self.lora, self._dtype = model.path, model.lora, dtype
         options = LoadOptions.of(model, dtype, stays_gathered=stays_gathered)
         self.module: PolicyModule = load_policy(model.path, options, parallel, seed=seed)
@@ -92,8 +104,8 @@ class PolicyEngine:
         """Run PPO's minibatches over this rank's shard; return the metrics, equal on all ranks.
 
         Reads the fields of `compute_log_prob`, old_log_probs (absent: the policy has not changed since the batch was
-        generated and is updated once), advantages, with KL in the loss ref_log_prob, and the meta_info entries of
-        `EngineMeta`. The metrics are means over the optimizer steps.
+        generated and is updated once), advantages, with KL in the loss ref_log_prob, with a correction of the rollout
+        rollout_log_probs, and the meta_info entries of `EngineMeta`. The metrics are means over the optimizer steps.
 
         Raises:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
@@ -146,6 +158,8 @@ class PolicyEngine:
             fields.append(Keys.OLD_LOG_PROBS)
         if self.kl.in_loss:
             fields.append(Keys.REF_LOG_PROB)
+        if self._bounds is not None:
+            fields.append(Keys.ROLLOUT_LOG_PROBS)
         return fields
 
     def _loss_at(self, temperature: float) -> LossOf:
@@ -161,8 +175,14 @@ class PolicyEngine:
         clipping = Clipping(training.clip_ratio_low, training.clip_ratio_high, training.clip_ratio_dual)
         # Without old_log_probs this is the only update on the batch, so the current log-probs are used instead.
         old_log_prob, advantages = fields.get(Keys.OLD_LOG_PROBS, log_prob.detach()), fields[Keys.ADVANTAGES]
+        corrections: dict[str, Tensor] = {}
+        if self._bounds is not None:
+            pair = (old_log_prob, fields[Keys.ROLLOUT_LOG_PROBS], mask)
+            advantages = advantages * importance_weights(*pair, self._bounds)
+            corrections = correction_metrics(*pair, self._bounds, denominators)
         inputs = PolicyLossInputs(log_prob, old_log_prob, advantages, mask, clipping)
         loss, metrics = policy_loss(inputs, denominators, self._compute_policy_loss, aggregation)
+        metrics |= {f"{_CORRECTION}/{name}": share for name, share in corrections.items()}
         if training.entropy_coefficient == 0:
             entropy = entropy.detach()
         bonus, shares = entropy_bonus(entropy, mask, denominators, training.entropy_coefficient, aggregation)
@@ -174,7 +194,13 @@ class PolicyEngine:
         return loss, metrics
 
     def _metrics(self, result: UpdateResult) -> dict[str, float]:
-        metrics = {f"actor/{name}": result.mean(name) for name in result.shares}
+        metrics = {
+            name if name.startswith(_CORRECTION) else f"actor/{name}": result.mean(name) for name in result.shares
+        }
+        if self._bounds is not None:
+            square = metrics.pop(f"{_CORRECTION}/{SQUARES}")
+            size = effective_share(metrics[f"{_CORRECTION}/{WEIGHTS}"], square)
+            metrics[f"{_CORRECTION}/rollout_is_eff_sample_size"] = size
         metrics |= step_metrics("actor", result)
         if self.kl.in_loss:
             metrics["actor/kl_coef"] = self.kl.loss_coefficient
@@ -224,6 +250,13 @@ class ReferenceEngine:
     def destroy(self) -> None:
         """Leave the process group."""
         self.parallel.destroy()
+
+
+def _bounds_of(correction: RolloutCorrection | None) -> Bounds | None:
+    if correction is None:
+        return None
+    lower = correction.lower_bound if correction.method is CorrectionMethod.MASK else None
+    return Bounds(correction.level is CorrectionLevel.SEQUENCE, correction.upper, lower)
 
 
 class _LogProbs:

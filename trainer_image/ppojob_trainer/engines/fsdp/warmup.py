@@ -14,7 +14,14 @@ from ppojob_trainer.protocol import DataProto, Keys, Meta, rollout_batch
 
 __all__ = ["synthetic_batches"]
 
-_READ_BY_LOSSES = (Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES, Keys.VALUES, Keys.RETURNS)
+_READ_BY_LOSSES = (
+    Keys.OLD_LOG_PROBS,
+    Keys.ROLLOUT_LOG_PROBS,
+    Keys.REF_LOG_PROB,
+    Keys.ADVANTAGES,
+    Keys.VALUES,
+    Keys.RETURNS,
+)
 
 
 def synthetic_batches(prompt_tokens: int, response_tokens: int) -> Iterator[DataProto]:

@@ -1,7 +1,8 @@
 """The data: one CPU process that reads the prompts and returns those of each step.
 
 The rows stay in its node's object store; the controller gets references. It keeps the position after each recent step,
-because with overlapping steps the next step's prompts are read before this step's checkpoint is written.
+because with overlapping steps the next steps' prompts are read before this step's checkpoint is written. It also writes
+and reads the responses that a checkpoint has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
 from ppojob_trainer.engines.errors import ModelNotFoundError
 from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -128,6 +129,29 @@ class DataWorker:
         self.loader.load_state_dict(state)
         self._positions[step] = self.loader.state_dict()
 
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def save_rows(self, batch: DataProto, location: str) -> Metrics:
+        """Write the tensors of a batch into a checkpoint.
+
+        Raises:
+            CheckpointUnwritableError, BucketFailedError: see `engines.saved_rows`.
+        """
+        from ppojob_trainer.engines.saved_rows import save_rows
+
+        save_rows(location, batch.tensors())
+        return {}
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def saved_rows(self, location: str) -> StoredRows:
+        """Return the batch that `save_rows` wrote.
+
+        Raises:
+            CheckpointUnreadableError, BucketFailedError: see `engines.saved_rows`.
+        """
+        from ppojob_trainer.engines.saved_rows import load_rows
+
+        return store_rows(DataProto.from_dict(load_rows(location)))
+
     def _dataset(self, source: DataSource, tokenizer: Any) -> PromptDataset:
         data = self.spec.data
         prompts = PromptTokenizer(tokenizer, source.system_prompt, data.chat_template, data.chat_template_kwargs)
@@ -164,3 +188,11 @@ class DataGroup:
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """See `DataPort`."""
         await self.group.call(DataWorker.restore, step, dict(state))
+
+    async def save_rows(self, batch: Table, location: str) -> None:
+        """Write the tensors of a batch into a checkpoint, at a new file or key."""
+        await self.group.call(DataWorker.save_rows, batch, location)
+
+    async def saved_rows(self, location: str) -> Table:
+        """Return the batch that `save_rows` wrote."""
+        return Table.of_stored(await self.group.call(DataWorker.saved_rows, location))

@@ -56,6 +56,42 @@ class TestPools:
         assert pools == [("gpus", 1, 2), ("rollout", 1, 6)]
         assert placement == {"actor": "gpus", "rollout": ["rollout"]}
 
+    def test_one_step_off_policy_is_one_step_off(self) -> None:
+        words = ["python3", "-m", "verl.experimental.one_step_off_policy.main_ppo", *SAID]
+
+        plain = convert(read_arguments(words))
+        corrected = convert(read_arguments([*words, "algorithm.rollout_correction.rollout_is=token"]))
+
+        assert plain.is_valid
+        assert set(unconverted(plain)) == {"--config-name"}
+        assert value_at(plain, "schedule") == {"mode": "OneStepOff", "maxStaleness": 1}
+        assert value_at(plain, "algorithm.rolloutCorrection") == {"method": "None"}
+        found = {"method": "Truncate", "level": "Token", "upper": 2.0}
+        assert value_at(corrected, "algorithm.rolloutCorrection") == found
+        assert [pool["name"] for pool in value_at(plain, "pools")] == ["gpus", "rollout"]
+
+    @pytest.mark.parametrize(
+        ("threshold", "bounds"),
+        [("3.0", {"method": "Truncate", "upper": 3.0}), ("0.5_5.0", {"method": "Mask", "lower": 0.5, "upper": 5.0})],
+    )
+    def test_importance_weights_of_the_rollout_keep_their_bounds(
+        self, threshold: str, bounds: dict[str, object]
+    ) -> None:
+        where = "algorithm.rollout_correction"
+        words = [f"{where}.rollout_is=sequence", f"{where}.rollout_is_threshold={threshold}"]
+
+        conversion = convert(read_arguments(["python3", "-m", "verl.trainer.main_ppo", *SAID, *words]))
+
+        assert conversion.unconverted == []
+        assert value_at(conversion, "algorithm.rolloutCorrection") == {"level": "Sequence", **bounds}
+
+    def test_rejected_responses_have_no_counterpart(self) -> None:
+        word = "algorithm.rollout_correction.rollout_rs=token_k1"
+
+        conversion = convert(read_arguments(["python3", "-m", "verl.trainer.main_ppo", *SAID, word]))
+
+        assert "responses are not rejected" in unconverted(conversion)["algorithm.rollout_correction.rollout_rs"]
+
     def test_a_reward_model_may_have_gpus_of_its_own(self) -> None:
         words = ("enable=True", "enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=4")
 
@@ -68,7 +104,6 @@ class TestPools:
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        ("verl.experimental.one_step_off_policy.main_ppo", "from the weights of one step before"),
         ("my_project.train", "only its settings were read, not its code"),
     ],
 )

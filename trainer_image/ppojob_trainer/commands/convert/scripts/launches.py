@@ -31,6 +31,8 @@ class Program:
     """Why nothing of it can be converted."""
     splits: bool = False
     """Half of the GPUs are the actor's, half the critic's."""
+    is_one_step_off: bool = False
+    """Responses come from the weights of one step before."""
 
 
 PROGRAMS = (
@@ -44,8 +46,7 @@ PROGRAMS = (
     Program(
         r"(verl\.experimental|recipe)\.one_step_off_policy\.(async_)?main_ppo",
         "one_step_off_ppo_trainer",
-        "responses come from the weights of one step before; here training is on-policy, and schedule.mode says what "
-        "runs at the same time",
+        is_one_step_off=True,
     ),
     Program(
         r"(verl\.experimental|recipe)\.fully_async_policy\.fully_async_main",

@@ -1,0 +1,107 @@
+"""Bad specs of training that is not on-policy: rows of the table of `bad_specs`."""
+
+from tests.good_spec import BadSpec, Step
+
+
+def _spec(*place: Step) -> tuple[Step, ...]:
+    return ("spec", *place)
+
+
+_OFF = {_spec("schedule", "mode"): "OneStepOff", _spec("algorithm", "rolloutCorrection"): {"method": "Truncate"}}
+_APART = {
+    **_OFF,
+    _spec("pools"): [{"name": name, "gpusPerNode": 2} for name in ("actor", "critic", "rollout")],
+    _spec("placement", "rollout"): ["rollout"],
+}
+
+BAD_OFF_POLICY = (
+    BadSpec(
+        "older weights without a correction",
+        {**_APART, _spec("algorithm"): {}},
+        "spec.schedule.mode",
+        "add algorithm.rolloutCorrection",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "generation in the actor's pool while it trains",
+        {**_OFF},
+        "spec.schedule.mode",
+        "pool actor of placement.rollout has the actor",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "generation in the critic's pool while it trains",
+        {**_OFF, _spec("placement", "rollout"): ["critic"]},
+        "spec.schedule.mode",
+        "pool critic of placement.rollout has the critic",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "generation that shares a pool that trains",
+        {**_APART, _spec("placement", "rollout"): ["rollout", "critic"]},
+        "spec.schedule.mode",
+        "pool critic of placement.rollout has the critic",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "prompts that are replaced while older weights generate",
+        {
+            **_APART,
+            _spec("algorithm", "advantageEstimator"): "GRPO",
+            _spec("algorithm", "dynamicSampling"): {},
+            _spec("rollout", "samplesPerPrompt"): 4,
+        },
+        "spec.schedule.mode",
+        "remove algorithm.dynamicSampling",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "overlaps of another mode",
+        {**_APART, _spec("schedule", "disabledOverlaps"): ["Values"]},
+        "spec.schedule.disabledOverlaps",
+        "use Overlapped",
+        shows="Values",
+    ),
+    BadSpec(
+        "staleness on-policy",
+        {_spec("schedule"): {"mode": "Overlapped", "maxStaleness": 2}},
+        "spec.schedule.maxStaleness",
+        "set schedule.mode: OneStepOff",
+        shows="2",
+    ),
+    BadSpec(
+        "too old weights",
+        {**_APART, _spec("schedule", "maxStaleness"): 5},
+        "spec.schedule.maxStaleness",
+        "less than or equal to 4",
+        shows="5",
+    ),
+    BadSpec(
+        "a correction without the engine's log-probs",
+        {_spec("algorithm", "rolloutCorrection"): {}, _spec("rollout", "logProbs"): False},
+        "spec.rollout.logProbs",
+        "set it to true, or remove the correction",
+        shows="False",
+    ),
+    BadSpec(
+        "a lower bound that nothing reads",
+        {_spec("algorithm", "rolloutCorrection"): {"lower": 0.5}},
+        "spec.algorithm.rolloutCorrection.lower",
+        "use method Mask",
+        shows="0.5",
+    ),
+    BadSpec(
+        "bounds that let nothing through",
+        {_spec("algorithm", "rolloutCorrection"): {"method": "Mask", "lower": 3.0}},
+        "spec.algorithm.rolloutCorrection.upper",
+        "set upper above lower",
+        shows="2",
+    ),
+    BadSpec(
+        "an upper bound below the default of the lower one",
+        {_spec("algorithm", "rolloutCorrection"): {"method": "Mask", "upper": 0.4}},
+        "spec.algorithm.rolloutCorrection.upper",
+        "set upper above lower",
+        shows="0.4",
+    ),
+)

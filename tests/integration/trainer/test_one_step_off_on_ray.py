@@ -1,0 +1,125 @@
+"""OneStepOff with the real engines on Ray: it learns, and a killed run ends with the numbers of an undisturbed one.
+
+The rollout has a pool of its own and generates step N + 1 with the weights after step N - 1, while step N is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_trainer.telemetry.trace import Span, read_trace
+from tests.integration.trainer.runs import (
+    LIMIT_S,
+    TASK,
+    Run,
+    assert_same_steps,
+    assert_same_weights,
+    finish,
+    kill,
+    log_of,
+    records_of,
+    reward_of_letters,
+    spec_of,
+    started,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
+
+POOLS = [{"name": "trainer", "gpusPerNode": 1}, {"name": "rollout", "gpusPerNode": 1}]
+PLACEMENT = {"actor": "trainer", "rollout": ["rollout"]}
+LEARNING_STEPS = 25
+MIN_RISE = 0.3
+KILLED_STEPS = 5
+ROUNDING = 5e-3
+"""Relative difference of a metric between two runs. The engine's log-probs are rounded according to the sequences
+that it computes at the same time, and here they weigh the loss. Other responses would differ by far more."""
+
+
+def off(model: Path, staleness: int, **changes: Any) -> dict[str, Any]:
+    """Return the spec of a job with truncated importance sampling."""
+    algorithm = {"rolloutCorrection": {"method": "Truncate"}, **changes.pop("algorithm", {})}
+    schedule = {"mode": "OneStepOff", "maxStaleness": staleness}
+    return spec_of(model, pools=POOLS, placement=PLACEMENT, schedule=schedule, algorithm=algorithm, **changes)
+
+
+def test_the_reward_rises_and_every_response_is_one_step_old(model: Path, tmp_path: Path) -> None:
+    raw = off(
+        model,
+        1,
+        data={
+            "train": {"reasoningGym": {**TASK, "size": 256, "seed": 1}},
+            "trainBatchSize": 8,
+            "maxPromptLength": 256,
+            "maxResponseLength": 16,
+        },
+        algorithm={"advantageEstimator": "GRPO"},
+        rollout={"samplesPerPrompt": 4},
+        actor={"learningRate": 2e-3, "miniBatchSize": 2},
+        trainer={"totalSteps": LEARNING_STEPS, "validateEverySteps": 0},
+        checkpoint={"everySteps": 0, "export": "Never"},
+    )
+
+    records = finish(tmp_path, raw).records
+
+    rewards = [records[step]["critic/score/mean"] for step in range(1, LEARNING_STEPS + 1)]
+    assert sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3 > MIN_RISE, rewards
+    assert [records[step]["staleness/oldest_version"] for step in (1, 2, 3, 25)] == [0, 0, 1, 23]
+    for step in range(3, LEARNING_STEPS + 1):
+        record = records[step]
+        assert record["staleness/max"] == record["staleness/mean"] == 1
+        assert 0 < record["rollout_corr/rollout_is_mean"] <= 2
+        assert 0 < record["rollout_corr/rollout_is_eff_sample_size"] <= 1.001
+        assert record["rollout_corr/k3_kl"] > records[1]["rollout_corr/k3_kl"], "the weights are older"
+    trace = read_trace(tmp_path / "trace.json")
+    assert is_beside(trace, "gen", 6, "update_actor", 5)
+    assert not is_beside(trace, "gen", 6, "update_weights", 5)
+
+
+def is_beside(trace: list[Span], one: str, step: int, other: str, step_of_other: int) -> bool:
+    """Whether two phases ran at the same time."""
+    [mine], [theirs] = (
+        [span for span in trace if (span.name, span.step) == wanted] for wanted in ((one, step), (other, step_of_other))
+    )
+    return mine.start < theirs.end and theirs.start < mine.end
+
+
+def num_records(root: Path) -> int:
+    """Return the complete records; that of the validation before training is one of them."""
+    path = root / "metrics.jsonl"
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path: Path, staleness: int) -> None:
+    spec = off(
+        model,
+        staleness,
+        reward=reward_of_letters(0.1),
+        checkpoint={"everySteps": 1, "keep": 2},
+        trainer={"totalSteps": KILLED_STEPS, "validateEverySteps": 2},
+    )
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for root in (killed, whole):
+        root.mkdir()
+    with started(killed, spec) as run:
+        # The record of a step follows its checkpoint.
+        wait_until(lambda: num_records(killed) > 3, run, "the third checkpoint and record", killed)
+        kill(run)
+    manifest = json.loads((killed / "checkpoints" / "step-3" / "manifest.json").read_text())
+    assert (
+        manifest["state"]["queue"] == {1: {"base": 3, "versions": [2]}, 2: {"base": 2, "versions": [2, 2]}}[staleness]
+    )
+    assert max(records_of(killed)) < KILLED_STEPS, "the kill came before the end"
+
+    for root in (killed, whole):
+        with started(root, spec) as run:
+            assert run.wait(LIMIT_S) == 0, log_of(root)
+
+    assert "going on after step" in log_of(killed)
+    assert_same_steps(Run(killed), Run(whole), rel=ROUNDING, absolute=1e-4)
+    assert_same_weights(Run(killed), Run(whole), model, largest=0.05)

@@ -1,0 +1,97 @@
+"""The functions of `parts` for the algorithm: clipping, estimator, dynamic sampling, long responses, older weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppojob_trainer.commands.convert.draft import Draft
+from ppojob_trainer.commands.convert.values import number, whole
+
+
+def clipping(draft: Draft) -> None:
+    """Say that verl reads other settings, whose default is 0.2, where it has them."""
+    both = draft.given.get("actor_rollout_ref.actor.clip_ratio")
+    if both is not None and "actor_rollout_ref.actor.clip_ratio_low" not in draft.given:
+        why = f"clip_ratio={both} is both bounds here; verl 0.9 reads clip_ratio_low and clip_ratio_high, which are 0.2"
+        draft.to_fill.append(("actor.clipRatioLow", why))
+
+
+def estimator(draft: Draft) -> None:
+    """grpo without the deviation is Dr.GRPO, whose constant length is that of the longest response."""
+    name = "algorithm.adv_estimator"
+    if draft.take("algorithm.norm_adv_by_std_in_grpo") is False and draft.given.get(name) == "grpo":
+        draft.take(name)
+        draft.values["algorithm.advantageEstimator"] = "DrGRPO"
+    for role in ("actor_rollout_ref.actor", "critic"):
+        scale = f"{role}.loss_scale_factor"
+        if draft.given.get(scale) == draft.given.get("data.max_response_length", 512):
+            draft.take(scale)
+    low = "actor_rollout_ref.actor.clip_ratio_low"
+    is_cispo = draft.given.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "cispo"
+    if is_cispo and number(draft.given.get(low, 0)) > 1:
+        # A ratio is above 0, so every bound below 0 is none.
+        draft.given[low] = 1
+
+
+def dynamic_sampling(draft: Draft) -> None:
+    """Prompts whose responses are all as good as each other are replaced."""
+    at = "algorithm.filter_groups"
+    is_on = draft.take(f"{at}.enable", default=False)
+    metric, limit = draft.take(f"{at}.metric"), draft.take(f"{at}.max_num_gen_batches", default=0)
+    if is_on is not True:
+        return
+    # 0 is no limit.
+    draft.values["algorithm.dynamicSampling.maxGenerationBatches"] = whole(limit) or 1000
+    draft.take("data.gen_batch_size")
+    if metric not in (None, "acc", "score"):
+        why = f"verl compares {metric}; here the scores are compared, without KL and the penalty of length"
+        draft.to_fill.append(("algorithm.dynamicSampling", why))
+
+
+def overlong_responses(draft: Draft) -> None:
+    """The penalty of overlong responses, which verl's reward manager dapo computes."""
+    managers = ("reward_model.reward_manager", "reward.reward_manager.name")
+    is_dapo = "dapo" in [draft.given.get(manager) for manager in managers]
+    if is_dapo:
+        draft.take(*managers)
+    kwargs = ("reward_model.reward_kwargs", "reward.reward_kwargs")
+    places = ("reward_model.overlong_buffer", *(f"{at}.overlong_buffer_cfg" for at in kwargs))
+
+    def setting(name: str, default: Any) -> Any:
+        return draft.take(*(f"{at}.{name}" for at in places), default=default)
+
+    is_on, buffer, factor = setting("enable", False), setting("len", 0), setting("penalty_factor", 1.0)
+    setting("log", None)
+    longest = draft.take(*(f"{at}.max_resp_len" for at in kwargs))
+    if is_on is not True:
+        return
+    draft.values["reward.overlongPenalty.buffer"] = whole(buffer)
+    draft.values["reward.overlongPenalty.factor"] = number(factor)
+    if longest not in (None, draft.given.get("data.max_response_length")):
+        why = "the penalty is that of responses up to data.maxResponseLength"
+        draft.unconverted.append((f"{kwargs[1]}.max_resp_len", longest, why))
+    if not is_dapo:
+        why = "verl computes the penalty with reward manager dapo alone: remove it if it had no effect"
+        draft.to_fill.append(("reward.overlongPenalty", why))
+
+
+def older_weights(draft: Draft) -> None:
+    """The schedule of verl's one-step-off-policy, and the importance weights of the rollout."""
+    where, target = "algorithm.rollout_correction", "algorithm.rolloutCorrection"
+    level, bounds = draft.given.get(f"{where}.rollout_is"), draft.given.get(f"{where}.rollout_is_threshold")
+    if level in _LEVELS:
+        draft.take(f"{where}.rollout_is", f"{where}.rollout_is_threshold")
+        lower, _, upper = str(bounds if bounds is not None else 2.0).rpartition("_")
+        draft.values |= {f"{target}.method": "Mask" if lower else "Truncate", f"{target}.level": _LEVELS[level]}
+        draft.values[f"{target}.upper"] = float(upper)
+        if lower:
+            draft.values[f"{target}.lower"] = float(lower)
+    if draft.is_one_step_off:
+        draft.values |= {"schedule.mode": "OneStepOff", "schedule.maxStaleness": 1}
+        draft.values.setdefault(f"{target}.method", "None")
+        # The defaults of that program; `pools` makes the rollout's of them.
+        draft.given = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, **draft.given}
+
+
+_LEVELS: Mapping[str | None, str] = {"token": "Token", "sequence": "Sequence"}
