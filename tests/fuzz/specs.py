@@ -82,6 +82,7 @@ FRAGMENTS: dict[Keys, tuple[Any, ...]] = {
     ("spec", "priorityClassName"): ("urgent", "A B"),
     ("spec", "imagePullSecrets"): ([{"name": "a"}], [{"name": "a"}, {"name": "a"}], ["a"], [{}]),
     ("spec", "hostPID"): (True,),
+    ("spec", "hostIPC"): (True,),
     ("spec", "hostNetwork"): (True, "yes"),
     ("spec", "restartPolicy"): ("Always", "Sometimes"),
     ("spec", "serviceAccountName"): ("default",),

@@ -180,6 +180,8 @@ def ray_container(**fields: Any) -> dict[str, Any]:
             "choose another",
         ),
         ({"spec": {"hostNetwork": True}}, "spec.hostNetwork", "network.hostNetwork"),
+        ({"spec": {"hostPID": True}}, "spec.hostPID", "no process ids"),
+        ({"spec": {"hostIPC": True}}, "spec.hostIPC", "no memory with the node"),
         ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy", "replaced instead of restarted"),
         ({"spec": {"serviceAccountName": "x"}}, "spec.serviceAccountName", "use spec.serviceAccountName"),
         ({"spec": {"automountServiceAccountToken": True}}, "spec.automountServiceAccountToken", "no credentials"),
