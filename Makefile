@@ -115,7 +115,7 @@ unit-slow: install ## Run the unit tests that take long: those that start severa
 	$(PYTEST_PARALLEL) tests/unit -m slow
 
 .PHONY: golden
-golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them anew.
+golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them again.
 	$(if $(UPDATE),$(PYTHON) -m tests.golden.golden_manifests --update)
 	$(PYTEST) tests/golden
 

@@ -1,4 +1,4 @@
-"""An estimator and a policy loss of one's own: advantages by the group's median, and a loss that fades out."""
+"""A user-defined estimator and policy loss: advantages by the group's median, and a loss that fades out."""
 
 import torch
 

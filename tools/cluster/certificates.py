@@ -1,6 +1,6 @@
 """The cluster's certificate authority, its certificates, and the kubeconfig files that hold them.
 
-Called by `up`. Everything is made anew when a certificate is missing, near its end, or names another address.
+Called by `up`. All certificates are created again if one is missing, near its end, or names another address.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ IDENTITIES = (
 
 
 def ensure(layout: Layout) -> bool:
-    """Make what is missing; True if the certificates were made anew (running servers then hold old ones)."""
+    """Create missing certificates; True if all were created again (running servers then have old ones)."""
     if _are_good(layout):
         return False
     layout.certificates.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,7 @@ def clear_away(layout: Layout, processes: Processes) -> list[str]:
 
 
 def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
-    """True if the core runs and answers; a machine under load gets time, because the alternative is to start anew."""
+    """True if the core runs and answers; a machine under load gets time, because the alternative is a restart."""
 
     def missing() -> str:
         if not all(processes.is_running(name) for name in CORE):

@@ -21,7 +21,7 @@ from tools.cluster.templates import render
 from tools.cluster.waiting import wait_until
 
 _CRI_NOT_READY = "server is not initialized yet"
-"""What containerd tells a kubelet that comes a moment too early, and then ends: its CRI is the last part to be up."""
+"""containerd's answer to a kubelet that starts too early and then exits: its CRI is the last part to be up."""
 PROCESSES = ("containerd", "kubelet", "kube-proxy")
 READY_LIMIT_SECONDS = 240.0
 CNI_PLUGINS = Path("/usr/lib/cni")

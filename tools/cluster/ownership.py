@@ -1,9 +1,9 @@
 """Remembers which of the traces that carry Kubernetes' own names are this cluster's. Called by `node` and `leftovers`.
 
 Two traces have the same name on every machine: the KUBE- chains of iptables and the kubelet's device checkpoint.
-`claim` runs before this cluster's kubelet starts, while no other Kubernetes runs, and writes down what was there:
+`claim` runs before this cluster's kubelet starts, while no other Kubernetes runs, and records what exists:
 
-- No KUBE- chains: those that appear from then on are this cluster's. Some: nobody can tell them apart, so all stay.
+- No KUBE- chains: those that appear from then on are this cluster's. Some: they cannot be distinguished, so all stay.
 - A device checkpoint: it is kept, and put back when this cluster goes.
 """
 
@@ -24,7 +24,7 @@ _KEPT_CHECKPOINT = "device-checkpoint"
 
 
 def claim(layout: Layout) -> None:
-    """Write down what is there before this cluster's kubelet starts, and set an older device checkpoint aside."""
+    """Record what exists before this cluster's kubelet starts, and set an older device checkpoint aside."""
     layout.claims.mkdir(parents=True, exist_ok=True)
     if DEVICE_CHECKPOINT.is_file():
         shutil.move(DEVICE_CHECKPOINT, layout.claims / _KEPT_CHECKPOINT)

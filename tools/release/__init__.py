@@ -1,1 +1,1 @@
-"""What a release is made of, and making it: `make release`."""
+"""Builds the files of a release: `make release`."""

@@ -35,7 +35,7 @@ def changes_of(version: str, changelog: str) -> list[Change]:
     """Return the entries of a version, in their order.
 
     Raises:
-        ReleaseError: the version has no section with a date, or an entry stands below no heading of Keep a Changelog.
+        ReleaseError: the version has no section with a date, or an entry is below no heading of Keep a Changelog.
     """
     found: list[Change] = []
     section, kind, has_section = "", "", False

@@ -33,7 +33,7 @@ LABEL_RAY_CLUSTER = "ray.io/cluster"
 ANNOTATION_MADE_OF = f"{GROUP}/made-of"
 """On a RayCluster with a queue, and on the Job that fetches: digest of the spec that it was created from."""
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
-"""Asks a running job for a checkpoint. Any new value is a request of its own, and is answered once."""
+"""Asks a running job for a checkpoint. Each new value is a new request, which is answered once."""
 MAX_REQUEST_LENGTH = 64
 """Characters of that value that count."""
 

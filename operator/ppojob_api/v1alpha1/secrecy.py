@@ -34,7 +34,7 @@ def shown(spec: PPOJobSpec) -> dict[str, Any]:
 def secret_values(spec: PPOJobSpec, environ: Mapping[str, str]) -> list[str]:
     """Return the secrets among a process's variables and in the spec: by their source, or by their names.
 
-    Which variables `envFrom` brings in from a Secret is known by its prefix alone; without one, the names must tell.
+    Which variables `envFrom` brings in from a Secret is known by its prefix alone; without one, the names decide.
     """
     variables = list(_variables(spec.to_wire()))
     from_secrets = {each["name"] for each in variables if _is_from_secret(each)}

@@ -1,8 +1,8 @@
 """Addresses of models and data, and the folders in the storage that they are fetched into. Pure.
 
-    hf://organisation/name[@revision]                     a model, or a data set, by the field that it stands in
+    hf://organisation/name[@revision]                     a model, or a data set, depending on the field
     hf://datasets/organisation/name[@revision]/path/file  one file of a data set (as huggingface_hub writes it)
-    s3://bucket/prefix, gs://bucket/prefix                a folder, or one file, by the field that it stands in
+    s3://bucket/prefix, gs://bucket/prefix                a folder, or one file, depending on the field
 
 `path_rules.py` refuses other forms. The operator and `ppojob run` call `localized`: job.json then has folders of the
 storage in place of addresses, and beside them the list of what `ppojob_trainer.commands.fetch` fetches. The folder is a
@@ -214,14 +214,14 @@ def _folder(root: PurePosixPath, address: str, kind: SourceKind, *, with_code: b
     if hub is None:
         bucket, _, key = rest.partition("/")
         return root / scheme / bucket / f"{_short(key)}-{_digest(f'{kind}/{with_code}/{key}')}"
-    # As it stands in the address: a revision such as refs%2Fpr%2F1 is one name.
+    # As in the address: a revision such as refs%2Fpr%2F1 is one name.
     revision = rest.partition("@")[2].partition("/")[0] or _DEFAULT_REVISION
     repository = root / scheme / f"{_FOLDERS[kind]}{variant}" / hub.repository / revision
     return repository / f"{_short(hub.file)}-{_digest(hub.file)}" if hub.file else repository
 
 
 def _short(key: str) -> str:
-    """Return the last part of a key, for people; the digest tells keys apart."""
+    """Return the last part of a key, for people; the digest distinguishes keys."""
     return re.sub("[^A-Za-z0-9._-]", "_", key.rpartition("/")[2])[:64]
 
 

@@ -1,4 +1,4 @@
-"""`spec.telemetry`: what a run tells besides its own files (metrics.jsonl, TensorBoard, plot, trace, logs)."""
+"""`spec.telemetry`: what a run reports besides its own files (metrics.jsonl, TensorBoard, plot, trace, logs)."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -17,7 +17,7 @@ class Tracker(StrEnum):
 
 
 class ProfiledRole(StrEnum):
-    """Roles whose processes torch's profiler can look into; vLLM computes in processes of its own."""
+    """Roles whose processes torch's profiler can profile; vLLM computes in separate processes."""
 
     ACTOR = "actor"
     CRITIC = "critic"
@@ -38,7 +38,7 @@ class ProfileSpec(ApiModel):
 
 
 class TelemetrySpec(ApiModel):
-    """What a run tells besides its own files."""
+    """What a run reports besides its own files."""
 
     trackers: Annotated[list[Tracker], Field(max_length=2)] = Field(default_factory=list)
     """Services that also get the metrics. Their addresses and keys are environment variables, such as WANDB_API_KEY or

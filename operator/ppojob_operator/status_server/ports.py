@@ -10,7 +10,7 @@ from ppojob_operator.api_server import RawObject, StatusOf
 
 
 class JobIdentity(NamedTuple):
-    """One PPOJob object; the uid tells it from a later one of the same name."""
+    """One PPOJob object; the uid distinguishes it from a later one of the same name."""
 
     namespace: str
     name: str

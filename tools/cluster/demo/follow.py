@@ -60,7 +60,7 @@ def _follow(
         if progress.finished:
             return Followed(progress.finished, seconds, first_step)
         if seconds > limit:
-            raise ClusterError(f"{name} is not finished after {limit:g} s; it stands at: {progress.line()}")
+            raise ClusterError(f"{name} is not finished after {limit:g} s; its progress: {progress.line()}")
         time.sleep(INTERVAL_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Why a pod of the demo's does not run yet, in the words of whoever knows, and whether waiting can help. Pure."""
+"""Why a pod of the demo does not run yet, in the kubelet's or the scheduler's words; whether waiting can help. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def words(pod: dict[str, Any]) -> str:
     status = pod["status"]
     said = [f"{item.get('reason', '')} {item.get('message', '')}".strip() for item in _waiting(pod)]
     unmet = [item.get("message", "") for item in status.get("conditions", []) if item["status"] == "False"]
-    told = "; ".join(dict.fromkeys(filter(None, [*said, *unmet])))
-    return f"pod {pod['metadata']['name']} is {status['phase']}" + (f": {told}" if told else "")
+    reasons = "; ".join(dict.fromkeys(filter(None, [*said, *unmet])))
+    return f"pod {pod['metadata']['name']} is {status['phase']}" + (f": {reasons}" if reasons else "")
 
 
 def require_image(pod: dict[str, Any], setting: str) -> None:

@@ -117,7 +117,7 @@ def ensure_in_cluster(layout: Layout, stages: Stages, name: str, *, fetch: bool 
 def pull(layout: Layout, image: Image) -> None:
     """Let the node fetch and unpack the image now, so that the first pod need not wait for it.
 
-    A pod that ends at once does it: ctr would fetch every layer anew, also those that the node has unpacked.
+    A pod that ends at once does it: ctr would fetch every layer again, also those that the node has unpacked.
 
     Raises:
         ClusterError: the registry does not have it, or it takes too long.

@@ -81,7 +81,7 @@ class Recipe:
 
     @property
     def build_arguments(self) -> list[str]:
-        """What the Containerfile wants to be told beside its base."""
+        """The build arguments of the Containerfile, except its base."""
         return [f"--build-arg=REQUIREMENTS={self.requirements}"] if self.takes_requirements else []
 
 

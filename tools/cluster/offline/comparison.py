@@ -43,7 +43,7 @@ PODS_LIMIT_SECONDS = 120.0
 _TRAINER = "from ppojob_trainer.cli import main; main()"
 _GPU_NODE = re.compile(r"nvidia\d+")
 _POOL_PODS = f"--selector={constants.LABEL_POOL}"
-# Inside a pod: the GPUs that it was told of, those whose nodes it has, and those that the driver lets it see.
+# Inside a pod: the GPUs that were assigned to it, those whose nodes it has, and those that the driver lets it see.
 _SHOW_GPUS = "echo $NVIDIA_VISIBLE_DEVICES; ls /dev | grep -xE 'nvidia[0-9]+'; nvidia-smi -L 2>&1 || true"
 
 
@@ -151,7 +151,7 @@ def _pods(target: Target) -> list[str]:
 
 
 def gpus_of(said: str) -> list[str]:
-    """The GPUs that a pod has, from its answer to `_SHOW_GPUS`: ids as it was told, then nodes, then the driver's."""
+    """The GPUs that a pod has, from its answer to `_SHOW_GPUS`: assigned ids, then nodes, then the driver's."""
     return [line.strip() for line in said.splitlines() if line.strip()]
 
 
@@ -161,7 +161,7 @@ def require_own_gpus(gpus: dict[str, list[str]]) -> None:
     Raises:
         ClusterError: names the pods and what they have.
     """
-    # Where the driver tells no ids, a GPU's node is its id, so a pod has said it twice.
+    # Where the driver reports no ids, a GPU's node is its id, so a pod has said it twice.
     nodes = [{line for line in found if _GPU_NODE.fullmatch(line)} for found in gpus.values()]
     if any(len(own) != 1 for own in nodes) or len(set.union(*nodes)) != len(nodes):
         raise ClusterError(f"each pool's pod must have one GPU of its own, and they have: {gpus}")

@@ -1,6 +1,6 @@
 """Hands the machine's GPUs to pods: the kubelet's device plugin for `nvidia.com/gpu`.
 
-A pod gets the device nodes of its own GPUs and none of the others', so it cannot open those. It is told which they are
+A pod gets the device nodes of its own GPUs and none of the others', so it cannot open those. It learns which they are
 in NVIDIA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES is left alone, because inside the pod its GPUs are numbered from 0.
 Started by `start` as `python -m tools.cluster.offline.device_plugin --devices /dev`.
 """
@@ -43,7 +43,7 @@ class GPU:
 
 
 def find_gpus(devices: Path, driver: Path = GPU_FOLDERS) -> list[GPU]:
-    """The GPUs whose device nodes lie in `devices`, by number; where the driver tells no id, it is the node's name."""
+    """The GPUs whose device nodes are in `devices`, by number. Without the driver's id, the id is the node's name."""
     nodes = {int(match[1]): path for path in devices.iterdir() if (match := _GPU_NODE.fullmatch(path.name))}
     ids = _ids(driver)
     return [GPU(ids.get(number, nodes[number].name), nodes[number]) for number in sorted(nodes)]

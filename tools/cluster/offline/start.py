@@ -90,7 +90,7 @@ def _install_programs(machine: Machine) -> str:
 
 
 def _compile(machine: Machine) -> None:
-    """Compile what pods see but cannot write: every process there would compile it anew."""
+    """Compile what pods see but cannot write: every process there would compile it again."""
     folders = [*machine.sources[:1], machine.packages, *([machine.site] if machine.site else [])]
     # It fails for files that are meant for other versions of Python, which nobody imports.
     succeeds([sys.executable, "-m", "compileall", "-q", "-j", "0", *folders], limit=_COMPILE_LIMIT_SECONDS)

@@ -203,7 +203,7 @@ class Bucket:
 
 
 def connect(address: str, field: str = "checkpoint.path") -> Bucket:
-    """Return the keys below an address that stands in a field of the spec. Nothing is asked of the store yet.
+    """Return the keys below an address of the spec. Nothing is asked of the store yet.
 
     Raises:
         BucketError: the environment's settings for it cannot be used.

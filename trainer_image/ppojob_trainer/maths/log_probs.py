@@ -67,7 +67,7 @@ def linear_log_probs(
 
 
 def plain_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The definition, on logits [T, V] that stand in memory: what `linear_log_probs` must equal. Small models only."""
+    """The definition, on logits [T, V] in memory: what `linear_log_probs` must equal. Small models only."""
     log_p = torch.log_softmax(logits.to(_softmax_dtype(logits)) / temperature, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy

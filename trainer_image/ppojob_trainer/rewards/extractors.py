@@ -32,7 +32,7 @@ def last_line(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, inner braces included; None if it is not closed."""
+    r"""The content of the last \boxed{...}, inner braces included; None if it is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None

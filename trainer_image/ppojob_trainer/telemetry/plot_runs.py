@@ -122,7 +122,7 @@ def _load(path: Path, name: str) -> Run:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the folder's, or as much of the path as tells the runs apart."""
+    """Return a name for each run: the folder's, or as much of the path as distinguishes the runs."""
     folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in paths]
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-depth:]) for folder in folders]

@@ -12,7 +12,7 @@ class WorkerGroupError(RuntimeError):
 
 
 class PoolNotPlacedError(WorkerGroupError):
-    """A pool's placement group could not be created; the message says what is missing."""
+    """A pool's placement group could not be created; the message names the missing resources."""
 
 
 class WorkerLostError(WorkerGroupError):

@@ -38,7 +38,7 @@ _REMEDY = (
 
 @dataclass
 class Base:
-    """What stands in configuration files, below the settings of a launch."""
+    """The settings in configuration files, which a launch's own settings override."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unconverted: list[tuple[str, Any, str]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """From verl's settings to a PPOJob, and to the list of what it could not take over.
 
-What is written always passes the checks of `ppojob validate`; a value that they refuse is told as the user's to set.
+What is written always passes the checks of `ppojob validate`; a value that they refuse is listed for the user to set.
 Called by the command line.
 """
 
@@ -62,7 +62,7 @@ class Conversion:
         return not any(entry.kind is Target.REFUSED for entry in self.entries)
 
     def to_yaml(self) -> str:
-        """Return the file; what the user must fill in stands at its head."""
+        """Return the file; what the user must fill in is at its head."""
         asked = [f"#   spec.{entry.name}: {entry.why}\n" for entry in self.entries if entry.kind is Target.TO_FILL]
         head = ["# Converted from verl's settings. Check:\n", *asked] if asked else []
         body = yaml.safe_dump(dict(self.manifest), sort_keys=False, width=110, allow_unicode=True)
@@ -70,7 +70,7 @@ class Conversion:
 
 
 def convert(settings: Settings) -> Conversion:
-    """Return the PPOJob that does what verl was told to do, as far as it can."""
+    """Return the PPOJob that corresponds to verl's settings, as far as possible."""
     given = dict(settings.values)
     if settings.is_whole:
         given = {key: value for key, value in given.items() if not is_unset(key, value)}

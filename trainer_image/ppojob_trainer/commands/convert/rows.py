@@ -45,7 +45,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A setting of something that is not here: whoever sets it misses it. verl's own default of it is not a loss."""
+    """A setting without a counterpart: reported if the user sets it, but not for verl's own default."""
 
     name: str
     why: str
