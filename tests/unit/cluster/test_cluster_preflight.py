@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -234,8 +235,9 @@ def test_a_real_listener_is_found_with_its_process() -> None:
         port = server.getsockname()[1]
         # This process itself is left out of the table, so its socket has no visible owner.
         assert process_table.listeners([port]) == {port: None}
-        program = "import sys; sys.stdin.read()"
-        with subprocess.Popen(["python3", "-c", program], stdin=subprocess.PIPE, pass_fds=[server.fileno()]) as child:
+        # Not `python3`, which may be a script that starts another process with the same socket.
+        command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[server.fileno()]) as child:
             assert process_table.listeners([port]) == {port: child.pid}
             assert process_table.shares_network(child.pid)
             assert child.stdin is not None
