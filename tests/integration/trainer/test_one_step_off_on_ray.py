@@ -120,6 +120,6 @@ def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path:
         with started(root, spec) as run:
             assert run.wait(LIMIT_S) == 0, log_of(root)
 
-    assert "going on after step" in log_of(killed)
+    assert "resuming after step" in log_of(killed)
     assert_same_steps(Run(killed), Run(whole), rel=ROUNDING, absolute=1e-4)
     assert_same_weights(Run(killed), Run(whole), model, largest=0.05)
