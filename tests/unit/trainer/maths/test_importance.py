@@ -12,6 +12,7 @@ from ppojob_trainer.maths.importance import (
     importance_weights,
 )
 from ppojob_trainer.maths.losses import Denominators, policy_loss
+from ppojob_trainer.maths.policy_losses import Clipping, PolicyLoss, PolicyLossInputs, cispo, gspo, ppo
 
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, -9.0]])
 ENGINE = torch.tensor([[-1.2, -4.0, -0.4], [-1.0, -1.5, -float("inf")]])
@@ -88,8 +89,10 @@ def test_equal_weights_count_fully_and_weights_of_zero_do_not(mean: float, squar
     assert effective_share(mean, square) == share
 
 
-def test_weighted_advantages_weigh_the_loss_of_each_token() -> None:
-    """The seam: PPO's loss, dual clip included, is proportional to the advantages."""
+@pytest.mark.parametrize("compute", [ppo, gspo, cispo])
+def test_weighted_advantages_weigh_the_loss_of_each_token(compute: PolicyLoss) -> None:
+    """The weights multiply the advantages, because each loss, dual clip included, is proportional to them."""
+    clipping = Clipping(0.2, 0.2, 3.0)
     log_prob = torch.tensor([[-0.2, -3.0, -0.9, -0.1]])
     old = torch.tensor([[-1.0, -1.0, -1.0, -2.5]])
     advantages, weights = torch.tensor([[1.0, -2.0, 0.5, -1.0]]), torch.tensor([[0.3, 2.0, 0.0, 1.7]])
@@ -97,6 +100,6 @@ def test_weighted_advantages_weigh_the_loss_of_each_token() -> None:
         only = torch.zeros(1, 4)
         only[0, token] = 1
         one = Denominators.of(only)
-        plain, _ = policy_loss(log_prob, old, advantages, only, one)
-        weighted, _ = policy_loss(log_prob, old, advantages * weights, only, one)
+        plain, _ = policy_loss(PolicyLossInputs(log_prob, old, advantages, only, clipping), one, compute)
+        weighted, _ = policy_loss(PolicyLossInputs(log_prob, old, advantages * weights, only, clipping), one, compute)
         torch.testing.assert_close(weighted, weights[0, token] * plain)
