@@ -158,8 +158,14 @@ def assert_same_steps(found: Run, expected: Run, *, rel: float, absolute: float)
     """Compare the metrics of all steps."""
     assert list(found.records) == list(expected.records)
     for step, record in expected.records.items():
-        of_step = comparable(found.records[step])
-        assert of_step == pytest.approx(comparable(record), rel=rel, abs=absolute), f"step {step}"
+        of_step, expected_of_step = comparable(found.records[step]), comparable(record)
+        assert of_step.keys() == expected_of_step.keys(), f"step {step}"
+        others = {
+            name: (of_step[name], value)
+            for name, value in expected_of_step.items()
+            if of_step[name] != pytest.approx(value, rel=rel, abs=absolute, nan_ok=True)
+        }
+        assert others == {}, f"step {step}"
 
 
 def assert_same_weights(found: Run, expected: Run, before: Path, largest: float = 0.01) -> None:

@@ -94,7 +94,7 @@ def num_records(root: Path) -> int:
     return path.read_text().count("\n") if path.is_file() else 0
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path: Path, staleness: int) -> None:
     spec = off(
         model,
