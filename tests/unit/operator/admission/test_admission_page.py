@@ -40,6 +40,7 @@ def test_the_page_quotes_what_is_said() -> None:
         image="trainer:latest",
         autoBalance={"enabled": True},
         reward={"function": {"module": "rewards", "timeoutSeconds": 1800}},
+        algorithm={"policyLoss": "GSPO"},
     )
 
     made = [
