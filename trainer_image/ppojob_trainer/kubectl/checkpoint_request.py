@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_CHECKPOINT, Condition
-from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw
+from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw, get_again
 from ppojob_trainer.kubectl.status_table import true_conditions
 
 _POLL_SECONDS = 1.0
@@ -70,9 +70,7 @@ def await_answer(cluster: Cluster, kind: str, request: Request, seconds: float) 
     """
     limit = time.monotonic() + seconds
     while True:
-        job = cluster.get(kind, request.name, f"--namespace={request.namespace}")
-        if job["metadata"]["uid"] != request.uid:
-            raise NotThereError(f"{request.key} was deleted; another job has its name now")
+        job = get_again(cluster, kind, request.namespace, request.name, request.uid)
         found, reason = job.get("status", {}).get("checkpoint"), _over(job)
         if found and (_is_answer(job, request) or (reason and found["step"] >= request.step)):
             return f"{request.key}: checkpoint of step {found['step']}: {found['path']}"

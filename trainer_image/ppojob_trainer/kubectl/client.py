@@ -44,6 +44,19 @@ class Cluster(Protocol):
         """Run a kubectl command on the user's own terminal; return its exit status."""
 
 
+def get_again(cluster: Cluster, kind: str, namespace: str, name: str, uid: str) -> Raw:
+    """Return an object that was read before.
+
+    Raises:
+        NotThereError: it was deleted, and another object has its name.
+        KubectlError: with kubectl's words.
+    """
+    found: Raw = cluster.get(kind, name, f"--namespace={namespace}")
+    if found["metadata"]["uid"] != uid:
+        raise NotThereError(f"{namespace}/{name} was deleted; another job has its name now")
+    return found
+
+
 class Kubectl:
     """kubectl on PATH."""
 

@@ -6,7 +6,7 @@
 import time
 
 from ppojob_api.v1alpha1.constants import Condition
-from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw
+from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw, get_again
 from ppojob_trainer.kubectl.status_table import is_finished, true_conditions
 
 _POLL_SECONDS = 2.0
@@ -20,15 +20,13 @@ def wait_until_finished(cluster: Cluster, kind: str, job: Raw, seconds: float) -
         KubectlError: with kubectl's words.
     """
     metadata, limit = job["metadata"], time.monotonic() + seconds
-    key, within = f"{metadata['namespace']}/{metadata['name']}", f"--namespace={metadata['namespace']}"
+    namespace, name = metadata["namespace"], metadata["name"]
     while not is_finished(job):
         if time.monotonic() >= limit:
             phase = job.get("status", {}).get("phase", "Pending")
-            raise NotThereError(f"{key} has not ended within {seconds:g} s: its phase is {phase}")
+            raise NotThereError(f"{namespace}/{name} has not ended within {seconds:g} s: its phase is {phase}")
         time.sleep(_POLL_SECONDS)
-        job = cluster.get(kind, metadata["name"], within)
-        if job["metadata"]["uid"] != metadata["uid"]:
-            raise NotThereError(f"{key} was deleted; another job has its name now")
+        job = get_again(cluster, kind, namespace, name, metadata["uid"])
     return job
 
 
