@@ -27,13 +27,6 @@ RENDERED_SECONDS = 60.0
 WAITING = {Reason.WAITING_FOR_PODS}
 
 
-@pytest.fixture(scope="module")
-def claim(kubectl: Any) -> None:
-    """A claim without a volume: nothing is mounted here."""
-    spec = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "resources": {"requests": {"storage": "1Gi"}}}
-    kubectl.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "data"}, "spec": spec})
-
-
 def test_every_job_is_refused_or_explained(kubectl: Any, operator: Any) -> None:
     num_stored = 0
 
