@@ -30,9 +30,9 @@ from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
@@ -135,7 +135,7 @@ class ValueModule(nn.Module):
         return values.squeeze(-1).clone()
 
 
-def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int = 0) -> PolicyModule:
+def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int = 0) -> PolicyModule:
     """Load a causal language model and shard it; `seed` is that of new adapters.
 
     Raises:
@@ -160,7 +160,7 @@ def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     return module
 
 
-def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int) -> ValueModule:
+def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int) -> ValueModule:
     """Load a decoder with the value head that its checkpoint holds, else with a new one drawn from `seed`.
 
     New adapters are drawn from `seed` too; the value head is trained beside them.
@@ -249,7 +249,7 @@ def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreT
     return model
 
 
-def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: DataParallel) -> None:
+def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
@@ -262,8 +262,8 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces).
         if options.compile and parallel.tensor_mesh is None:
             layer.compile()
-    # A single rank holds everything, so it has nothing to gather again.
-    is_freed = parallel.num_averaged > 1 and not options.stays_gathered
+    # A rank that holds everything has nothing to gather again.
+    is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
     messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
     for together in messages:
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
@@ -303,7 +303,7 @@ def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
     set_model_state_dict(module, cast("dict[str, Any]", source), options=options)
 
 
-def _adapters(module: nn.Module, parallel: DataParallel, seed: int) -> dict[str, Tensor]:
+def _adapters(module: nn.Module, parallel: ParallelMesh, seed: int) -> dict[str, Tensor]:
     """Return the values of new adapters on rank 0, which distributes them."""
     return initial_adapters(module, seed) if parallel.rank == 0 else {}
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 __all__ = ["RewardModelEngine", "check_reward_model", "longest_input", "padded_parts"]
 
@@ -32,7 +32,7 @@ class RewardModelEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: ParallelMesh,
         path: str,
         *,
         label: int = 0,
@@ -142,7 +142,7 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: DataParallel) -> nn.Module:
+def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
     config.use_cache = False
     source = _read(path, config, options) if parallel.rank == 0 else {}
     auto: Any = AutoModelForSequenceClassification

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 
 class _Whole(ParallelStyle):
@@ -54,7 +54,7 @@ _STYLES: Final[dict[str, type[ColwiseParallel] | type[RowwiseParallel] | partial
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
 
-def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Module, parallel: DataParallel) -> None:
+def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Module, parallel: ParallelMesh) -> None:
     """Divide `module`, which holds the language model with this decoder; without tensor parallelism do nothing."""
     mesh = parallel.tensor_mesh
     if mesh is None:
