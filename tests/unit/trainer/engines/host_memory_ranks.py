@@ -52,6 +52,8 @@ def measure(parallel: ParallelMesh, model: Path, out: Path) -> dict[str, int]:
     found["background, moments offloaded"] = of_background(parallel, model, out / "moments", Offload(optimizer=True))
     both = Offload(optimizer=True, parameters=True)
     found["background, both offloaded"] = of_background(parallel, model, out / "both", both)
+    # Not the first one, for which Python imports the model's code.
+    found["build"] = most_taken(lambda: make_policy(parallel, model))
     policy = make_policy(parallel, model, offload=Offload(optimizer=True))
     policy.save(out / "before")
     found["save, moments offloaded"] = most_taken(lambda: policy.save(out / "save"))

@@ -93,7 +93,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = DTensor.from_local(parameter.detach().to(mesh.device_type), mesh, [Replicate()], run_check=False)
+        whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(whole))
 
 
