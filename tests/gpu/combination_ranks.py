@@ -96,7 +96,7 @@ def combinations_of(name: str) -> Iterator[Combination]:
     Tensor parallelism refuses adapters. What stays gathered changes nothing in how a layer is offloaded.
     """
     division = DIVISIONS[name]
-    loras = (False,) if division.sizes.tensor > 1 else (False, True)
+    loras = (False,) if division.dims.tensor > 1 else (False, True)
     offloads = list(OFFLOADS)[:1] if division.stays_gathered else list(OFFLOADS)
     for lora, compiled, checkpointing, offload in itertools.product(loras, (False, True), (False, True), offloads):
         yield Combination(name, compiled, checkpointing, offload, lora)

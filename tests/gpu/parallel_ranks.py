@@ -29,6 +29,7 @@ MAX_TOKENS_PER_GPU = 16_384
 LAYOUTS = {
     "one GPU": (ParallelDims(), {}),
     "data 2": (ParallelDims(shard=2), {}),
+    "replicate 2": (ParallelDims(replicate=2), {}),
     "sequence 2": (ParallelDims(sequence=2), {}),
     "sequence 2, compiled": (ParallelDims(sequence=2), {"compile": True}),
     "tensor 2": (ParallelDims(tensor=2), {}),

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_critic, load_policy
@@ -127,6 +129,30 @@ def test_a_rank_reads_its_own_experts_and_rows_alone(with_experts: Path, dims: P
         assert found["bytes"] < 1.1 * size * most / NUM_EXPERTS
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tensor_that_becomes_several_is_split_before_it_is_sharded(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "tiny")
+    expected = from_pretrained(path)
+    stored = load_file(path / "model.safetensors")
+    for layer in range(2):
+        parts = [stored.pop(f"model.layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up")]
+        stored[f"model.layers.{layer}.mlp.gate_up.weight"] = torch.cat(parts)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    run_ranks(ParallelDims(shard=2), path, tmp_path, with_fused_gates)
+
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"rank-{rank}.pt")["tensors"], expected, atol=0, rtol=0)
+
+
+def with_fused_gates(parallel: ParallelMesh, model: Path, batch: object, out: Path) -> dict[str, Any]:
+    split = WeightConverter("mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
+    # For this process alone.
+    register_checkpoint_conversion_mapping("llama", [split], overwrite=True)
+    return whole_and_read(parallel, model, FLOAT32)
+
+
 def whole_and_read_without_batch(parallel: ParallelMesh, model: Path, batch: object, out: Path) -> dict[str, Any]:
     return whole_and_read(parallel, model, FLOAT32)
 
@@ -154,9 +180,8 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(load: Any, parallel: Par
     del stored["model.layers.1.mlp.up_proj.weight"]
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(
-        ModelNotFoundError, match=r"^model path \S+ has no weights for \S*layers\.1\.mlp\.up_proj\.weight: use the"
-    ):
+    says = r"^model path \S+ has no weights for \S*layers\.1\.mlp\.up_proj\.weight: use the checkpoint of a llama"
+    with pytest.raises(ModelNotFoundError, match=says):
         load(str(path), FLOAT32, parallel, seed=1)
 
 
