@@ -25,7 +25,7 @@ from typing import Any, Final
 from zipfile import is_zipfile
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -141,7 +141,7 @@ def find_tensors(path: str, names: Sequence[str]) -> dict[str, Tensor]:
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Give a sharded module's parameters memory for this rank's shards, and move the buffers to the device."""
     # As `nn.Module.to_empty` does, which would empty the buffers too.
-    module._apply(partial(_allocated, device))
+    module._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
 
 
 def load_weights(model: PreTrainedModel, weights: Weights, conversions: Conversions) -> list[str]:
@@ -187,6 +187,7 @@ def write_shard(target: Tensor, source: Any, name: str) -> None:
         ValueError: the shapes differ.
     """
     mine = local(target)
+    part: Tensor | None
     if isinstance(source, _Local):
         shape, expected, part = tuple(source.tensor.shape), tuple(mine.shape), source.tensor
     else:

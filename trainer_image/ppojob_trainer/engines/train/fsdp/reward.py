@@ -172,7 +172,8 @@ def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: P
             f"model.reward.path {path} has no weights for {', '.join(sorted(missing)[:4])}: it is not a trained "
             "sequence classifier"
         )
-    return model.eval()
+    module: nn.Module = model
+    return module.eval()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
