@@ -1,12 +1,13 @@
-"""Kueue, an optional part of the cluster: its controller as a pod, its CRDs and webhooks. Only RayClusters are queued.
+"""Kueue, an optional part of the cluster: its controller as a pod, its CRDs and webhooks.
 
-Called by the command `kueue` and by the tests that need it, which take it away again: its webhooks stand in the way of
-every RayCluster of the cluster, and of all of them as long as its pod does not run.
+Called by the command `kueue` and by the tests that need it. The tests remove it: its webhooks are called for every
+RayCluster of the cluster, and none can be created while its pod does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,8 @@ from tools.cluster.waiting import wait_until
 
 NAMESPACE = "kueue-system"
 _DEPLOYMENT = "kueue-controller-manager"
+_CONFIG_MAP = "kueue-manager-config"
+_CONFIG_FILE = "controller_manager_config.yaml"
 _PROGRAM = "/manager"
 _OWN_KINDS = "localqueues,clusterqueues,workloads,resourceflavors,workloadpriorityclasses"
 
@@ -32,6 +35,11 @@ def install(layout: Layout) -> None:
     definitions = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
     apply(layout, *definitions)
     apply(layout, *(each for each in objects if each not in definitions))
+    _wait(layout)
+
+
+def _wait(layout: Layout) -> None:
+    """Wait until the Deployment is rolled out and the webhooks answer."""
     kubectl(
         layout,
         "rollout",
@@ -61,6 +69,33 @@ def installed(layout: Layout) -> Iterator[None]:
         yield
     finally:
         remove(layout)
+
+
+@contextmanager
+def configured(layout: Layout, **settings: Any) -> Iterator[None]:
+    """Run the installed Kueue with other settings in its configuration file for a while."""
+    try:
+        _configure(layout, settings)
+        yield
+    finally:
+        _configure(layout, {})
+
+
+def _configure(layout: Layout, settings: Mapping[str, Any]) -> None:
+    """Write the configuration file with these settings, and restart Kueue if that changes its Deployment."""
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in _objects(layout)}
+    config, deployment = objects["ConfigMap", _CONFIG_MAP], objects["Deployment", _DEPLOYMENT]
+    text = yaml.safe_dump({**yaml.safe_load(config["data"][_CONFIG_FILE]), **settings}, sort_keys=True)
+    config["data"][_CONFIG_FILE] = text
+    _with_image(deployment, ensure_static_image(layout, binaries.KUEUE.name, path=_PROGRAM))
+    metadata = deployment["spec"]["template"]["metadata"]
+    # A pod reads the file when it starts.
+    metadata["annotations"] = {
+        **metadata.get("annotations", {}),
+        "ppojob.dev/config": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+    apply(layout, config, deployment)
+    _wait(layout)
 
 
 def _objects(layout: Layout) -> list[dict[str, Any]]:

@@ -223,7 +223,8 @@ def restored(situation: Situation) -> Restoration | None:
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
     desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
-    if desired["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.created_from):
+    is_in_queue = situation.spec.run_policy.queue_name is not None
+    if is_in_queue and desired["metadata"]["annotations"][constants.ANNOTATION_MADE_OF] != cluster.created_from:
         return None
     found = [*edits(desired["spec"], cluster.spec, "spec"), *_added_groups(desired["spec"], cluster.spec)]
     if not found:

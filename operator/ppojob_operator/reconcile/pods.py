@@ -14,6 +14,7 @@ from ppojob_api.v1alpha1.status import PoolStatus
 from ppojob_operator.manifests.quantity import times
 from ppojob_operator.manifests.submission import pods_digest, pods_key
 from ppojob_operator.plan import ALIVE, Cluster, Pod, RayJob, Trouble
+from ppojob_operator.reconcile import queueing
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 _MAX_WORDS = 1000
@@ -103,8 +104,8 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
 
 
 def _suspended(situation: Situation, cluster: Cluster) -> Finding:
-    if situation.spec.run_policy.queue_name is not None:
-        return _waiting(f"the RayCluster {cluster.name} is suspended by the job's queue: see the condition Admitted")
+    if queueing.is_managed(situation):
+        return _waiting(f"the RayCluster {cluster.name} is suspended by Kueue: see the condition Admitted")
     words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
     return Finding("False", Reason.CLUSTER_SUSPENDED, words)
 

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.usefixtur
 GPU = "nvidia.com/gpu"
 _QUEUE = "kueue.x-k8s.io/v1beta1"
 _ENOUGH = "1000"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,45 @@ def queued_job(jobs: Any, **policy: Any) -> str:
     return name
 
 
+def job_without_queue(jobs: Any, **policy: Any) -> str:
+    """Create such a job that names no queue."""
+    pools = [pool(name, gpuResourceName=GPU) for name in ("actor", "critic")]
+    name: str = jobs.create(pools=pools, runPolicy=policy)
+    return name
+
+
+@pytest.fixture
+def default_queue(kubectl: Any, jobs: Any, queue: None) -> Iterator[None]:
+    """The namespace's LocalQueue `default`, with the quota of `gpus`; Kueue knows it."""
+    name = kubectl.namespace
+    metadata = {"name": "default", "namespace": name}
+    done = kubectl.apply(
+        {"apiVersion": _QUEUE, "kind": "LocalQueue", "metadata": metadata, "spec": {"clusterQueue": name}}
+    )
+    assert done.returncode == 0, done.stderr
+    jobs.wait_until(lambda: as_kueue_changes_it(kubectl)["metadata"].get("labels", {}).get(QUEUE_LABEL) == "default")
+    yield
+    kubectl("delete", "ppojobs", "--all")
+    kubectl("delete", "localqueue/default")
+
+
+@pytest.fixture
+def manages_all(kubectl: Any, jobs: Any, queue: None) -> Iterator[None]:
+    """Kueue suspends what names no queue, in this namespace."""
+    selector = {"matchLabels": {"kubernetes.io/metadata.name": kubectl.namespace}}
+    settings = {"manageJobsWithoutQueueName": True, "managedJobsNamespaceSelector": selector}
+    with kueue.configured(Layout.from_environment(), **settings):
+        jobs.wait_until(lambda: as_kueue_changes_it(kubectl)["spec"].get("suspend") is True)
+        yield
+        kubectl("delete", "ppojobs", "--all")
+
+
+def as_kueue_changes_it(kubectl: Any) -> dict[str, Any]:
+    """Return a Job as Kueue's webhook would let it be created."""
+    probe: dict[str, Any] = kubectl.json("create", "job", "probe", "--image=nothing:1", "--dry-run=server")
+    return probe
+
+
 def wait_until_it_has_its_pods(jobs: Any, name: str) -> None:
     """Wait until the job was let in and its pods are ready."""
     jobs.wait_for(name, Condition.ADMITTED, "True", Reason.ADMITTED)
@@ -125,3 +165,44 @@ def test_a_queue_that_is_not_there_is_named(jobs: Any) -> None:
 
     jobs.wait(name, lambda status: "nobodys doesn't exist" in str(status.get("conditions")), limit=240)
     jobs.wait_for(name, Condition.ADMITTED, "False", Reason.QUEUED)
+
+
+@pytest.mark.usefixtures("default_queue")
+def test_a_job_without_a_queue_waits_runs_and_is_pre_empted_in_kueues_default_queue(kubectl: Any, jobs: Any) -> None:
+    usual = job_without_queue(jobs)
+    wait_until_it_has_its_pods(jobs, usual)
+    before = jobs.status(usual)
+    assert before["queueName"] == "default"
+
+    second = job_without_queue(jobs, startupDeadlineSeconds=20)
+    jobs.wait(second, lambda status: "insufficient unused quota" in str(status.get("conditions")), limit=240)
+    assert jobs.status(second)["phase"] == Phase.QUEUED
+    [cluster] = clusters(kubectl, second)
+    assert cluster["metadata"]["labels"][QUEUE_LABEL] == "default"
+
+    urgent = job_without_queue(jobs, queueName="default", queuePriorityClass="urgent")
+    wait_until_it_has_its_pods(jobs, urgent)
+    jobs.wait(usual, lambda status: "Preempted to accommodate" in str(status["conditions"]), limit=240)
+    jobs.wait(usual, lambda status: status["phase"] == Phase.QUEUED)
+    assert jobs.status(second)["phase"] == Phase.QUEUED, "its startup deadline has passed, and does not count"
+
+    kubectl("delete", "ppojob", urgent, second)
+    wait_until_it_has_its_pods(jobs, usual)
+    status = jobs.status(usual)
+    assert (status["rayCluster"]["name"], status["retries"]["total"]) == (before["rayCluster"]["name"], 0)
+    found = kubectl.json("get", "events", "--field-selector", f"involvedObject.name={usual}")["items"]
+    assert Reason.CLUSTER_SUSPENDED not in [event["reason"] for event in found]
+
+
+@pytest.mark.usefixtures("manages_all")
+def test_a_job_that_kueue_suspends_without_a_queue_runs_when_its_cluster_gets_one(kubectl: Any, jobs: Any) -> None:
+    name = job_without_queue(jobs, startupDeadlineSeconds=20)
+    message = jobs.wait_for(name, Condition.ADMITTED, "False", Reason.QUEUED)
+    assert "manageJobsWithoutQueueName" in message
+    [cluster] = clusters(kubectl, name)
+    jobs.wait(name, lambda status: "LocalQueue" in str(status["conditions"]), limit=120)
+
+    kubectl("label", "raycluster", cluster["metadata"]["name"], f"{QUEUE_LABEL}=gpus")
+
+    wait_until_it_has_its_pods(jobs, name)
+    assert jobs.status(name)["queueName"] == "gpus"

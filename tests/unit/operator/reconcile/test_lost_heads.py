@@ -18,7 +18,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
     ],
 )
 def test_a_lost_cluster_ends_the_attempt(clusters: tuple[Cluster, ...], reason: str, words: str) -> None:
-    world = World().run().see(clusters=clusters)
+    world = World().run().see(clusters=clusters, workloads=None)
 
     world.look()
 

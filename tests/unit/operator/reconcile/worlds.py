@@ -74,6 +74,8 @@ class World:
         self.log: str = ""
         self.refusal = ""
         """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
+        self.default_queue: str | None = None
+        """Queue that Kueue gives to RayClusters without one. Empty: it suspends them without. None: it does neither."""
         self.is_deleting = False
         self.is_deleted = False
         self.hangs = False
@@ -242,8 +244,16 @@ class World:
         name = manifest["metadata"]["name"]
         if manifest["kind"] == "RayCluster" and name not in [cluster.name for cluster in self.observed.clusters]:
             # Kueue suspends what comes into one of its queues.
-            is_queued = constants.LABEL_QUEUE in manifest["metadata"]["labels"]
-            fresh = Cluster(name, is_suspended=is_queued, head_service=f"{name}-head-svc", uid=f"uid of {name}")
+            queue = manifest["metadata"]["labels"].get(constants.LABEL_QUEUE, self.default_queue)
+            fresh = Cluster(
+                name,
+                is_suspended=queue is not None,
+                created=self.now,
+                head_service=f"{name}-head-svc",
+                uid=f"uid of {name}",
+                created_from=manifest["metadata"]["annotations"][constants.ANNOTATION_MADE_OF],
+                queue=queue or None,
+            )
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
             self.made.append(dict(manifest))
         if manifest["kind"] == "Job":
