@@ -123,6 +123,8 @@ class Cluster:
     """Digest of the spec that it was created from. None: it has no such annotation."""
     queue: str | None = None
     """Kueue's LocalQueue in its label, which Kueue writes for its default queue. None: it has no such label."""
+    managed_by: str | None = None
+    """`spec.managedBy`: who creates its pods. None: KubeRay."""
 
 
 @dataclass(frozen=True)

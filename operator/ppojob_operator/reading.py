@@ -112,6 +112,7 @@ def read_cluster(raw: Manifest) -> Cluster:
         spec=raw.get("spec", {}),
         created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
         queue=queue_label(metadata),
+        managed_by=raw.get("spec", {}).get("managedBy"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Labels and annotations of a RayCluster for Kueue and gang schedulers.
+"""Labels and annotations of a RayCluster and its pods for Kueue and gang schedulers.
 
 Kueue reads its labels from the RayCluster. KubeRay 1.6's batch scheduler plugins copy theirs to the pods and set
 `schedulerName`; the scheduler is a setting of KubeRay, not of this operator.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.pools import Topology
 from ppojob_api.v1alpha1.runtime import GangScheduler, RunPolicy
 from ppojob_operator.plan import Manifest
 
@@ -28,6 +29,15 @@ def queue_labels(policy: RunPolicy, cluster: str) -> dict[str, str]:
         **_GANG_SCHEDULERS[policy.gang_scheduler](policy.gang_scheduler_queue, cluster),
     }
     return {label: value for label, value in labels.items() if value is not None}
+
+
+def topology_annotations(topology: Topology) -> dict[str, str]:
+    """Return the annotation of a pod template from which Kueue reads where the pods may be."""
+    levels = {
+        constants.ANNOTATION_REQUIRED_TOPOLOGY: topology.required,
+        constants.ANNOTATION_PREFERRED_TOPOLOGY: topology.preferred,
+    }
+    return {name: label for name, label in levels.items() if label is not None}
 
 
 def made_of(spec: Manifest) -> dict[str, str]:

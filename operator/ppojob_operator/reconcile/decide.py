@@ -53,7 +53,7 @@ def _missing_observation(a: Assessment) -> Plan | None:
     if a.observed.dry_run is None and a.situation.desired is not None and layout.is_stop_due(a.situation):
         # Before the trainer is stopped: a rejected RayCluster would leave the job without pods.
         return Plan(dry_run=layout.next_cluster(a.situation, a.situation.desired))
-    if progress.complete(a.situation) or not attempts.is_log_needed(a.situation):
+    if a.complete or not attempts.is_log_needed(a.situation):
         return None
     has_ended = a.deadline is not None or a.failure is not None
     return Plan(read_log_of=a.situation.submission_id) if has_ended else None
@@ -163,9 +163,8 @@ def _failed(a: Assessment, event: Event) -> Plan:
 
 
 def _succeeded(a: Assessment, event: Event) -> Plan:
-    complete = progress.complete(a.situation)
-    assert complete is not None
-    return _ended(a, {Condition.COMPLETE: complete})
+    assert a.complete is not None
+    return _ended(a, {Condition.COMPLETE: a.complete})
 
 
 def _after_the_end(a: Assessment, event: Event) -> Plan:

@@ -116,6 +116,12 @@ class Assessment:
         return deadlines.delay(self.situation, self.found.finding, self.step)
 
     @cached_property
+    def complete(self) -> Finding | None:
+        """Condition Complete. None: the trainer has not succeeded."""
+        is_lost = self.failure is not None or queueing.is_evicted(self.situation)
+        return progress.complete(self.situation) or (progress.complete_without_ray(self.situation) if is_lost else None)
+
+    @cached_property
     def failure(self) -> Failure | None:
         """Why the attempt has ended without success. An eviction by the queue is no failure."""
         if queueing.is_evicted(self.situation):
@@ -179,7 +185,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.NOT_ACCEPTED: lambda a: a.accepted.status != "True" and not a.has_started,
     Event.REFUSED: lambda a: _is_refused(a, is_started=True),
     Event.NOT_JUDGED: lambda a: a.accepted.status == "Unknown" and a.has_started,
-    Event.SUCCEEDED: lambda a: progress.complete(a.situation) is not None,
+    Event.SUCCEEDED: lambda a: a.complete is not None,
     Event.FETCH_FAILED: lambda a: a.fetch is not None and a.fetch.failure is not None,
     Event.DEADLINE_EXCEEDED: lambda a: a.deadline is not None,
     Event.RETRIES_EXHAUSTED: lambda a: a.verdict is not None and a.verdict.is_final,

@@ -31,6 +31,9 @@ CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
 """Reasons that pods of an earlier attempt may cause until they are deleted."""
 SILENCE = timedelta(seconds=120)
 """Time without responses of dashboard and trainer after which the head counts as lost."""
+_KUBERAY = "ray.io/kuberay-operator"
+"""KubeRay's own name in `spec.managedBy` of a RayCluster."""
+_MULTIKUEUE = "MultiKueue is not supported, so create the job in a queue whose ClusterQueue does not use it"
 _TAKEN = (Reason.PREEMPTED, Reason.NODE_LOST)
 
 
@@ -83,8 +86,8 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if cluster is None:
         words = f"the RayCluster {situation.cluster_name} is being created"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
-    if cluster.is_suspended:
-        return _suspended(situation, cluster)
+    if without_pods := _without_pods(situation, cluster):
+        return without_pods
     if head is not None and head.trouble is not None and not head.is_ready:
         troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.message}"), *troubles]
     not_ready = _not_ready(situation, num_ready)
@@ -103,7 +106,12 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
 
 
-def _suspended(situation: Situation, cluster: Cluster) -> Finding:
+def _without_pods(situation: Situation, cluster: Cluster) -> Finding | None:
+    """Return why KubeRay creates no pods for the RayCluster; None: it does."""
+    if cluster.managed_by not in (None, _KUBERAY):
+        return _waiting(f"the RayCluster is managed by {cluster.managed_by}, so KubeRay creates no pods: {_MULTIKUEUE}")
+    if not cluster.is_suspended:
+        return None
     if queueing.is_managed(situation):
         return _waiting(f"the RayCluster {cluster.name} is suspended by Kueue: see the condition Admitted")
     words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"

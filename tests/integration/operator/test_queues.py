@@ -96,6 +96,54 @@ def default_queue(kubectl: Any, jobs: Any, queue: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def groups_of_nodes(kubectl: Any, fake_nodes: FakeNodes, _kueue: None) -> Iterator[None]:
+    """The queue `near`: eight GPUs on the nodes of kind h200, four on those of kind a100, which are far from them."""
+    name, label = f"{kubectl.namespace}-near", {"ppojob.dev/test": kubectl.namespace}
+    for kind in ("h200", "a100"):
+        kubectl("label", "nodes", f"--selector=gpu-type={fake_nodes.kind(kind)['gpu-type']}", *labels(label))
+    quotas = [("cpu", _ENOUGH), ("memory", "1000Gi"), (GPU, "12")]
+    flavor = {"name": name, "resources": [{"name": each, "nominalQuota": quota} for each, quota in quotas]}
+    done = kubectl.apply(
+        {
+            "apiVersion": _QUEUE,
+            "kind": "Topology",
+            "metadata": {"name": name},
+            "spec": {"levels": [{"nodeLabel": "gpu-type"}]},
+        },
+        {
+            "apiVersion": _QUEUE,
+            "kind": "ResourceFlavor",
+            "metadata": {"name": name},
+            "spec": {"nodeLabels": label, "topologyName": name, "tolerations": list(fake_nodes.tolerations)},
+        },
+        {
+            "apiVersion": _QUEUE,
+            "kind": "ClusterQueue",
+            "metadata": {"name": name},
+            "spec": {
+                "namespaceSelector": {},
+                "resourceGroups": [{"coveredResources": [each for each, _ in quotas], "flavors": [flavor]}],
+            },
+        },
+        {
+            "apiVersion": _QUEUE,
+            "kind": "LocalQueue",
+            "metadata": {"name": "near", "namespace": kubectl.namespace},
+            "spec": {"clusterQueue": name},
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    yield
+    kubectl("delete", "ppojobs", "--all")
+    kubectl("delete", "localqueue/near", f"clusterqueue/{name}", f"resourceflavor/{name}", f"topology/{name}")
+
+
+def labels(given: dict[str, str]) -> list[str]:
+    """Return labels as kubectl's arguments."""
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+@pytest.fixture
 def manages_all(kubectl: Any, jobs: Any, queue: None) -> Iterator[None]:
     """Kueue suspends what names no queue, in this namespace."""
     selector = {"matchLabels": {"kubernetes.io/metadata.name": kubectl.namespace}}
@@ -206,3 +254,31 @@ def test_a_job_that_kueue_suspends_without_a_queue_runs_when_its_cluster_gets_on
 
     wait_until_it_has_its_pods(jobs, name)
     assert jobs.status(name)["queueName"] == "gpus"
+
+
+@pytest.mark.usefixtures("groups_of_nodes")
+def test_the_pods_of_a_pool_are_near_each_other_where_its_topology_says_so(
+    kubectl: Any, jobs: Any, fake_nodes: FakeNodes
+) -> None:
+    def job(nodes: int, **topology: str) -> str:
+        actor = pool("actor", nodes=nodes, gpusPerNode=1, gpuResourceName=GPU, topology=topology)
+        name: str = jobs.create(pools=[actor], placement={"actor": "actor"}, runPolicy={"queueName": "near"})
+        return name
+
+    def kinds(name: str) -> set[str]:
+        pods = kubectl.json("get", "pods", f"--selector=ppojob.dev/job={name},ppojob.dev/pool=actor")["items"]
+        nodes = [kubectl.json("get", "node", each["spec"]["nodeName"]) for each in pods]
+        return {node["metadata"]["labels"]["gpu-type"] for node in nodes}
+
+    first = job(6, required="gpu-type")
+    wait_until_it_has_its_pods(jobs, first)
+    assert kinds(first) == {fake_nodes.kind("h200")["gpu-type"]}, "only these nodes have six GPUs"
+
+    # Six GPUs are free, but two of them are far from the other four.
+    near = job(6, required="gpu-type")
+    jobs.wait(near, lambda status: "topology" in str(status.get("conditions")), limit=240)
+    jobs.wait_for(near, Condition.ADMITTED, "False", Reason.QUEUED)
+    kubectl("delete", "ppojob", near)
+    anywhere = job(6, preferred="gpu-type")
+    wait_until_it_has_its_pods(jobs, anywhere)
+    assert kinds(anywhere) == {fake_nodes.kind(kind)["gpu-type"] for kind in ("h200", "a100")}
