@@ -1,5 +1,6 @@
 """PPOJobs in a queue of a real Kueue, with KubeRay, on nodes that exist only in the API server: quota and priority."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -254,6 +255,21 @@ def test_a_job_that_kueue_suspends_without_a_queue_runs_when_its_cluster_gets_on
 
     wait_until_it_has_its_pods(jobs, name)
     assert jobs.status(name)["queueName"] == "gpus"
+
+
+@pytest.mark.usefixtures("manages_all")
+def test_the_job_that_fetches_waits_too_where_kueue_suspends_it_without_a_queue(kubectl: Any, jobs: Any) -> None:
+    model = {"actor": {"path": "hf://organisation/model"}}
+    name = jobs.create(model=model, runPolicy={"queueName": "gpus", "startupDeadlineSeconds": 5})
+    jobs.wait(name, lambda status: f"kubectl label job {name}-fetch {QUEUE_LABEL}=QUEUE" in str(status))
+    time.sleep(6)
+    assert jobs.status(name)["phase"] == Phase.FETCHING, "the startup deadline has passed, and does not count"
+
+    kubectl("label", "job", f"{name}-fetch", f"{QUEUE_LABEL}=gpus")
+
+    # A pod on a node of KWOK ends at once.
+    jobs.wait_for(name, Condition.SOURCES_FETCHED, "True", Reason.FETCHED)
+    jobs.wait_for(name, Condition.ADMITTED, "True", Reason.ADMITTED)
 
 
 @pytest.mark.usefixtures("groups_of_nodes")
