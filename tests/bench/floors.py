@@ -1,6 +1,6 @@
 """The least time that each phase can take on a device: operations at its peak, bytes at its memory's bandwidth.
 
-Formulas as in `engines.fsdp.flops` (PaLM, appendix B), with what is recomputed, because the phase does it: the layers
+Formulas as in `fsdp.flops` (PaLM, appendix B), with what is recomputed, because the phase does it: the layers
 with gradient checkpointing, the output layer always, because it is never held. Generation: for each token that all
 sequences write, the weights and the sequences' keys and values are read once. The weights cross NVLink once. Called by
 `report`.
@@ -29,7 +29,7 @@ def floors(
     # Not above: who only asks for a layout need not wait for torch.
     import torch
 
-    from ppojob_trainer.engines.fsdp.flops import peak_flops
+    from ppojob_trainer.engines.train.fsdp.flops import peak_flops
 
     if not torch.cuda.is_available():
         return {}

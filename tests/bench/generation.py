@@ -24,7 +24,7 @@ import yaml
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions
+from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions
 from ppojob_trainer.worker_groups.roles.rollout import rollout_environment
 from ppojob_trainer.worker_groups.worker_process import num_threads
 from tests.bench.measurement import spec_of
@@ -83,7 +83,7 @@ def _environment(spec: PPOJobSpec) -> dict[str, str]:
 
 async def _generate(spec: PPOJobSpec, num_prompts: int, num_batches: int) -> list[float]:
     # vLLM must find its environment set.
-    from ppojob_trainer.engines.vllm.engine import RolloutEngine
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
     prompts = _prompts(spec)
     sampling = SamplingOptions.training(spec)

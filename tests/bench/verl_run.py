@@ -173,7 +173,7 @@ def _environment(python: str) -> dict[str, str]:
         "HYDRA_FULL_ERROR": "1",
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # As for our own engines: see `engines.vllm.options`.
+        # As for our own engines: see `engines.rollout.options`.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         **inherited,
     }

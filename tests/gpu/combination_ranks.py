@@ -25,8 +25,8 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
 VOCABULARY, NUM_SEQUENCES, NUM_UPDATES = 512, 16, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppojob_trainer.engines.fsdp.pinned import host_buffer
+from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
 
 pytestmark = [
     pytest.mark.gpu,

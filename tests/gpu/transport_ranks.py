@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp.mesh import init_process_group
+from ppojob_trainer.engines.train.fsdp.mesh import init_process_group
 from ppojob_trainer.engines.transports import log_connections
 
 

@@ -14,11 +14,11 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.fsdp.lora import initial_adapters
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
-from ppojob_trainer.engines.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.protocol import Keys, response_part
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model

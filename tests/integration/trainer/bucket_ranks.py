@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.mesh import init_process_group
-from ppojob_trainer.engines.fsdp.object_storage import ObjectFiles
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.mesh import init_process_group
+from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
 LIMIT_S = 120.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.vllm.options import RolloutOptions, environment
+from ppojob_trainer.engines.rollout.options import RolloutOptions, environment
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -40,9 +40,9 @@ def export(root: Path) -> Path:
     from ppojob_api.v1alpha1.resolve import JobFile, resolve
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
-    from ppojob_trainer.engines.fsdp.mesh import init_process_group
-    from ppojob_trainer.engines.fsdp.policy import PolicyEngine
     from ppojob_trainer.engines.network import free_port
+    from ppojob_trainer.engines.train.fsdp.mesh import init_process_group
+    from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
     from ppojob_trainer.main.exports import JobExports
     from ppojob_trainer.telemetry import RunFiles
     from tests.good_spec import GOOD

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.vllm.options import SamplingOptions
-from ppojob_trainer.engines.weight_transfer import Receipt
+from ppojob_trainer.engines.rollout.options import SamplingOptions
+from ppojob_trainer.engines.weights.transfer import Receipt
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
@@ -66,7 +66,7 @@ class _Engine:
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
     ) -> AsyncIterator[tuple[int, Any]]:
-        from ppojob_trainer.engines.vllm.engine import Generation
+        from ppojob_trainer.engines.rollout.engine import Generation
 
         for position, seed in enumerate(seeds):
             length = self.length - seed % 7

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
+from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
 
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
@@ -50,10 +50,10 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
-    from ppojob_trainer.engines.fsdp.mesh import init_process_group
-    from ppojob_trainer.engines.fsdp.policy import PolicyEngine
     from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.weight_transfer import LinkPlan, WeightSender
+    from ppojob_trainer.engines.train.fsdp.mesh import init_process_group
+    from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+    from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
 
     parallel = init_process_group(device, 0, 1, "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
@@ -81,7 +81,7 @@ def probs_diff(trainer: Trainer, batch: Any) -> float:
 
 
 async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool]:
-    from ppojob_trainer.engines.weight_transfer import verify
+    from ppojob_trainer.engines.weights.transfer import verify
 
     started = time.perf_counter()
     sent, received = await asyncio.gather(
@@ -95,7 +95,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     import torch
 
     from ppojob_trainer.engines.errors import RolloutError
-    from ppojob_trainer.engines.vllm.engine import RolloutEngine
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
     engine = RolloutEngine(options)
     await engine.start()

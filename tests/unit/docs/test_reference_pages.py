@@ -21,7 +21,7 @@ from ppojob_api.v1alpha1.telemetry import Tracker
 from ppojob_api.v1alpha1.training import LossAggregation, ScheduleMode
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec
 from ppojob_operator.status_server.metrics import OperatorMetrics
-from ppojob_trainer.engines.fsdp import families
+from ppojob_trainer.engines.train.fsdp import families
 from ppojob_trainer.main import failures
 from tests.bad_specs import GOOD
 from tests.unit.trainer.engines.test_engine_families import FAMILIES

@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
 from ppojob_trainer.engines.errors import RolloutMemoryError
-from ppojob_trainer.engines.vllm.failure_log import memory_shortage
+from ppojob_trainer.engines.rollout.failure_log import memory_shortage
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Meta
 from tests.unit.trainer.engines.tiny_llama import make_batch
 

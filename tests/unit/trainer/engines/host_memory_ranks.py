@@ -16,9 +16,9 @@ import torch
 
 from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp import export as export_module
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.fsdp import export as export_module
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_policy
 
 SHARD_BYTES = 16 * 10**6

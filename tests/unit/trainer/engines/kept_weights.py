@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.vllm.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
+from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
 
 
 class Quantized(UnquantizedLinearMethod):

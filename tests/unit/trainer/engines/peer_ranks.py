@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy

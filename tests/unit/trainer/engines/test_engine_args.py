@@ -10,7 +10,7 @@ import pytest
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError
-from ppojob_trainer.engines.vllm.options import RolloutOptions
+from ppojob_trainer.engines.rollout.options import RolloutOptions
 
 # Loading vLLM takes many seconds.
 pytestmark = pytest.mark.slow
@@ -28,14 +28,14 @@ def options(**engine_args: Any) -> RolloutOptions:
     ],
 )
 def test_an_argument_that_vllm_does_not_have_is_refused(engine_args: dict[str, Any], words: str) -> None:
-    from ppojob_trainer.engines.vllm.engine import checked_arguments
+    from ppojob_trainer.engines.rollout.engine import checked_arguments
 
     with pytest.raises(EngineArgumentError, match=words):
         checked_arguments(options(**engine_args))
 
 
 def test_a_known_argument_is_passed_on() -> None:
-    from ppojob_trainer.engines.vllm.engine import checked_arguments
+    from ppojob_trainer.engines.rollout.engine import checked_arguments
 
     assert checked_arguments(options(block_size=32)).block_size == 32
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ppojob_trainer.engines.batch import Segments
-from ppojob_trainer.engines.fsdp.attention import packed_attention
+from ppojob_trainer.engines.train.batch import Segments
+from ppojob_trainer.engines.train.fsdp.attention import packed_attention
 
 LENGTHS = (5, 1, 8)
 

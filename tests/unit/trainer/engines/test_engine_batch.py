@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppojob_trainer.engines.batch import MicroBatchPlan, build_micro_batches, split_minibatches
+from ppojob_trainer.engines.train.batch import MicroBatchPlan, build_micro_batches, split_minibatches
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
 
 CPU = torch.device("cpu")

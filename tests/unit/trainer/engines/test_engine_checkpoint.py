@@ -18,9 +18,9 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.bench.bench_host_memory import compare_export
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
@@ -152,7 +152,7 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
 def test_a_large_model_is_exported_in_files_with_an_index(
     parallel: DataParallel, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
 ) -> None:
-    monkeypatch.setattr("ppojob_trainer.engines.fsdp.export.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.export.SHARD_BYTES", 30_000)
     engine = make_policy(parallel, save_tiny_model(tmp_path / "source", tie_word_embeddings=is_tied))
     engine.update(batch)
     engine.export(tmp_path / "export")

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
 pytestmark = [

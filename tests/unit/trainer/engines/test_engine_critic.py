@@ -11,8 +11,8 @@ from transformers import AutoModel
 
 from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.training import CriticSpec
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 

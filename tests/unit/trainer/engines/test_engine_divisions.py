@@ -9,8 +9,8 @@ from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.fsdp.divisions import check_divisions
-from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
+from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
+from ppojob_trainer.engines.train.fsdp.mesh import PeerSizes, init_process_group
 
 
 def llama(**settings: Any) -> PretrainedConfig:

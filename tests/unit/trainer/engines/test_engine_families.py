@@ -14,10 +14,10 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.families import refuse_unsupported
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 

@@ -18,13 +18,13 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.flops import model_flops
-from ppojob_trainer.engines.fsdp.lora import LoRALinear, adapters_off, is_adapter
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
-from ppojob_trainer.engines.fsdp.update import UpdateResult
-from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.flops import model_flops
+from ppojob_trainer.engines.train.fsdp.lora import LoRALinear, adapters_off, is_adapter
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.update import UpdateResult
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 
 ADAPTERS = LoRA(rank=4, alpha=12.0)

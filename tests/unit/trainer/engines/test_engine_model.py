@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.model import LoadOptions, load_policy
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 FLOAT32 = LoadOptions(dtype=torch.float32)

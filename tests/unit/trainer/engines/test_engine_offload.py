@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.protocol import DataProto, Keys
 
 BOTH = Offload(parameters=True, optimizer=True)
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
 
     background = BackgroundSaves()
     with monkeypatch.context() as patch:
-        patch.setattr("ppojob_trainer.engines.fsdp.offload._OffloadedStorages.load", refuse)
+        patch.setattr("ppojob_trainer.engines.train.fsdp.offload._OffloadedStorages.load", refuse)
         offloaded.save(tmp_path / "waited-for")
         offloaded.save(tmp_path / "background", background)
     expected = plain.update(batch)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, PeerSizes
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.engines.two_ranks import make_policy

@@ -15,8 +15,8 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates
 

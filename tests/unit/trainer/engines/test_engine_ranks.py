@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
@@ -148,7 +148,7 @@ def test_two_ranks_export_a_whole_model(out: Path, of_two: list[dict[str, Any]])
 def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
     script = (
         "from ppojob_api.v1alpha1.runtime import Device\n"
-        "from ppojob_trainer.engines.fsdp.mesh import init_process_group\n"
+        "from ppojob_trainer.engines.train.fsdp.mesh import init_process_group\n"
         f"init_process_group(Device('{Device.CPU.value}'), 1, 2, '127.0.0.1', {free_port('127.0.0.1')}, 2)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT_SECONDS, check=False)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from tests.unit.trainer.engines import two_ranks, two_ranks_resume
 
 pytestmark = pytest.mark.slow

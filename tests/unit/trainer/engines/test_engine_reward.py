@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.reward import RewardModelEngine, check_reward_model, padded_parts
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine, check_reward_model, padded_parts
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY, save_tiny_model
 
 

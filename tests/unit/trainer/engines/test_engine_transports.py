@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.transports import NcclLog, log_connections, transports_of
 
 NVLINK = """\

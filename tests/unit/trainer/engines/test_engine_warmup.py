@@ -12,10 +12,10 @@ import torch
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
-from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.protocol import DataProto, Keys
 
 PROMPT, RESPONSE = 12, 9

@@ -15,10 +15,16 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine
-from ppojob_trainer.engines.weight_buckets import TensorSpec, buckets_from_text, buckets_to_text, checksum, make_buckets
-from ppojob_trainer.engines.weight_transfer import (
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.weights.buckets import (
+    TensorSpec,
+    buckets_from_text,
+    buckets_to_text,
+    checksum,
+    make_buckets,
+)
+from ppojob_trainer.engines.weights.transfer import (
     LinkPlan,
     Receipt,
     Receivers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppojob_trainer.engines.vllm.failure_log import explain, memory_shortage
+from ppojob_trainer.engines.rollout.failure_log import explain, memory_shortage
 
 STARTED = "vLLM could not start with the model /m: "
 POINTER = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"

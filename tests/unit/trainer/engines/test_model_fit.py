@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.model_fit import check_context, check_vocabulary, context_length
+from ppojob_trainer.engines.train.model_fit import check_context, check_vocabulary, context_length
 
 WORDS = ["<end>", "a", "b", "c"]
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnreadableError
-from ppojob_trainer.engines.fsdp import object_storage
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.object_storage import ObjectFiles, has_metadata, is_used, reader_of, writer_of
+from ppojob_trainer.engines.train.fsdp import object_storage
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles, has_metadata, is_used, reader_of, writer_of
 from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.test_engine_checkpoint import make_policy, wait_for

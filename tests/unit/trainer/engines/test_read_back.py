@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.vllm import read_back
-from ppojob_trainer.engines.vllm.read_back import ReadBack
+from ppojob_trainer.engines.rollout import read_back
+from ppojob_trainer.engines.rollout.read_back import ReadBack
 
 
 class Fused(nn.Module):

@@ -13,10 +13,10 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.fsdp import model as model_module
-from ppojob_trainer.engines.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
-from ppojob_trainer.engines.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp import model as model_module
+from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 

@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink
+from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import (
     GpuHolder,

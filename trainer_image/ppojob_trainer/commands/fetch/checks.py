@@ -1,6 +1,6 @@
 """What is refused before a model's weights and after a data file were downloaded.
 
-It reuses the trainer's own checks: `engines.fsdp.families` and `data.sources`. It runs no code of a repository.
+It reuses the trainer's own checks: `engines.train.fsdp.families` and `data.sources`. It runs no code of a repository.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_config(source: Source, folder: Path) -> None:
     from transformers import AutoConfig
 
     from ppojob_trainer.engines.errors import ModelUnsupportedError
-    from ppojob_trainer.engines.fsdp.families import refuse_unsupported
+    from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 
     if source.with_code and '"auto_map"' in (folder / CONFIG).read_text():
         # Only the trainer runs the code by which this configuration is understood.

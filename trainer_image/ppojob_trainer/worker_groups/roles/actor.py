@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.algorithms import try_functions
-from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.train.batch import EngineMeta
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weight_transfer import LinkPlan, Receipt, WeightLink, WeightSender
+from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, overlong_of, with_metrics
@@ -23,7 +23,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.fsdp.policy import PolicyEngine
+    from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 
 __all__ = ["ActorGroup", "ActorWorker"]
 
@@ -63,8 +63,8 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, stays_gathered: bool, total_steps: int) -> None:
         """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
-        from ppojob_trainer.engines.fsdp.policy import PolicyEngine
         from ppojob_trainer.engines.precision import dtype_of
+        from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 
         spec = self.spec
         self._engine = PolicyEngine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.batch import EngineMeta
+from ppojob_trainer.engines.train.batch import EngineMeta
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.worker_groups.advantages import compute_advantages, overlong_of
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
@@ -18,7 +18,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.fsdp.critic import CriticEngine
+    from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 
 __all__ = ["CriticGroup", "CriticWorker"]
 
@@ -55,8 +55,8 @@ class CriticWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, stays_gathered: bool, total_steps: int) -> None:
         """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
-        from ppojob_trainer.engines.fsdp.critic import CriticEngine
         from ppojob_trainer.engines.precision import dtype_of
+        from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 
         spec = self.spec
         self._engine = CriticEngine(

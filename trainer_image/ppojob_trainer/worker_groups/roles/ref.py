@@ -16,7 +16,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
+    from ppojob_trainer.engines.train.fsdp.policy import ReferenceEngine
 
 __all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
 
@@ -41,8 +41,8 @@ class RefWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, stays_gathered: bool) -> None:
         """Load and shard the model, after `join`."""
-        from ppojob_trainer.engines.fsdp.policy import ReferenceEngine
         from ppojob_trainer.engines.precision import dtype_of
+        from ppojob_trainer.engines.train.fsdp.policy import ReferenceEngine
 
         model = self.spec.model
         is_compiled = model.actor.compile if model.ref.compile is None else model.ref.compile

@@ -30,7 +30,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
+    from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine
 
 __all__ = ["ModelScores", "RewardModelWorker"]
 
@@ -58,7 +58,7 @@ class RewardModelWorker(TrainedWorker):
             ModelUnsupportedError: it is not a sequence classifier, or has no such label.
             RewardModelError: the spec asks for a chat template and there is none.
         """
-        from ppojob_trainer.engines.fsdp.reward import check_reward_model, longest_input
+        from ppojob_trainer.engines.train.fsdp.reward import check_reward_model, longest_input
 
         model = self._model
         config = check_reward_model(model.path, model.label, model.trust_remote_code)
@@ -68,8 +68,8 @@ class RewardModelWorker(TrainedWorker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Load and shard the model, after `check` and `join`."""
-        from ppojob_trainer.engines.fsdp.reward import RewardModelEngine
         from ppojob_trainer.engines.precision import dtype_of
+        from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine
 
         model = self._model
         self._engine = RewardModelEngine(

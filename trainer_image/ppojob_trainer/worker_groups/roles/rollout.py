@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineArgumentError, RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
+from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.transports import Transports, log_connections
-from ppojob_trainer.engines.vllm.failure_log import end_of, explain, memory_shortage
-from ppojob_trainer.engines.vllm.options import RolloutOptions, SamplingOptions, environment
-from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
+from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
@@ -37,7 +37,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # vLLM takes seconds to import.
-    from ppojob_trainer.engines.vllm.engine import Generation
+    from ppojob_trainer.engines.rollout.engine import Generation
 
 __all__ = [
     "GpuHolder",
@@ -81,7 +81,7 @@ class RolloutWorker:
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
-        from ppojob_trainer.engines.vllm.engine import RolloutEngine
+        from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
         self.context = context
         self.spec = spec

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -21,7 +21,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # Imports torch; the driver imports this module too.
-    from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+    from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 
 __all__ = ["ModelSize", "ModelSource", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
 
@@ -40,9 +40,9 @@ def check_model(path: str, trust_remote_code: bool, sizes: Mapping[str, int] | N
         ModelMismatchError: it cannot be divided by these sizes.
     """
     # Imported here: transformers takes seconds, and the driver imports this module too.
-    from ppojob_trainer.engines.fsdp.divisions import check_divisions
-    from ppojob_trainer.engines.fsdp.families import refuse_unsupported
-    from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+    from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
+    from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+    from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
 
     config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
     refuse_unsupported(config)
@@ -55,8 +55,8 @@ def check_fit(role: str, path: str, trust_remote_code: bool, spec: PPOJobSpec) -
     Raises:
         ModelMismatchError: its context is too short, or its vocabulary differs.
     """
-    from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
-    from ppojob_trainer.engines.model_fit import check_context, check_vocabulary
+    from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
+    from ppojob_trainer.engines.train.model_fit import check_context, check_vocabulary
 
     config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
     check_context(role, path, config, spec.data)
@@ -138,7 +138,7 @@ class TrainedWorker:
         Raises:
             RendezvousError: not all ranks joined in time, or NCCL could not connect.
         """
-        from ppojob_trainer.engines.fsdp.mesh import PeerSizes, init_process_group
+        from ppojob_trainer.engines.train.fsdp.mesh import PeerSizes, init_process_group
 
         context = self.context
         training = self.training
@@ -158,8 +158,8 @@ class TrainedWorker:
         import torch
         from transformers import AutoModel, AutoModelForCausalLM
 
-        from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
         from ppojob_trainer.engines.host import host_bytes
+        from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
 
         assert self.source is not None, "the role says in its constructor which model it loads"
         trust = self.source.trust_remote_code
@@ -198,7 +198,7 @@ class TrainedWorker:
 
     def background_saves(self) -> BackgroundSaves:
         """The saves of this rank that run in the background."""
-        from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
+        from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 
         self._saves = self._saves or BackgroundSaves()
         return self._saves

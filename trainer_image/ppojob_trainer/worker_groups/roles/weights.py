@@ -9,7 +9,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weight_transfer import Receivers, WeightLink, link_plans, verify
+from ppojob_trainer.engines.weights.transfer import Receivers, WeightLink, link_plans, verify
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutGroup, RolloutWorker
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker

@@ -20,9 +20,9 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.vllm.read_back import ReadBack
-from ppojob_trainer.engines.weight_transfer import WeightLink, WeightReceiver
+from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
 
 READ_BACK_EVERY: Final = 10
 """vLLM's parameters are read back at the first copy and at every tenth copy after it."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
 
 _SEQUENCE: Final = "sequenceParallelSize"
 _ROLLOUT: Final = "rollout."

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ppojob_api.v1alpha1.model import FrozenOffload, Offload
-from ppojob_trainer.engines.fsdp.pinned import host_buffer
+from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
 
 
 class Offloader:

@@ -1,7 +1,7 @@
 """The policy: log-probs of responses, PPO's update, and the frozen reference. Each rank runs one engine.
 
 Called by the actor and ref roles. All methods but `destroy` are collective: every rank of the process group calls them
-with its own shard. Suffixes as in `engines.batch`.
+with its own shard. Suffixes as in `engines.train.batch`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec, CorrectionLevel, Correc
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.algorithms import policy_loss_of
-from ppojob_trainer.engines.batch import MicroBatch
-from ppojob_trainer.engines.fsdp import checkpoint
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.fsdp.export import export
-from ppojob_trainer.engines.fsdp.flops import mfu
-from ppojob_trainer.engines.fsdp.lora import adapters_off
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.model import LoadOptions, PolicyModule, load_policy
-from ppojob_trainer.engines.fsdp.offload import Offloader
-from ppojob_trainer.engines.fsdp.optimizer import Optimizer
-from ppojob_trainer.engines.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
-from ppojob_trainer.engines.fsdp.warmup import synthetic_batches
-from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.batch import MicroBatch
+from ppojob_trainer.engines.train.fsdp import checkpoint
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.export import export
+from ppojob_trainer.engines.train.fsdp.flops import mfu
+from ppojob_trainer.engines.train.fsdp.lora import adapters_off
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, PolicyModule, load_policy
+from ppojob_trainer.engines.train.fsdp.offload import Offloader
+from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
+from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.maths.importance import (
     SQUARES,
     WEIGHTS,

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 
 
 class _Whole(ParallelStyle):

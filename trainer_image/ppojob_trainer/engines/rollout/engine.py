@@ -25,15 +25,15 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError, GenerationTimeoutError, RolloutError
-from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.vllm.options import (
+from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
 )
-from ppojob_trainer.engines.weight_transfer import Receipt, WeightLink
+from ppojob_trainer.engines.transports import Transports
+from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2

@@ -17,8 +17,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
-WORKER_EXTENSION: Final = "ppojob_trainer.engines.vllm.worker_extension.WeightReceiverExtension"
-GPU_WORKER: Final = "ppojob_trainer.engines.vllm.waiting_worker.WaitingWorker"
+WORKER_EXTENSION: Final = "ppojob_trainer.engines.rollout.worker_extension.WeightReceiverExtension"
+GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker"
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
 """Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""

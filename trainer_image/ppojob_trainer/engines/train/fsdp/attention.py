@@ -2,7 +2,7 @@
 
 On CUDA it is one call of `torch.nn.attention.varlen` for all sequences. The CPU has no such kernel, so there it is
 causal SDPA for each sequence in turn, which avoids the masked part of a block-diagonal mask. If the tokens are divided
-over ranks (`engines.sequence`), slices are exchanged for heads before it, and back after it. Called by transformers'
+over ranks (`train.sequence`), slices are exchanged for heads before it, and back after it. Called by transformers'
 decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from ppojob_trainer.engines.batch import Segments
+from ppojob_trainer.engines.train.batch import Segments
 
 IMPLEMENTATION: Final = "ppojob_packed"
 # torch 2.11 needs as many key heads as query heads.

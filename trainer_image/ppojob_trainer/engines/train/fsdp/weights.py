@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppojob_trainer.engines.fsdp.lora import adapter_of, is_adapter, merge
-from ppojob_trainer.engines.fsdp.mesh import MESH_AXIS
-from ppojob_trainer.engines.weight_buckets import TensorSpec
+from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
+from ppojob_trainer.engines.train.fsdp.mesh import MESH_AXIS
+from ppojob_trainer.engines.weights.buckets import TensorSpec
 
 
 class ShardedWeights:

@@ -1,6 +1,6 @@
 """How buckets of bytes get from a trainer's rank to rollout replicas: gloo, NCCL, or memory of a shared GPU.
 
-Called by `weight_transfer`, which says what the bytes are. Process groups here exist beside the default one, so a
+Called by `transfer`, which says what the bytes are. Process groups here exist beside the default one, so a
 vLLM worker, which has its own, can join. Every wait has the channel's limit.
 """
 

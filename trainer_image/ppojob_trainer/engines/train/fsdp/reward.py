@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.model import LoadOptions, read_config
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
 
 __all__ = ["RewardModelEngine", "check_reward_model", "longest_input", "padded_parts"]
 

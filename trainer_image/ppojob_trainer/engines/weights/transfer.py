@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weight_buckets import (
+from ppojob_trainer.engines.weights.buckets import (
     BUCKET_BYTES,
     Bucket,
     WeightSource,
@@ -34,7 +34,7 @@ from ppojob_trainer.engines.weight_buckets import (
     checksum,
     make_buckets,
 )
-from ppojob_trainer.engines.weight_channels import Backend, Channel, open_channel
+from ppojob_trainer.engines.weights.channels import Backend, Channel, open_channel
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
-from ppojob_trainer.engines.sequence import SequencePeers
+from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
 MESH_AXIS = "data"

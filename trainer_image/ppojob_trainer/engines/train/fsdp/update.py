@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ppojob_trainer.engines.batch import (
+from ppojob_trainer.engines.train.batch import (
     EngineMeta,
     MicroBatch,
     MicroBatchPlan,
@@ -26,8 +26,8 @@ from ppojob_trainer.engines.batch import (
     sequence_lengths,
     split_minibatches,
 )
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.maths.losses import Denominators, Loss
 from ppojob_trainer.maths.packing import num_micro_batches
 from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.update import UpdateResult
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.update import UpdateResult
 
 # Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS: Final[dict[str, float]] = {

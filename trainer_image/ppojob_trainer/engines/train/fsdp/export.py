@@ -27,10 +27,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ppojob_api.v1alpha1.model import LoRA
-from ppojob_trainer.engines.fsdp.checkpoint import refuse_existing
-from ppojob_trainer.engines.fsdp.lora import ADAPTER_FOLDER, write_adapters
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.fsdp.checkpoint import refuse_existing
+from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, write_adapters
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.exports.target import MANIFEST
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The layout of a model's parameters in buckets of bytes, equal at both ends of a weight transfer.
 
-Called by `weight_transfer`. Tensors are sent in buckets, because a message for each would cost more than its bytes. A
+Called by `transfer`. Tensors are sent in buckets, because a message for each would cost more than its bytes. A
 tensor is never split: one that is larger than a bucket gets a separate bucket.
 """
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from ppojob_trainer.engines.vllm.options import GPU_FREE_FILE
+from ppojob_trainer.engines.rollout.options import GPU_FREE_FILE
 
 _POLL_S: Final = 0.02
 

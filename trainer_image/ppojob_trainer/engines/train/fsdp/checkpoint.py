@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
-from ppojob_trainer.engines.fsdp.background_saves import BackgroundSaves, bucket_failed, first_line, unwritable
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.object_storage import (
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves, bucket_failed, first_line, unwritable
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.object_storage import (
     ObjectStoreError,
     has_metadata,
     is_of_store,
@@ -33,8 +33,8 @@ from ppojob_trainer.engines.fsdp.object_storage import (
     reader_of,
     writer_of,
 )
-from ppojob_trainer.engines.fsdp.offload import Offloader
-from ppojob_trainer.engines.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.offload import Offloader
+from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
 # Frozen weights are not loaded, so torch must not require all keys; missing ones are found when the checkpoint is read.

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ppojob_trainer.engines.sequence import SequencePeers
+from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.maths.packing import micro_batches, pack
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
 

@@ -25,14 +25,14 @@ from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
 from ppojob_api.v1alpha1.model import LoRA, TrainedModel
-from ppojob_trainer.engines.batch import PackedTokens
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.fsdp.attention import IMPLEMENTATION
-from ppojob_trainer.engines.fsdp.families import refuse_unsupported
-from ppojob_trainer.engines.fsdp.lora import add_adapters, initial_adapters
-from ppojob_trainer.engines.fsdp.mesh import DataParallel
-from ppojob_trainer.engines.fsdp.offload import activations_on_host
-from ppojob_trainer.engines.fsdp.tensor_parallel import divide, local
+from ppojob_trainer.engines.train.batch import PackedTokens
+from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
+from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
+from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.

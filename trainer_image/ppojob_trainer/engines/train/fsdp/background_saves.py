@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnwritableError, EngineError
-from ppojob_trainer.engines.fsdp.object_storage import is_of_store
+from ppojob_trainer.engines.train.fsdp.object_storage import is_of_store
 
 __all__ = ["BackgroundSaves", "bucket_failed", "first_line", "unwritable"]
 
