@@ -53,7 +53,7 @@ def _wait(layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
-    """Take Kueue away with all that it kept; what it had suspended stays so."""
+    """Delete Kueue with its objects. RayClusters that it has suspended stay suspended."""
     if kubectl_succeeds(layout, "get", "crd", "workloads.kueue.x-k8s.io"):
         # Their finalizers need the controller.
         kubectl(layout, "delete", _OWN_KINDS, "--all", "--all-namespaces", "--timeout=60s", limit=120)
@@ -63,7 +63,7 @@ def remove(layout: Layout) -> None:
 
 @contextmanager
 def installed(layout: Layout) -> Iterator[None]:
-    """Have Kueue for a while."""
+    """Install Kueue, and remove it at the end."""
     try:
         install(layout)
         yield
@@ -73,7 +73,7 @@ def installed(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def configured(layout: Layout, **settings: Any) -> Iterator[None]:
-    """Run the installed Kueue with other settings in its configuration file for a while."""
+    """Give the installed Kueue other settings in its configuration file, and restore it at the end."""
     try:
         _configure(layout, settings)
         yield
@@ -99,13 +99,13 @@ def _configure(layout: Layout, settings: Mapping[str, Any]) -> None:
 
 
 def _objects(layout: Layout) -> list[dict[str, Any]]:
-    """The manifests that the module ships."""
+    """Return the manifests of the Go module."""
     folder = binaries.upstream_folder(binaries.KUEUE) / "config" / "default"
     return [each for each in yaml.safe_load_all(kubectl(layout, "kustomize", str(folder))) if each]
 
 
 def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
-    """The manager's Deployment with our image, and with no more of the small node than it needs."""
+    """Return the manifest; the manager's Deployment gets our image and small requests."""
     if manifest["kind"] == "Deployment" and manifest["metadata"]["name"] == _DEPLOYMENT:
         [container] = manifest["spec"]["template"]["spec"]["containers"]
         container |= {"image": image, "imagePullPolicy": "IfNotPresent"}
@@ -114,7 +114,7 @@ def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
 
 
 def _unanswered(layout: Layout) -> str:
-    """Why no object of Kueue can be made yet; "" if it can: all of them pass a webhook."""
+    """Return what is missing until Kueue's webhook answers; empty: it answers."""
     flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "webhook-check"}}
     is_taken = kubectl_succeeds(
         layout, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(flavor), limit=20

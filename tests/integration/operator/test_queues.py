@@ -22,14 +22,14 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 @pytest.fixture(scope="module")
 def _kueue(cluster: Any) -> Iterator[None]:
-    """Kueue, for as long as these tests run."""
+    """Kueue, while these tests run."""
     with kueue.installed(Layout.from_environment()):
         yield
 
 
 @pytest.fixture(scope="module")
 def queue(kubectl: Any, fake_nodes: FakeNodes, _kueue: None) -> Iterator[None]:
-    """The queue `gpus` with room for three GPUs of kind h200, of which a job takes two."""
+    """The queue `gpus` with a quota of three GPUs of kind h200. A job needs two."""
     name = kubectl.namespace
     quotas = [("cpu", _ENOUGH), ("memory", "1000Gi"), (GPU, "3")]
     flavor = {"name": name, "resources": [{"name": each, "nominalQuota": quota} for each, quota in quotas]}
@@ -68,7 +68,7 @@ def queue(kubectl: Any, fake_nodes: FakeNodes, _kueue: None) -> Iterator[None]:
 
 
 def queued_job(jobs: Any, **policy: Any) -> str:
-    """Create a job that takes two of the queue's three GPUs, and says nothing of where they are."""
+    """Create a job that needs two of the queue's three GPUs, without node selectors."""
     pools = [pool(name, gpuResourceName=GPU) for name in ("actor", "critic")]
     name: str = jobs.create(pools=pools, runPolicy={"queueName": "gpus", **policy})
     return name
@@ -162,12 +162,12 @@ def as_kueue_changes_it(kubectl: Any) -> dict[str, Any]:
 
 
 def wait_until_it_has_its_pods(jobs: Any, name: str) -> None:
-    """Wait until the job was let in and its pods are ready."""
+    """Wait until the job is admitted and its pods are ready."""
     jobs.wait_for(name, Condition.ADMITTED, "True", Reason.ADMITTED)
     jobs.wait_for(name, Condition.POOLS_READY, "True", Reason.PODS_READY)
 
 
-def test_the_second_job_waits_until_the_first_gives_its_quota_back(kubectl: Any, jobs: Any) -> None:
+def test_the_second_job_waits_until_the_first_releases_its_quota(kubectl: Any, jobs: Any) -> None:
     first = queued_job(jobs)
     wait_until_it_has_its_pods(jobs, first)
     [cluster] = clusters(kubectl, first)
@@ -192,7 +192,7 @@ def test_the_second_job_waits_until_the_first_gives_its_quota_back(kubectl: Any,
     assert jobs.status(first)["retries"]["total"] == 0
 
 
-def test_an_urgent_job_takes_the_place_of_another_which_comes_back(kubectl: Any, jobs: Any) -> None:
+def test_an_urgent_job_pre_empts_another_which_is_admitted_again(kubectl: Any, jobs: Any) -> None:
     usual = queued_job(jobs)
     wait_until_it_has_its_pods(jobs, usual)
     before = jobs.status(usual)["rayCluster"]["name"]
@@ -209,7 +209,7 @@ def test_an_urgent_job_takes_the_place_of_another_which_comes_back(kubectl: Any,
     assert (status["rayCluster"]["name"], status["retries"]["total"]) == (before, 0)
 
 
-def test_a_queue_that_is_not_there_is_named(jobs: Any) -> None:
+def test_a_queue_that_does_not_exist_is_named(jobs: Any) -> None:
     name = jobs.create(runPolicy={"queueName": "nobodys"})
 
     jobs.wait(name, lambda status: "nobodys doesn't exist" in str(status.get("conditions")), limit=240)
