@@ -69,6 +69,14 @@ BAD_SPECS = (
             "spec.pools[0].name", "pattern", shows="'Actor'"),
     BadSpec("memory that is not a quantity", {_spec("pools", 0, "resourcesPerGPU"): {"memory": "64 gigabytes"}},
             "spec.pools[0].resourcesPerGPU.memory", "pattern", shows="'64 gigabytes'"),
+    # The topology of a pool.
+    BadSpec("topology that is required and preferred",
+            {_spec("pools", 0, "topology"): {"required": "example.com/rack", "preferred": "example.com/block"}},
+            "spec.pools[0].topology", "set exactly one of required and preferred", shows="example.com/rack"),
+    BadSpec("empty topology", {_spec("pools", 0, "topology"): {}},
+            "spec.pools[0].topology", "set exactly one of required and preferred", shows="{}"),
+    BadSpec("topology that is no label", {_spec("pools", 0, "topology"): {"required": "example.com/rack/1"}},
+            "spec.pools[0].topology.required", "pattern", shows="'example.com/rack/1'"),
     # The network of a pool.
     BadSpec("variable of another kind in a pool's network",
             {_spec("pools", 0, "network"): {"nccl": {"NCLL_DEBUG": "INFO"}}},

@@ -55,6 +55,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             "spec.autoBalance.enabled: True: autoBalance does not resize pools of a job in a queue",
         ),
         (
+            {"pools": [{**POOL, "topology": {"required": "rack"}}, CRITIC], "device": "CPU"},
+            "spec.pools[0].topology: {'required': 'rack'}: only Kueue reads it, and the job names no queue",
+        ),
+        (
             {"pools": [POOL, CRITIC]},
             "spec.pools[0].nodeSelector: no node selector chooses the kind of GPU for the 2 pods",
         ),
@@ -92,6 +96,11 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},
         {"pools": [{**POOL, "gpusPerNode": 1, "gpuResourceName": "nvidia.com/mig-1g.10gb"}, CRITIC]},
         {"pools": [POOL, CRITIC], "device": "CPU"},
+        {
+            "pools": [{**POOL, "topology": {"required": "rack"}}, CRITIC],
+            "device": "CPU",
+            "runPolicy": {"queueName": "gpus"},
+        },
         {"autoBalance": {"enabled": True}, "device": "CPU", "pools": [{**POOL, "maxNodes": 3}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"affinity": "none", "nodeSelector": {"a": "b"}}}}, CRITIC]},
     ],
