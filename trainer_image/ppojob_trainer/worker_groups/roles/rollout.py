@@ -31,7 +31,8 @@ from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.partition import Share, spread
-from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
+from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
+from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -52,8 +53,7 @@ T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PAD_TOKEN = 0
-"""Padding token; packing drops padding before a model reads it."""
+_READ = (Keys.PROMPT_IDS, Keys.UID, Keys.SAMPLE_INDEX)
 
 
 def rollout_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
@@ -112,17 +112,17 @@ class RolloutWorker:
         self._engine.signal_gpu_free()
         self._wait(self._starting)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=_READ)
     def generate(self, prompts: DataProto, step: int, is_validation: bool = False) -> DataProto:
         """Generate a response to each prompt; see `protocol.layout` for the fields."""
-        prompt_ids, seeds = prompts.array(Keys.PROMPT_IDS).tolist(), self._seeds(prompts, step)
+        prompt_ids, seeds = prompts.ragged(Keys.PROMPT_IDS).to_lists(), self._seeds(prompts, step)
         sampling = self._validation if is_validation else self._training
         return self._batch(prompt_ids, self._wait(self._engine.generate(prompt_ids, seeds, sampling)))
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=_READ)
     def begin(self, prompts: DataProto, step: int) -> Metrics:
         """Start to generate the same responses as `generate`; `collect` returns them."""
-        prompt_ids = prompts.array(Keys.PROMPT_IDS).tolist()
+        prompt_ids = prompts.ragged(Keys.PROMPT_IDS).to_lists()
         self._written = queue.SimpleQueue()
         written = self._write(prompt_ids, self._seeds(prompts, step), self._written)
         self._begun = prompt_ids
@@ -170,18 +170,8 @@ class RolloutWorker:
         return [sample_seed(self.spec.trainer.seed, step, str(uid), int(sample)) for uid, sample in samples]
 
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
-        data = self.spec.data
-        return DataProto.from_dict(
-            rollout_batch(
-                prompt_ids,
-                [generation.token_ids for generation in written],
-                _PAD_TOKEN,
-                # Use the same padded widths in all replicas, so that their results can be concatenated.
-                data.max_prompt_length,
-                data.max_response_length,
-                _log_probs(written),
-            )
-        )
+        token_ids = [generation.token_ids for generation in written]
+        return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written)))
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
