@@ -136,6 +136,7 @@ class Reason:
     NOT_UPLOADED = "NotUploaded"
     UPLOADED = "Uploaded"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    FAILURE_POLICY = "FailurePolicy"
     RELEASED = "ClusterReleased"
     # Named failures of the trainer.
     TRAINER_FAILED = "TrainerFailed"

@@ -180,14 +180,14 @@ class ProgressReply(ApiModel):
 
 
 class FailureKind(StrEnum):
-    """Whom a failure is counted against."""
+    """The cause of a failure. Rules of `runPolicy.failurePolicy` take precedence over what it says of a retry."""
 
     PERMANENT = "Permanent"
-    """Trying again cannot help: a wrong path, a module that does not import."""
+    """A retry cannot help: a wrong path, a module that does not import."""
     USER = "User"
-    """The program failed; it is tried again within backoffLimit."""
+    """The program failed."""
     INFRASTRUCTURE = "Infrastructure"
-    """The cluster failed; it is tried again within infrastructureBackoffLimit."""
+    """The cluster failed."""
 
 
 class FailureRecord(ApiModel):
@@ -198,7 +198,7 @@ class FailureRecord(ApiModel):
     message: Annotated[str, Field(max_length=4096)]
     """A sentence with what is wrong and what to do."""
     kind: FailureKind
-    """Whom it is counted against."""
+    """The cause, which decides whether a retry may help."""
     exit_code: int = 1
     """Exit code of the trainer."""
 

@@ -61,16 +61,23 @@ class ConditionStatus(ApiModel):
 
 
 class Retries(ApiModel):
-    """Retries by cause."""
+    """Retries: totals of the job, and the failures since the last progress."""
 
     user: int = 0
-    """After failures of the user's program."""
+    """Retries after counted failures of the user's program, in total."""
     infrastructure: int = 0
-    """After failures of the cluster."""
-    deleted: int | None = None
-    """After somebody deleted the RayCluster of a running attempt; these count towards no limit. Absent: none."""
+    """Retries after counted failures of the cluster, in total."""
+    ignored: int = 0
+    """Retries after failures that are not counted, such as disruptions, in total."""
     total: int = 0
     """All retries."""
+    counted: int = 0
+    """Counted failures since the last progress; `runPolicy.backoffLimit` limits them."""
+    since_progress: int = 0
+    """All failures since the last progress. The pause before a retry grows with them."""
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint at the first of these failures; 0: there was none. A checkpoint of a later step is
+    progress. Absent: no failure since the last progress."""
 
 
 class PoolStatus(ApiModel):

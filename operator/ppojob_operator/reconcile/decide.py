@@ -15,9 +15,9 @@ from datetime import datetime, timedelta
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
-from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
+from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, layout, objects, pods, progress, suspension
+from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, objects, pods, progress, suspension
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -278,7 +278,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         start_time=old.start_time if is_queued else format_time(situation.start_time),
         active_seconds=suspension.active_seconds(situation) if is_queued else old.active_seconds,
         completion_time=old.completion_time,
-        retries=old.retries or Retries(),
+        retries=failure_policy.counted_retries(situation),
         ready=found.ready,
         pools=list(found.pools),
         sources=[],

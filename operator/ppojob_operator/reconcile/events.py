@@ -16,6 +16,7 @@ from ppojob_operator.reconcile import (
     acceptance,
     attempts,
     deadlines,
+    failure_policy,
     fetching,
     layout,
     objects,
@@ -23,7 +24,7 @@ from ppojob_operator.reconcile import (
     progress,
     suspension,
 )
-from ppojob_operator.reconcile.attempts import Verdict
+from ppojob_operator.reconcile.failure_policy import Verdict
 from ppojob_operator.reconcile.fetching import Fetch
 from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import PoolsFinding
@@ -126,7 +127,7 @@ class Assessment:
         if self.failure is None or suspension.is_graceful(self.situation, self.failure):
             return None
         is_whole = self.found.is_ready or pods.are_replaced(self.situation)
-        return attempts.retry(self.situation, self.failure, is_cluster_whole=is_whole)
+        return failure_policy.verdict(self.situation, self.failure, is_cluster_whole=is_whole)
 
     @cached_property
     def findings(self) -> Mapping[str, Finding]:

@@ -195,7 +195,7 @@ class JobState:
     seconds_left: float | None = None
     """Estimated time to the end, while it runs. None: not known."""
     retries: Mapping[str, int] = field(default_factory=dict)
-    """Number of retries by cause: `user` or `infrastructure`."""
+    """Number of retries by cause: `user`, `infrastructure`, or `ignored` for those that are not counted."""
     gpus: Mapping[str, float] = field(default_factory=dict)
     """GPUs of all its pools: `desired`, and `ready` of them. Empty: it has no pods."""
     waiting_since: float | None = None
@@ -244,7 +244,8 @@ def job_state(job: Job, written: Manifest | None) -> JobState:
 
 def _by_cause(status: PPOJobStatus) -> dict[str, int]:
     assert status.retries is not None
-    return {"user": status.retries.user, "infrastructure": status.retries.infrastructure}
+    retries = status.retries
+    return {"user": retries.user, "infrastructure": retries.infrastructure, "ignored": retries.ignored}
 
 
 def _ratio(progress: Progress | None) -> float | None:

@@ -17,7 +17,6 @@ from tests.unit.operator.reconcile.worlds import World
 
 POLICY = {
     "backoffLimit": 1,
-    "infrastructureBackoffLimit": 1,
     "startupDeadlineSeconds": 3600,
     "activeDeadlineSeconds": 100_000,
     "ttlSecondsAfterFinished": 600,

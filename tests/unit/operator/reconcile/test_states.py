@@ -165,12 +165,6 @@ def at_once(world: World, *happenings: str) -> World:
     return world
 
 
-def with_counts(world: World, **counts: int) -> World:
-    """Return the world with other numbers of retries."""
-    world.status["retries"] = {**world.status["retries"], **counts}
-    return world
-
-
 def fetch_job_stays(world: World) -> World:
     """Return a suspended world whose Job could not be deleted and has failed."""
     return world.see(fetch_job=FetchJob("other", world.now, failure="Job has reached the specified backoff limit"))
@@ -225,7 +219,7 @@ RARE: tuple[Callable[[], World], ...] = (
     lambda: at_once(then(running(), "suspended"), "resumed", "the trainer stops gracefully"),
     lambda: at_once(then(running(), "another layout"), "suspended", "the trainer stops gracefully"),
     lambda: at_once(then(running(is_queued=True), "the queue evicts"), "suspended", "the pods are deleted"),
-    lambda: at_once(with_counts(then(running(is_queued=True), "the queue evicts"), deleted=5, infrastructure=1),
+    lambda: at_once(then(running(is_queued=True, failurePolicy={"rules": [{"action": "Fail"}]}), "the queue evicts"),
                     "the RayCluster is deleted"),
     lambda: at_once(then(running(), "suspended", "the trainer stops gracefully"), "a lower deadline", "resumed"),
     lambda: at_once(fetch_job_stays(then(fresh(is_fetched=True).settle(), "suspended")), "resumed"),

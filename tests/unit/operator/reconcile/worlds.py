@@ -281,6 +281,13 @@ class World:
         name: str = self.status["rayCluster"]["name"]
         return name
 
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Retries in total: after failures of the user's program, of the cluster, and after ignored ones."""
+        retries = self.status["retries"]
+        assert retries["total"] == retries["user"] + retries["infrastructure"] + retries["ignored"]
+        return retries["user"], retries["infrastructure"], retries["ignored"]
+
     def condition(self, kind: str) -> ConditionStatus:
         """Return a condition of the status."""
         parsed = PPOJobStatus.model_validate(self.status)
