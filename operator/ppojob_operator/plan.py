@@ -46,6 +46,8 @@ class Job:
     """It is being deleted."""
     requested_owner: str | None = None
     """Value of the annotation that requests an operator. None: no annotation."""
+    retry_request: str = ""
+    """Value of the annotation that requests another run of a job that has ended. Empty: no annotation."""
     queue_label: str | None = None
     """Value of the label that names a queue of Kueue, as it is now. None: no label."""
     unknown: Mapping[str, Any] = field(default_factory=dict)

@@ -60,6 +60,7 @@ def read_job(raw: Manifest) -> Job:
         effective=_read_effective(wire, spec, status.effective_layout),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
+        retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
         queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )
@@ -67,8 +68,12 @@ def read_job(raw: Manifest) -> Job:
 
 def requested_owner(raw: Manifest) -> str | None:
     """Return the value of the annotation that requests an operator; None: no annotation."""
+    return _annotations(raw).get(constants.ANNOTATION_OPERATOR)
+
+
+def _annotations(raw: Manifest) -> Mapping[str, str]:
     annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
-    return annotations.get(constants.ANNOTATION_OPERATOR)
+    return annotations
 
 
 def queue_label(metadata: Mapping[str, Any]) -> str | None:

@@ -253,6 +253,17 @@ class StopStatus(ApiModel):
     """When it was complete. Absent: the trainer has not stopped yet."""
 
 
+class RetryStatus(ApiModel):
+    """The last request to run a job again that has ended (`kubectl ppo retry`)."""
+
+    request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)]
+    """Value of the annotation ppojob.dev/retry-request that was answered last."""
+    refusal: Message | None = None
+    """Why the job does not run again. Absent: it does."""
+    time: Time
+    """When the request was answered."""
+
+
 class PoolSize(ApiModel):
     """Another size of a pool."""
 
@@ -328,7 +339,9 @@ class PPOJobStatus(ApiModel):
     ray_cluster: RayClusterStatus | None = None
     """The RayCluster of the job."""
     last_failure: LastFailure | None = None
-    """Why the last attempt failed."""
+    """Why the last attempt failed. Absent: none has failed since the job began, or since it was run again."""
+    retry: RetryStatus | None = None
+    """The last answer to `kubectl ppo retry`."""
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
     queue_name: Name | None = None

@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, objects, pods, progress, suspension
+from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, objects, pods, progress, retry, suspension
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -153,6 +153,8 @@ def _failed(a: Assessment, event: Event) -> Plan:
         failure, verdict = a.failure, a.verdict
     assert failure is not None
     reason, message = (verdict.reason, verdict.message) if verdict else (failure.reason, failure.message)
+    if verdict is None:
+        message = f"{message}; {failure_policy.how_to_retry(a.situation)}"
     over = {Condition.FAILED: Finding("True", reason, message)}
     if a.situation.submitted_at is not None:
         over[Condition.STALLED] = progress.stalled(failure)
@@ -182,6 +184,25 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
     return replace(plan, delete_clusters=clusters, requeue_after=left)
 
 
+def _rerun(a: Assessment, event: Event) -> Plan:
+    """Return the plan that lets a job run again that has ended. What is left of its end is deleted first."""
+    again = retry.rerun(a.job, a.judgement, a.now)
+    plan = _with_conditions(a, again.findings, again.update)
+    clusters = tuple(cluster.name for cluster in a.observed.clusters if not cluster.is_deleting)
+    return replace(
+        plan,
+        delete_clusters=clusters,
+        delete_fetch_job=again.is_fetch_repeated,
+        events=(again.event, *plan.events),
+        requeue_after=_SOON,
+    )
+
+
+def _rerun_refused(a: Assessment, event: Event) -> Plan:
+    answer, said = retry.refused(a.job, a.retry_refusal, a.now)
+    return replace(_with_conditions(a, {}, {"retry": answer}), events=(said,), requeue_after=_SOON)
+
+
 _PlanOf = Callable[[Assessment, Event], Plan]
 _PLANS: Mapping[State, _PlanOf] = {
     State.PENDING: _pending,
@@ -200,12 +221,14 @@ _PLANS: Mapping[State, _PlanOf] = {
 """The plan by the next state."""
 _EVENT_PLANS: Mapping[Event, _PlanOf] = {
     Event.DELETED: _deleted,
+    Event.RETRY_REQUESTED: _rerun,
+    Event.RETRY_REFUSED: _rerun_refused,
     Event.EXPIRED: _after_the_end,
     Event.ENDED: _after_the_end,
     Event.REFUSED: _pending,
     Event.NOT_JUDGED: _pending,
 }
-"""The plan of events that need no valid spec, whatever the state."""
+"""The plan of events that need no attempt, whatever the state."""
 
 
 def _interrupted(a: Assessment, interruption: Interruption) -> Plan:
@@ -285,6 +308,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         metrics=[],
         ray_cluster=cluster,
         last_failure=old.last_failure,
+        retry=retry.of_unfinished(job, situation.now),
         stop=old.stop,
         queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),

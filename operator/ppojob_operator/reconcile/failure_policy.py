@@ -94,8 +94,8 @@ def has_progressed(situation: Situation) -> bool:
 def how_to_retry(situation: Situation) -> str:
     """Return the remedy of a job that has failed: run it again after the cause is corrected."""
     checkpoint = situation.status.checkpoint
-    where = "from step 0" if checkpoint is None else f"from its checkpoint of step {checkpoint.step}"
-    return f"correct the cause, then `kubectl ppo retry {situation.job.key.name}` runs the job again {where}"
+    where = "" if checkpoint is None else f" from its checkpoint of step {checkpoint.step}"
+    return f"correct the cause, then `kubectl ppo retry {situation.job.key.name}` runs the job again{where}"
 
 
 def _matching_rule(situation: Situation, failure: Failure) -> tuple[int, FailureRule] | None:

@@ -63,6 +63,8 @@ def judge(situation: Situation) -> Fetch | None:
         return Fetch(_SUSPENDED, is_job_deleted=job is not None and not job.is_deleting)
     if job is not None and job.is_complete:
         return Fetch(_DONE)
+    if job is not None and job.is_deleting:
+        return _on_the_way(situation, job)
     if job is not None and job.failure is not None:
         return _failed(situation, job.failure)
     return _late(situation, job) or _on_the_way(situation, job)

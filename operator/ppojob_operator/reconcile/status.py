@@ -77,7 +77,7 @@ _WARNING_REASONS = {
 }
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "queueName", "effectiveLayout",
+    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "retry", "stop", "queueName", "effectiveLayout",
     "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")

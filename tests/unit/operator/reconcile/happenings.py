@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import FetchPod, Ray, RayState, Trouble
@@ -104,6 +105,16 @@ def _reports(world: World) -> None:
         world.trainer_reports(step=1)
 
 
+def _saves(world: World) -> None:
+    if "attempt" in world.status:
+        world.trainer_reports(checkpoint={"step": 1, "path": "/data/step-1", "time": "2026-03-01T12:00:00Z"})
+
+
+def _asks_for_a_retry(world: World) -> None:
+    before = world.annotations.get(constants.ANNOTATION_RETRY, "")
+    world.ask_for_a_retry(f"{before}x")
+
+
 def _is_deleted(world: World) -> None:
     world.is_deleting = True
 
@@ -161,11 +172,13 @@ OTHERS: Mapping[str, Happening] = {
     "the pods are deleted": lambda world: world.see(pods=()),
     "Ray answers": _ray_problem(""),
     "the trainer reports": _reports,
+    "the trainer saves a checkpoint": _saves,
     "the trainer stops gracefully": _stops,
     "the trainer completes": lambda world: _ray(world, RayState.SUCCEEDED),
     "the queue admits": _kueue(admits=True),
     "the fetch pod starts": _fetch_pod,
     "the fetch completes": _fetch(is_complete=True),
+    "a retry is requested": _asks_for_a_retry,
     "a moment passes": lambda world: world.wait(20),
     "ten minutes pass": lambda world: world.wait(600),
     "another leader's clock is behind": lambda world: world.wait(-30),

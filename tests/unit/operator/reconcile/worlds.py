@@ -63,6 +63,7 @@ class World:
     def __init__(self, **changes: Any) -> None:
         self.spec = spec(**changes)
         self.labels: dict[str, str] = {}
+        self.annotations: dict[str, str] = {}
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.now = START
@@ -136,6 +137,11 @@ class World:
         """Let the trainer end as it does when it was asked to stop, or got a signal."""
         kind = FailureKind.INFRASTRUCTURE
         return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped gracefully after step 3", exit_code=130)
+
+    def ask_for_a_retry(self, value: str = "first") -> "World":
+        """Annotate the job, as `kubectl ppo retry` does."""
+        self.annotations[constants.ANNOTATION_RETRY] = value
+        return self
 
     def suspend(self, wish: bool = True) -> "World":
         """Change `spec.runPolicy.suspend`."""
@@ -270,6 +276,7 @@ class World:
             "uid": UID,
             "generation": self.generation,
             "labels": self.labels,
+            "annotations": self.annotations,
         }
         if self.is_deleting:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
