@@ -92,6 +92,8 @@ class Pod:
     """It is being deleted."""
     address: str = ""
     """Its IP address. Empty: not assigned yet."""
+    node: str = ""
+    """Its node. Empty: it is not scheduled yet."""
     created: datetime | None = None
     """creationTimestamp, by the API server's clock."""
     trouble: Trouble | None = None

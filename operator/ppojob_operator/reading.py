@@ -176,6 +176,7 @@ def read_pod(raw: Manifest) -> Pod:
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_deleting="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
+        node=raw.get("spec", {}).get("nodeName", ""),
         created=parse_time(metadata.get("creationTimestamp")),
         trouble=_pod_trouble(raw, conditions),
         out_of_memory=next(_killed_for_memory(raw), None),

@@ -160,6 +160,7 @@ class Reason:
     WORKER_LOST = "WorkerLost"
     COMMUNICATION_FAILED = "CommunicationFailed"
     OUT_OF_MEMORY = "OutOfMemory"
+    GPU_FAULT = "GPUFault"
     NON_FINITE = "NonFinite"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     CHECKPOINT_UNWRITABLE = "CheckpointUnwritable"
@@ -207,6 +208,8 @@ JOBS_FOLDER = "ppojob"
 MAX_LOG_LINES = 100
 MAX_LOG_LINE_LENGTH = 1000
 MAX_METRICS = 64
+MAX_AVOIDED_NODES = 16
+"""Nodes that a RayCluster avoids; the oldest is forgotten first."""
 MAX_SOURCES = 32
 """Fetched addresses that the status lists: a job may have hundreds of data files."""
 

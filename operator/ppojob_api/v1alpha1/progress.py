@@ -191,7 +191,9 @@ class FailureKind(StrEnum):
 
 
 class FailureRecord(ApiModel):
-    """The trainer's own name for its failure."""
+    """The trainer's own name for its failure. A newer trainer may say more than the operator knows."""
+
+    model_config = ConfigDict(extra="ignore")
 
     reason: Annotated[str, Field(min_length=1, max_length=253)]
     """One of `constants.Reason`."""
@@ -201,6 +203,8 @@ class FailureRecord(ApiModel):
     """The cause, which decides whether a retry may help."""
     exit_code: int = 1
     """Exit code of the trainer."""
+    address: Annotated[str, Field(max_length=64)] | None = None
+    """IP address of the pod whose GPU has failed. Absent: another failure."""
 
     def to_log_line(self) -> str:
         """Return the marked line that ends the driver's log."""

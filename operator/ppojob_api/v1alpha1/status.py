@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH, MAX_SOURCES
+from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
@@ -217,6 +217,21 @@ class RayClusterStatus(ApiModel):
     """Address of Ray's dashboard inside the cluster."""
     unreachable_since: Time | None = None
     """Since when the dashboard does not answer while the trainer runs. Absent: it answers, or no trainer runs."""
+    avoided_nodes: Annotated[list[Name], Field(max_length=MAX_AVOIDED_NODES)] | None = None
+    """Names of the nodes in `status.avoidedNodes` when it was created. Absent: none."""
+
+
+class AvoidedNode(ApiModel):
+    """A node on which the scheduler should place no pods of the job if it has a choice."""
+
+    name: Name
+    """Name of the node."""
+    reason: Name
+    """NodeLost: the node failed or did not respond. GPUFault: a GPU of the node failed."""
+    attempt: int = Field(ge=0)
+    """Attempt whose pod was on the node."""
+    time: Time
+    """When the operator saw the problem. The node is forgotten six hours later, or after progress on other nodes."""
 
 
 class LastFailure(ApiModel):
@@ -338,6 +353,8 @@ class PPOJobStatus(ApiModel):
     """The exported policy."""
     ray_cluster: RayClusterStatus | None = None
     """The RayCluster of the job."""
+    avoided_nodes: Annotated[list[AvoidedNode], _map_by("name", MAX_AVOIDED_NODES)]
+    """Nodes on which an attempt has lost a pod or a GPU. The next RayCluster prefers other nodes."""
     last_failure: LastFailure | None = None
     """Why the last attempt failed. Absent: none has failed since the job began, or since it was run again."""
     retry: RetryStatus | None = None

@@ -79,7 +79,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
     if record.kind is not FailureKind.INFRASTRUCTURE:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
-        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect)
+        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect, record.address)
     message = f"{lost.message}; the trainer: {record.reason}: {record.message}"
     return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
 

@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, objects, pods, progress, retry, suspension
+from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, nodes, objects, pods, progress, retry, suspension
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -158,7 +158,7 @@ def _failed(a: Assessment, event: Event) -> Plan:
     over = {Condition.FAILED: Finding("True", reason, message)}
     if a.situation.submitted_at is not None:
         over[Condition.STALLED] = progress.stalled(failure)
-    plan = _ended(a, over, _last_failure(a.situation, failure))
+    plan = _ended(a, over, failure)
     job = a.observed.fetch_job
     # A Job that has failed stays for its log; one that still waits or runs must not go on.
     return replace(plan, delete_fetch_job=a.is_fetching and job is not None and not job.is_over)
@@ -257,16 +257,17 @@ def _attempt_failed(a: Assessment) -> Plan:
             "submission_id": None,
             "retries": verdict.retries,
             "last_failure": _last_failure(situation, failure),
+            "avoided_nodes": (avoided := nodes.avoided(situation, failure)),
         }
     )
-    if not verdict.keeps_cluster:
+    if not verdict.keeps_cluster or nodes.hosts_pods(situation, avoided):
         status = status.model_copy(update={"ray_cluster": None})
     plan = _plan(situation, status)
     event = EventRecord(failure.reason, verdict.message, is_warning=True, action=Condition.PROGRESSING)
     return replace(plan, events=(event, *plan.events), requeue_after=_SOON)
 
 
-def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure | None = None) -> Plan:
+def _ended(a: Assessment, over: Mapping[str, Finding], failure: Failure | None = None) -> Plan:
     """Finish the job: write the verdict first, then delete the RayCluster."""
     situation = a.situation
     verdict = next(finding for kind, finding in over.items() if kind in _VERDICTS)
@@ -282,8 +283,9 @@ def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure
     status = _status(situation, findings, released_pools).model_copy(
         update={"completion_time": format_time(situation.now), "ray_cluster": None}
     )
-    if last_failure is not None:
-        status = status.model_copy(update={"last_failure": last_failure})
+    if failure is not None:
+        update = {"last_failure": _last_failure(situation, failure), "avoided_nodes": nodes.avoided(situation, failure)}
+        status = status.model_copy(update=update)
     return replace(_plan(situation, status), requeue_after=_SOON)
 
 
@@ -312,6 +314,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         stop=old.stop,
         queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),
+        avoided_nodes=nodes.avoided(situation),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
     )
 
@@ -323,6 +326,7 @@ def _cluster_status(situation: Situation) -> RayClusterStatus:
         uid=(cluster.uid or None) if cluster is not None else None,
         dashboard_url=objects.dashboard_address(situation),
         unreachable_since=None if since is None else format_time(since),
+        avoided_nodes=list(situation.avoided_nodes) or None,
     )
 
 

@@ -153,7 +153,7 @@ def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:
     job, ca_bundle = situation.job, situation.observed.surroundings.ca_bundle
     return (
         config_map(job.key, job.uid, text, ca_bundle),
-        ray_cluster(situation.spec, job.key, job.uid, situation.cluster_name),
+        ray_cluster(situation.spec, job.key, job.uid, situation.cluster_name, situation.avoided_nodes),
     )
 
 
@@ -222,7 +222,8 @@ def restored(situation: Situation) -> Restoration | None:
     cluster = situation.cluster
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
-    desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
+    job, avoided = situation.job, situation.avoided_nodes
+    desired = ray_cluster(situation.spec, job.key, job.uid, cluster.name, avoided)
     if desired["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.created_from):
         return None
     found = [*edits(desired["spec"], cluster.spec, "spec"), *_added_groups(desired["spec"], cluster.spec)]

@@ -46,6 +46,8 @@ class Failure:
     exit_code: int | None = None
     is_cluster_suspect: bool = True
     """The next attempt gets a new RayCluster. False: it reuses the pods, and KubeRay re-creates lost ones."""
+    address: str | None = None
+    """IP address of the pod whose GPU has failed. None: another failure."""
 
     @property
     def headline(self) -> str:
@@ -115,6 +117,13 @@ class Situation:
         """Name of the current attempt's RayCluster if it does not reuse an earlier one's."""
         secret = self.observed.surroundings.dashboard_key
         return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt, secret)
+
+    @property
+    def avoided_nodes(self) -> tuple[str, ...]:
+        """Nodes that the pods of the current attempt's RayCluster avoid. They are fixed when it is created."""
+        if self.status.ray_cluster is not None:
+            return tuple(self.status.ray_cluster.avoided_nodes or ())
+        return tuple(node.name for node in self.status.avoided_nodes)
 
     @cached_property
     def cluster(self) -> Cluster | None:

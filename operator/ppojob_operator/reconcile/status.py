@@ -77,7 +77,7 @@ _WARNING_REASONS = {
 }
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "retry", "stop", "queueName", "effectiveLayout",
+    "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "queueName", "effectiveLayout",
     "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
@@ -135,8 +135,9 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
     wire = status.to_wire()
     pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
     part = {name: wire[name] for name in OWNED if name in wire}
-    if not part.get("effectivePools"):
-        part.pop("effectivePools", None)
+    for name in ("effectivePools", "avoidedNodes"):
+        if not part.get(name):
+            part.pop(name, None)
     return {**part, "pools": pools} if pools else part
 
 

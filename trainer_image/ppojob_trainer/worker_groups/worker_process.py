@@ -21,6 +21,8 @@ from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
+from ppojob_trainer.worker_groups.errors import GPUFaultError
+from ppojob_trainer.worker_groups.gpu_faults import is_gpu_fault
 from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
 from ppojob_trainer.worker_groups.table import Rows, StoredRows, store_rows
 
@@ -91,11 +93,28 @@ class WorkerProcess:
             with moved.timed():
                 pulled = tuple(arg.pull(self._context.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
             moved.num_bytes = sum(batch.num_bytes for batch in pulled if isinstance(batch, DataProto))
-            answer = method.function(self._worker, *pulled, **kwargs)
+            answer = self._computed(method, pulled, kwargs)
             with moved.timed():
                 answer = store_rows(_with_each_row(answer, pulled[0])) if stores else answer
             answer = answer if is_wanted else None
         return answer, self._observer.observed(phase, moved)
+
+    def _computed(
+        self, method: RemoteMethod[Any, Any, Any, Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return the answer of the worker's method. A failed GPU is reported with the address of this pod.
+
+        Raises:
+            GPUFaultError: the GPU of this process has failed.
+        """
+        try:
+            return method.function(self._worker, *args, **kwargs)
+        except Exception as error:
+            if not is_gpu_fault(error):
+                raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            message = f"a GPU in the pod with address {self._context.address} has failed: {first}"
+            raise GPUFaultError(message, self._context.address) from error
 
 
 def _with_each_row(answer: Any, sent: Any) -> DataProto:
