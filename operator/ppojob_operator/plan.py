@@ -96,6 +96,8 @@ class Pod:
     """Its node. Empty: it is not scheduled yet."""
     created: datetime | None = None
     """creationTimestamp, by the API server's clock."""
+    scheduled: datetime | None = None
+    """When it was bound to its node, by the scheduler's clock. None: it is not scheduled yet."""
     trouble: Trouble | None = None
     out_of_memory: Trouble | None = None
     """Its container that exceeded its memory limit, even if that was restarted."""
@@ -171,6 +173,8 @@ class FetchPod:
     """The message with which its container has failed. Empty: it has not failed."""
     trouble: str = ""
     """Message of the scheduler or the kubelet why its container does not start. Empty: none."""
+    has_image_trouble: bool = False
+    """That message is about an image that cannot be pulled."""
 
 
 @dataclass(frozen=True)

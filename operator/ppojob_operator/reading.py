@@ -161,7 +161,14 @@ def read_fetch_pod(raw: Manifest) -> FetchPod:
         words = str(ended[0].get("message", "")).strip() or _exit_message(ended[0])
         starved = next(_out_of_memory(raw, "state"), None)
         return FetchPod(metadata["name"], pod.created, has_started, starved.message if starved else words)
-    return FetchPod(metadata["name"], pod.created, has_started, trouble=pod.trouble.message if pod.trouble else "")
+    trouble = pod.trouble or Trouble("", "")
+    return FetchPod(
+        metadata["name"],
+        pod.created,
+        has_started,
+        trouble=trouble.message,
+        has_image_trouble=trouble.reason == Reason.IMAGE_PULL_FAILED,
+    )
 
 
 def read_pod(raw: Manifest) -> Pod:
@@ -169,6 +176,7 @@ def read_pod(raw: Manifest) -> Pod:
     metadata, status = raw["metadata"], raw.get("status", {})
     labels = metadata.get("labels", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    scheduled = conditions.get("PodScheduled", {})
     return Pod(
         name=metadata["name"],
         cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
@@ -178,6 +186,7 @@ def read_pod(raw: Manifest) -> Pod:
         address=status.get("podIP", ""),
         node=raw.get("spec", {}).get("nodeName", ""),
         created=parse_time(metadata.get("creationTimestamp")),
+        scheduled=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         trouble=_pod_trouble(raw, conditions),
         out_of_memory=next(_killed_for_memory(raw), None),
         disruption=_disruption(status, conditions),
