@@ -1,9 +1,9 @@
 """Policy: the startup deadline, the active deadline, and when a finished job is deleted (`ttlSecondsAfterFinished`).
 
-After the active deadline, the job fails. After the startup deadline, and if a registry refuses an image (`images.py`), it
-fails only if it has never run. A job that has
-run keeps waiting, because failing would lose its steps, and capacity usually returns. If the attempt waits for pools
-that autoBalance has enlarged, their sizes are reverted (event EnlargementFailed).
+After the active deadline, the job fails. After the startup deadline, and if a registry refuses an image (`images.py`),
+it fails only if it has never run. A job that has run keeps waiting, because failing would lose its steps, and capacity
+usually returns. If the attempt waits for pools that autoBalance has enlarged, their sizes are reverted (event
+EnlargementFailed).
 """
 
 from datetime import datetime, timedelta

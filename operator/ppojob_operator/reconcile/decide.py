@@ -17,7 +17,18 @@ from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, failure_policy, layout, nodes, objects, pods, progress, retry, suspension
+from ppojob_operator.reconcile import (
+    attempts,
+    deadlines,
+    failure_policy,
+    layout,
+    nodes,
+    objects,
+    pods,
+    progress,
+    retry,
+    suspension,
+)
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation

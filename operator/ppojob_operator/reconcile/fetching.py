@@ -64,11 +64,11 @@ def judge(situation: Situation) -> Fetch | None:
         return Fetch(_SUSPENDED, is_job_deleted=job is not None and not job.is_deleting)
     if job is not None and job.is_complete:
         return Fetch(_DONE)
-    if job is not None and job.is_deleting:
-        return _on_the_way(situation, job)
-    if job is not None and job.failure is not None:
-        return _failed(situation, job.failure)
-    return _late(situation, job) or _on_the_way(situation, job)
+    if job is None or not job.is_deleting:
+        refused = _failed(situation, job.failure) if job is not None and job.failure is not None else None
+        return refused or _late(situation, job) or _on_the_way(situation, job)
+    # That of an earlier fetch, which `kubectl ppo retry` repeats.
+    return _on_the_way(situation, job)
 
 
 def _on_the_way(situation: Situation, job: FetchJob | None) -> Fetch:

@@ -1,7 +1,7 @@
-"""Policy: images that no further try can pull: the name is invalid, or the registry refuses it. `deadlines`, `fetching`.
+"""Policy: images that no further try can pull, because the name is invalid or the registry refuses it.
 
-The kubelet repeats each pull for ever. A job that has never run fails early instead of at its startup deadline. A job that
-has run keeps waiting: `spec.image` may be corrected meanwhile.
+`deadlines` and `fetching` call it. The kubelet repeats each pull for ever. A job that has never run fails early instead
+of at its startup deadline. A job that has run keeps waiting: `spec.image` may be corrected meanwhile.
 """
 
 from datetime import datetime, timedelta

@@ -1,8 +1,8 @@
-"""Policy: the nodes that the next RayCluster avoids, because an attempt lost a pod or a GPU there. `status.avoidedNodes`.
+"""Policy: `status.avoidedNodes`, which the next RayCluster avoids, because an attempt lost a pod or a GPU there.
 
-A node is noted when its pod is seen to be lost with it, because the pod may be deleted before the attempt has failed. It
-is a preference: if no other node has room, the pods run there again. A node is forgotten after some hours, and after
-progress of a later attempt on other nodes.
+A node is added when its pod is observed to be lost with it, because the pod may be deleted before the attempt has
+failed. It is a preference: if no other node has room, the pods run there again. A node is forgotten after six hours,
+and after progress of a later attempt on other nodes.
 """
 
 from collections.abc import Iterable

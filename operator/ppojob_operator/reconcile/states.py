@@ -66,7 +66,10 @@ class Event(_Described):
     NOT_JUDGED = "NotJudged", "this operator cannot judge a job that has started: it is too old, or KubeRay is missing"
     SUCCEEDED = "TrainerSucceeded", "Ray reports that the trainer has completed"
     FETCH_FAILED = "FetchFailed", "models or data cannot be fetched"
-    DEADLINE_EXCEEDED = "DeadlineExceeded", "`startupDeadlineSeconds` or `activeDeadlineSeconds` has passed, or an image can never be pulled"
+    DEADLINE_EXCEEDED = (
+        "DeadlineExceeded",
+        "`startupDeadlineSeconds` or `activeDeadlineSeconds` has passed, or an image can never be pulled",
+    )
     RETRIES_EXHAUSTED = "RetriesExhausted", "the attempt has failed, and another one cannot help or is not allowed"
     ATTEMPT_FAILED = "AttemptFailed", "the attempt has failed, and another one is allowed"
     STOPPED_FOR_SUSPENSION = "StoppedForSuspension", "the trainer has stopped, and `runPolicy.suspend` is true"

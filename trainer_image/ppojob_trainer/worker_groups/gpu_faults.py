@@ -1,7 +1,7 @@
 """Whether an exception of a process means that its GPU has failed: ECC and NVLink errors, Xid messages of the driver.
 
-torch, NCCL and vLLM raise different classes with CUDA's words in them, so the words decide. An error that a wrong program
-causes too, such as an illegal memory access, is no fault of the GPU. Called by `worker_process`.
+torch, NCCL and vLLM raise different classes with CUDA's words in them, so the words decide. An error that a wrong
+program causes too, such as an illegal memory access, is no fault of the GPU. Called by `worker_process`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 __all__ = ["is_gpu_fault"]
 
 _OF_A_GPU: Final = re.compile(r"cuda|nccl|nvrm|\bgpu\b|nvidia", re.IGNORECASE)
-# CUDA's messages of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable and cudaErrorHardwareStackError, NVML's of a
-# lost GPU, and the driver's Xid.
+# CUDA's messages of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable and cudaErrorHardwareStackError, NVML's of
+# a lost GPU, and the driver's Xid.
 _FAULTS: Final = re.compile(
     r"uncorrectable|\becc\b|\bxid\b|hardware stack error|fallen off the bus|gpu is lost", re.IGNORECASE
 )

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ppojob_api.v1alpha1.constants import Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_operator.plan import Pod, Ray, RayState, Trouble

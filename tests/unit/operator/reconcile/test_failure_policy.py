@@ -188,6 +188,4 @@ def test_a_rule_may_be_added_while_the_job_runs() -> None:
 
 
 def test_every_reason_of_a_rule_is_a_reason_of_the_api() -> None:
-    assert {each.value for each in FailureReason} <= {
-        value for name, value in vars(Reason).items() if name.isupper()
-    }
+    assert {each.value for each in FailureReason} <= {value for name, value in vars(Reason).items() if name.isupper()}

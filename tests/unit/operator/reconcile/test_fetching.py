@@ -20,6 +20,7 @@ POD = "arithmetic-fetch-x"
 
 RETRY = "correct the cause, then `kubectl ppo retry arithmetic` runs the job again"
 
+
 def fetching(**changes: Any) -> World:
     """Return a job whose pod fetches a model."""
     world = World(model=MODEL, **changes).settle()

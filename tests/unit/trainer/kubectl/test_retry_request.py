@@ -14,7 +14,12 @@ Plugin = Callable[..., Result]
 
 ANNOTATION = "ppojob.dev/retry-request"
 FAILED = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "attempt 3 failed"}
-RETRIED = {**FAILED, "status": "False", "reason": "Retried", "message": "attempt 4 resumes from the checkpoint of step 5"}
+RETRIED = {
+    **FAILED,
+    "status": "False",
+    "reason": "Retried",
+    "message": "attempt 4 resumes from the checkpoint of step 5",
+}
 
 
 class Operator:
