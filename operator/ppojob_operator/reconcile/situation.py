@@ -225,7 +225,8 @@ def backoff(failures: int) -> timedelta:
     failures: number of failures since the last progress, from 1. Those that count against no limit are included, so
     that a node on which every attempt ends does not cause a loop at full speed.
     """
-    return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(failures - 1, 10))
+    pause: timedelta = _FIRST_BACKOFF * 2 ** min(failures - 1, 10)
+    return min(_LONGEST_BACKOFF, pause)
 
 
 def is_submitted(job: Job, observed: Observed) -> bool:
