@@ -158,8 +158,8 @@ class RunPolicy(ApiModel):
     suspend, another layout, pre-emption, and deleted pods. Then the pods are deleted, and the run resumes from the last
     checkpoint."""
     backoff_limit: int = Field(default=6, ge=0, le=10_000)
-    """Counted failures since the last progress after which the attempt is still retried. A newer checkpoint is
-    progress. `status.retries.counted` has the number of them."""
+    """Number of counted failures since the last progress that are retried; the next one fails the job. A newer
+    checkpoint is progress: the count begins again. `status.retries.counted` has the number so far."""
     failure_policy: FailurePolicy = FailurePolicy()
     """Which failures are counted, ignored, or fail the job at once."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)

@@ -157,6 +157,17 @@ def test_a_fetch_that_failed_is_repeated() -> None:
     assert then(world, "the fetch completes").verdict(Condition.SOURCES_FETCHED) == ("True", Reason.FETCHED)
 
 
+def test_a_job_of_a_queue_whose_fetch_failed_runs_again_though_nobody_reads_its_claim() -> None:
+    world = then(fresh(is_queued=True, is_fetched=True).settle(), "the fetch fails")
+    assert "startTime" not in world.status
+    world.see(claim=None, pods=(), fetch_job=None)
+
+    world.ask_for_a_retry().settle()
+
+    assert "refusal" not in world.status["retry"]
+    assert world.status["phase"] == Phase.FETCHING
+
+
 def test_one_attempt_that_ran_out_of_memory_after_a_retry_does_not_end_the_job() -> None:
     world = World().run().trainer_fails(Reason.OUT_OF_MEMORY, FailureKind.USER).settle()
     restart(world).trainer_fails(Reason.OUT_OF_MEMORY, FailureKind.USER).settle()
