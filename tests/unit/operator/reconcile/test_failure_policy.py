@@ -36,7 +36,7 @@ def disrupt(world: World, trouble: Trouble = DRAINED) -> World:
 def restart(world: World, step: int | None = None) -> World:
     """Bring the next attempt to a trainer that reports, after its pause; with a step, it has a checkpoint of it."""
     world.wait(360).settle().pods_become(ready=True).see(ray=world.observed.ray or Ray()).settle().wait(20)
-    fields = {} if step is None else {"checkpoint": saved(step)}
+    fields: dict[str, Any] = {} if step is None else {"checkpoint": saved(step)}
     return world.trainer_reports(step=step, **fields).settle()
 
 
