@@ -71,7 +71,7 @@ class Hooks:
     count_submission: Callable[[], None] = lambda: None
     """Called after an attempt was submitted to Ray."""
     count_retries: Callable[[str, int], None] = lambda cause, count: None
-    """Called with `user` or `infrastructure` and the number of retries that a status write added."""
+    """Called with `user`, `infrastructure` or `ignored` and the number of retries that a status write added."""
 
 
 class Loop:
@@ -335,6 +335,7 @@ class Loop:
         for cause, count in (
             ("user", after.user - before.user),
             ("infrastructure", after.infrastructure - before.infrastructure),
+            ("ignored", after.ignored - before.ignored),
         ):
             if count > 0:
                 self._hooks.count_retries(cause, count)

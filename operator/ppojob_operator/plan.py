@@ -46,6 +46,8 @@ class Job:
     """It is being deleted."""
     requested_owner: str | None = None
     """Value of the annotation that requests an operator. None: no annotation."""
+    retry_request: str = ""
+    """Value of the annotation that requests another run of a job that has ended. Empty: no annotation."""
     queue_label: str | None = None
     """Value of the label that names a queue of Kueue, as it is now. None: no label."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
@@ -90,8 +92,12 @@ class Pod:
     """It is being deleted."""
     address: str = ""
     """Its IP address. Empty: not assigned yet."""
+    node: str = ""
+    """Its node. Empty: it is not scheduled yet."""
     created: datetime | None = None
     """creationTimestamp, by the API server's clock."""
+    scheduled: datetime | None = None
+    """When it was bound to its node, by the scheduler's clock. None: it is not scheduled yet."""
     trouble: Trouble | None = None
     out_of_memory: Trouble | None = None
     """Its container that exceeded its memory limit, even if that was restarted."""
@@ -175,6 +181,8 @@ class FetchPod:
     """The message with which its container has failed. Empty: it has not failed."""
     trouble: str = ""
     """Message of the scheduler or the kubelet why its container does not start. Empty: none."""
+    has_image_trouble: bool = False
+    """That message is about an image that cannot be pulled."""
 
 
 @dataclass(frozen=True)

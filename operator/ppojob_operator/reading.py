@@ -60,6 +60,7 @@ def read_job(raw: Manifest) -> Job:
         effective=_read_effective(wire, spec, status.effective_layout),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
+        retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
         queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )
@@ -67,8 +68,12 @@ def read_job(raw: Manifest) -> Job:
 
 def requested_owner(raw: Manifest) -> str | None:
     """Return the value of the annotation that requests an operator; None: no annotation."""
+    return _annotations(raw).get(constants.ANNOTATION_OPERATOR)
+
+
+def _annotations(raw: Manifest) -> Mapping[str, str]:
     annotations: Mapping[str, str] = raw["metadata"].get("annotations") or {}
-    return annotations.get(constants.ANNOTATION_OPERATOR)
+    return annotations
 
 
 def queue_label(metadata: Mapping[str, Any]) -> str | None:
@@ -160,7 +165,14 @@ def read_fetch_pod(raw: Manifest) -> FetchPod:
         words = str(ended[0].get("message", "")).strip() or _exit_message(ended[0])
         starved = next(_out_of_memory(raw, "state"), None)
         return FetchPod(metadata["name"], pod.created, has_started, starved.message if starved else words)
-    return FetchPod(metadata["name"], pod.created, has_started, trouble=pod.trouble.message if pod.trouble else "")
+    trouble = pod.trouble or Trouble("", "")
+    return FetchPod(
+        metadata["name"],
+        pod.created,
+        has_started,
+        trouble=trouble.message,
+        has_image_trouble=trouble.reason == Reason.IMAGE_PULL_FAILED,
+    )
 
 
 def read_pod(raw: Manifest) -> Pod:
@@ -168,6 +180,7 @@ def read_pod(raw: Manifest) -> Pod:
     metadata, status = raw["metadata"], raw.get("status", {})
     labels = metadata.get("labels", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    scheduled = conditions.get("PodScheduled", {})
     return Pod(
         name=metadata["name"],
         cluster=labels.get(constants.LABEL_RAY_CLUSTER, ""),
@@ -175,7 +188,9 @@ def read_pod(raw: Manifest) -> Pod:
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_deleting="deletionTimestamp" in metadata,
         address=status.get("podIP", ""),
+        node=raw.get("spec", {}).get("nodeName", ""),
         created=parse_time(metadata.get("creationTimestamp")),
+        scheduled=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         trouble=_pod_trouble(raw, conditions),
         out_of_memory=next(_killed_for_memory(raw), None),
         disruption=_disruption(status, conditions),

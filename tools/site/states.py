@@ -62,6 +62,12 @@ _ARROWS = (
     _Arrow(State.REALLOCATING, State.RESTARTING, ((460, 418), (460, 340), (420, 340), (420, 316)), (467, 355), "start"),
     _Arrow(State.SUSPENDED, State.WAITING_FOR_PODS, ((75, 418), (75, 200), (340, 200), (340, 176)), (83, 216), "start"),
     _Arrow(State.RUNNING, State.SUCCEEDED, ((855, 314), (855, 500), (700, 500), (700, 538)), (776, 493)),
+    _Arrow(
+        State.FAILED,
+        State.RESTARTING,
+        ((828, 562), (780, 562), (780, 594), (277, 594), (277, 300), (308, 300)),
+        (420, 588),
+    ),
     _Arrow(State.RUNNING, State.FAILED, ((930, 314), (930, 538)), (922, 500), "end"),
 )
 

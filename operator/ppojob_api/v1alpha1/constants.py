@@ -34,8 +34,10 @@ ANNOTATION_MADE_OF = f"{GROUP}/made-of"
 """On a RayCluster with a queue, and on the Job that fetches: digest of the spec that it was created from."""
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 """Asks a running job for a checkpoint. Each new value is a new request, which is answered once."""
+ANNOTATION_RETRY = f"{GROUP}/retry-request"
+"""Asks for another run of a job that has ended. Each new value is a new request, which is answered once."""
 MAX_REQUEST_LENGTH = 64
-"""Characters of that value that count."""
+"""Characters of the value of a request that count."""
 
 ANNOTATION_OPERATOR = f"{GROUP}/operator"
 """Names the operator that is to run a job: its namespace, or namespace/Lease where several have the namespace."""
@@ -139,7 +141,10 @@ class Reason:
     TRAINER_SUCCEEDED = "TrainerSucceeded"
     NOT_UPLOADED = "NotUploaded"
     UPLOADED = "Uploaded"
+    RETRIED = "Retried"
+    RETRY_REFUSED = "RetryRefused"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    FAILURE_POLICY = "FailurePolicy"
     RELEASED = "ClusterReleased"
     # Named failures of the trainer.
     TRAINER_FAILED = "TrainerFailed"
@@ -159,6 +164,7 @@ class Reason:
     WORKER_LOST = "WorkerLost"
     COMMUNICATION_FAILED = "CommunicationFailed"
     OUT_OF_MEMORY = "OutOfMemory"
+    GPU_FAULT = "GPUFault"
     NON_FINITE = "NonFinite"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     CHECKPOINT_UNWRITABLE = "CheckpointUnwritable"
@@ -206,6 +212,8 @@ JOBS_FOLDER = "ppojob"
 MAX_LOG_LINES = 100
 MAX_LOG_LINE_LENGTH = 1000
 MAX_METRICS = 64
+MAX_AVOIDED_NODES = 16
+"""Nodes that a RayCluster avoids; the oldest is forgotten first."""
 MAX_SOURCES = 32
 """Fetched addresses that the status lists: a job may have hundreds of data files."""
 

@@ -180,27 +180,31 @@ class ProgressReply(ApiModel):
 
 
 class FailureKind(StrEnum):
-    """Whom a failure is counted against."""
+    """The cause of a failure. Rules of `runPolicy.failurePolicy` take precedence over what it says of a retry."""
 
     PERMANENT = "Permanent"
-    """Trying again cannot help: a wrong path, a module that does not import."""
+    """A retry cannot help: a wrong path, a module that does not import."""
     USER = "User"
-    """The program failed; it is tried again within backoffLimit."""
+    """The program failed."""
     INFRASTRUCTURE = "Infrastructure"
-    """The cluster failed; it is tried again within infrastructureBackoffLimit."""
+    """The cluster failed."""
 
 
 class FailureRecord(ApiModel):
-    """The trainer's own name for its failure."""
+    """The trainer's own name for its failure. A newer trainer may say more than the operator knows."""
+
+    model_config = ConfigDict(extra="ignore")
 
     reason: Annotated[str, Field(min_length=1, max_length=253)]
     """One of `constants.Reason`."""
     message: Annotated[str, Field(max_length=4096)]
     """A sentence with what is wrong and what to do."""
     kind: FailureKind
-    """Whom it is counted against."""
+    """The cause, which decides whether a retry may help."""
     exit_code: int = 1
     """Exit code of the trainer."""
+    address: Annotated[str, Field(max_length=64)] | None = None
+    """IP address of the pod whose GPU has failed. Absent: another failure."""
 
     def to_log_line(self) -> str:
         """Return the marked line that ends the driver's log."""

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.quantities import RawObject
 
 
@@ -68,6 +69,73 @@ class GangScheduler(StrEnum):
     KAI = "KAI"
 
 
+class FailureAction(StrEnum):
+    """What follows a failed attempt."""
+
+    RETRY = "Retry"
+    IGNORE = "Ignore"
+    FAIL = "Fail"
+
+
+class FailureReason(StrEnum):
+    """Reasons of a failed attempt, as in `status.lastFailure.reason`."""
+
+    ALGORITHM_FUNCTION_FAILED = Reason.ALGORITHM_FUNCTION_FAILED
+    BATCH_NOT_FILLED = Reason.BATCH_NOT_FILLED
+    BUCKET_REFUSED = Reason.BUCKET_REFUSED
+    BUCKET_UNREACHABLE = Reason.BUCKET_UNREACHABLE
+    CHECKPOINT_UNREADABLE = Reason.CHECKPOINT_UNREADABLE
+    CHECKPOINT_UNWRITABLE = Reason.CHECKPOINT_UNWRITABLE
+    CLUSTER_DELETED = Reason.CLUSTER_DELETED
+    COMMUNICATION_FAILED = Reason.COMMUNICATION_FAILED
+    DATA_UNREADABLE = Reason.DATA_UNREADABLE
+    FENCED_OUT = Reason.FENCED_OUT
+    GPU_FAULT = Reason.GPU_FAULT
+    HEAD_LOST = Reason.HEAD_LOST
+    HOOK_FAILED = Reason.HOOK_FAILED
+    INTERRUPTED = Reason.INTERRUPTED
+    INVALID_SPEC = Reason.INVALID_SPEC
+    JOB_FILE_MISSING = Reason.JOB_FILE_MISSING
+    MODEL_MISMATCH = Reason.MODEL_MISMATCH
+    MODEL_NOT_FOUND = Reason.MODEL_NOT_FOUND
+    NO_PROGRESS = Reason.NO_PROGRESS
+    NODE_LOST = Reason.NODE_LOST
+    NON_FINITE = Reason.NON_FINITE
+    OUT_OF_MEMORY = Reason.OUT_OF_MEMORY
+    PHASE_TIMEOUT = Reason.PHASE_TIMEOUT
+    POD_LOST = Reason.POD_LOST
+    POOL_NOT_PLACED = Reason.POOL_NOT_PLACED
+    PREEMPTED = Reason.PREEMPTED
+    REWARD_FAILED = Reason.REWARD_FAILED
+    REWARD_IMPORT_FAILED = Reason.REWARD_IMPORT_FAILED
+    TRAINER_FAILED = Reason.TRAINER_FAILED
+    TRAINER_TOO_OLD = Reason.TRAINER_TOO_OLD
+    UPLOAD_REFUSED = Reason.UPLOAD_REFUSED
+    WORKER_IMPORT_FAILED = Reason.WORKER_IMPORT_FAILED
+    WORKER_LOST = Reason.WORKER_LOST
+
+
+class FailureRule(ApiModel):
+    """What follows certain failures. It matches an attempt if all of its criteria match."""
+
+    action: FailureAction
+    """Retry: retry, and count the failure against backoffLimit. Ignore: retry without counting it. Fail: fail the
+    job."""
+    reasons: Annotated[list[FailureReason], Field(min_length=1, max_length=32)] | None = None
+    """The attempt's `status.lastFailure.reason` is one of these. Absent: any reason matches."""
+    exit_codes: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(min_length=1, max_length=32)] | None = None
+    """The attempt's `status.lastFailure.exitCode` is one of these. Absent: any exit code matches, also an unknown
+    one."""
+
+
+class FailurePolicy(ApiModel):
+    """What follows a failed attempt."""
+
+    rules: Annotated[list[FailureRule], Field(max_length=20)] = Field(default_factory=list)
+    """The first rule that matches decides. If none matches: disruptions (Preempted, NodeLost, ClusterDeleted) are
+    ignored, permanent failures fail the job, and the others are retried."""
+
+
 class RunPolicy(ApiModel):
     """Queue, suspension, failures and deadlines."""
 
@@ -89,10 +157,11 @@ class RunPolicy(ApiModel):
     """Longest time for a graceful stop, in seconds: to finish the step, save a checkpoint and exit. It applies to
     suspend, another layout, pre-emption, and deleted pods. Then the pods are deleted, and the run resumes from the last
     checkpoint."""
-    backoff_limit: int = Field(default=3, ge=0, le=10_000)
-    """Retries after failures of the user's program."""
-    infrastructure_backoff_limit: int = Field(default=10, ge=0, le=10_000)
-    """Retries after failures of the cluster, such as a lost node."""
+    backoff_limit: int = Field(default=6, ge=0, le=10_000)
+    """Number of counted failures since the last progress that are retried; the next one fails the job. A newer
+    checkpoint is progress: the count begins again. `status.retries.counted` has the number so far."""
+    failure_policy: FailurePolicy = FailurePolicy()
+    """Which failures are counted, ignored, or fail the job at once."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time from admission (also by the queue) until all pools are ready, and from then until the trainer
     starts, in seconds each. Then a job that has never run fails; a job that has run keeps waiting."""

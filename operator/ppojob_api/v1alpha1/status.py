@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.constants import MAX_REQUEST_LENGTH, MAX_SOURCES
+from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
 
 LongText = Annotated[str, Field(max_length=32_768)]
@@ -61,16 +61,23 @@ class ConditionStatus(ApiModel):
 
 
 class Retries(ApiModel):
-    """Retries by cause."""
+    """Retries: totals of the job, and the failures since the last progress."""
 
     user: int = 0
-    """After failures of the user's program."""
+    """Retries after counted failures of the user's program, in total."""
     infrastructure: int = 0
-    """After failures of the cluster."""
-    deleted: int | None = None
-    """After somebody deleted the RayCluster of a running attempt; these count towards no limit. Absent: none."""
+    """Retries after counted failures of the cluster, in total."""
+    ignored: int = 0
+    """Retries after failures that are not counted, such as disruptions, in total."""
     total: int = 0
     """All retries."""
+    counted: int = 0
+    """Counted failures since the last progress; `runPolicy.backoffLimit` limits them."""
+    since_progress: int = 0
+    """All failures since the last progress. The pause before a retry grows with them."""
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint at the first of these failures; 0: there was none. A checkpoint of a later step is
+    progress. Absent: no failure since the last progress."""
 
 
 class PoolStatus(ApiModel):
@@ -210,6 +217,21 @@ class RayClusterStatus(ApiModel):
     """Address of Ray's dashboard inside the cluster."""
     unreachable_since: Time | None = None
     """Since when the dashboard does not answer while the trainer runs. Absent: it answers, or no trainer runs."""
+    avoided_nodes: Annotated[list[Name], Field(max_length=MAX_AVOIDED_NODES)] | None = None
+    """Names of the nodes in `status.avoidedNodes` when it was created. Absent: none."""
+
+
+class AvoidedNode(ApiModel):
+    """A node on which the scheduler should place no pods of the job if it has a choice."""
+
+    name: Name
+    """Name of the node."""
+    reason: Name
+    """NodeLost: the node failed or did not respond. GPUFault: a GPU of the node failed."""
+    attempt: int = Field(ge=0)
+    """Attempt whose pod was on the node."""
+    time: Time
+    """When the operator saw the problem. The node is forgotten six hours later, or after progress on other nodes."""
 
 
 class LastFailure(ApiModel):
@@ -244,6 +266,17 @@ class StopStatus(ApiModel):
     """When it was requested."""
     completion_time: Time | None = None
     """When it was complete. Absent: the trainer has not stopped yet."""
+
+
+class RetryStatus(ApiModel):
+    """The last request to run a job again that has ended (`kubectl ppo retry`)."""
+
+    request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)]
+    """Value of the annotation ppojob.dev/retry-request that was answered last."""
+    refusal: Message | None = None
+    """Why the job does not run again. Absent: it does."""
+    time: Time
+    """When the request was answered."""
 
 
 class PoolSize(ApiModel):
@@ -320,8 +353,12 @@ class PPOJobStatus(ApiModel):
     """The exported policy."""
     ray_cluster: RayClusterStatus | None = None
     """The RayCluster of the job."""
+    avoided_nodes: Annotated[list[AvoidedNode], _map_by("name", MAX_AVOIDED_NODES)]
+    """Nodes on which an attempt has lost a pod or a GPU. The next RayCluster prefers other nodes."""
     last_failure: LastFailure | None = None
-    """Why the last attempt failed."""
+    """Why the last attempt failed. Absent: none has failed since the job began, or since it was run again."""
+    retry: RetryStatus | None = None
+    """The last answer to `kubectl ppo retry`."""
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
     queue_name: Name | None = None

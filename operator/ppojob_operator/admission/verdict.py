@@ -14,7 +14,7 @@ from ppojob_operator.reading import is_accepted
 from ppojob_operator.reconcile import is_finished, spec_problem, was_accepted
 from ppojob_operator.reconcile.acceptance import Reference, judge_references, named
 
-_TOO_LATE = "the job has finished, and a change of its spec has no effect: create another PPOJob"
+_TOO_LATE = "the job has ended, and a change of its spec has no effect until `kubectl ppo retry` runs it again"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ resource names only. The autoscaler is off, because the spec fixes the number of
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
@@ -24,22 +24,29 @@ API_VERSION = "ray.io/v1"
 KIND = "RayCluster"
 RAY_VERSION = "2.60.0"
 """Ray's version in the trainer image. KubeRay uses it to choose probes without wget, and for the token."""
+_LARGEST_WEIGHT = 100
 _TEMPLATE_FIELD = re.compile(
     r"\bspec\.(?:headGroupSpec|workerGroupSpecs\[(\d+)\])\.template((?:\.[A-Za-z]\w*|\[[^\]]*\])*)"
 )
 
 
-def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str, Any]:
-    """Return the RayCluster. `spec` is resolved and `template_problems` found nothing in it."""
+def ray_cluster(
+    spec: PPOJobSpec, key: JobKey, uid: str, name: str, avoided_nodes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the RayCluster, whose pods prefer other nodes than `avoided_nodes`.
+
+    `spec` is resolved and `template_problems` found nothing in it.
+    """
+    head = _avoiding(head_template(spec, key, uid), avoided_nodes)
     desired = {
         "rayVersion": RAY_VERSION,
         "enableInTreeAutoscaling": False,
         "authOptions": {"mode": "token", "secretName": naming.dashboard_secret_name(name)},
         "headGroupSpec": {
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-            "template": pod_template.merged(head_template(spec, key, uid), spec.head.pod_template),
+            "template": pod_template.merged(head, spec.head.pod_template),
         },
-        "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
+        "workerGroupSpecs": [_worker_group(spec, pool, key, name, avoided_nodes) for pool in spec.pools],
     }
     metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
     metadata["annotations"] = made_of(desired)
@@ -78,7 +85,22 @@ def logical_cpus(spec: PPOJobSpec, pool: Pool) -> int:
     return max(math.ceil(real), pool.gpus_per_node + scorers)
 
 
-def _worker_group(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> dict[str, Any]:
+def _avoiding(template: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+    """Return the pod template with a preference for other nodes, so that a small cluster still runs the pods."""
+    if not nodes:
+        return template
+    # By name: a node's label kubernetes.io/hostname may differ. The API server takes one name for each requirement.
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    term = {"weight": _LARGEST_WEIGHT, "preference": {"matchFields": others}}
+    preferred = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
+    affinity = {**template["spec"].get("affinity", {}), **preferred}
+    return {**template, "spec": {**template["spec"], "affinity": affinity}}
+
+
+def _worker_group(
+    spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str, avoided_nodes: Sequence[str]
+) -> dict[str, Any]:
+    template = _avoiding(pool_template(spec, pool, key, cluster), avoided_nodes)
     resources = json.dumps({f"{constants.POOL_RESOURCE_PREFIX}{pool.name}": pool.gpus_per_node})
     return {
         "groupName": pool.name,
@@ -91,5 +113,5 @@ def _worker_group(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
             # KubeRay inserts this into a shell command, so the JSON is quoted and escaped.
             "resources": json.dumps(resources),
         },
-        "template": pod_template.merged(pool_template(spec, pool, key, cluster), pool.pod_template),
+        "template": pod_template.merged(template, pool.pod_template),
     }

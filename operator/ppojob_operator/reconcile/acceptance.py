@@ -21,8 +21,9 @@ from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim, Job, Manifest, Observed
-from ppojob_operator.reading import read_claim
+from ppojob_operator.reading import is_accepted, read_claim
 from ppojob_operator.reconcile.situation import Finding
+from ppojob_operator.reconcile.states import is_finished
 
 KEEPS_LAYOUT = Finding("True", Reason.VALID, "the job continues; see condition LayoutApplied for the pending layout")
 """An accepted job whose new layout is invalid."""
@@ -53,8 +54,9 @@ def accepted(job: Job, observed: Observed) -> Finding:
 
 
 def was_accepted(job: Job) -> bool:
-    """Return whether the job was accepted before: it has started, or its RayCluster is in a queue."""
-    return job.status.start_time is not None or job.status.ray_cluster is not None
+    """Return whether the job was accepted before: it has started, its RayCluster is in a queue, or it has ended."""
+    has_started = job.status.start_time is not None or job.status.ray_cluster is not None
+    return has_started or (is_finished(job.status) and is_accepted(job.status))
 
 
 def spec_problem(job: Job) -> SpecError | None:

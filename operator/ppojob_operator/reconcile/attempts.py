@@ -1,22 +1,16 @@
-"""Policy: has the current attempt failed, why, and may there be another one?
+"""Policy: has the current attempt failed, and why? `failure_policy.py` decides what follows.
 
 The last line of the trainer's log names its failure. Without it, the reason comes from Ray's message, the pods and the
 exit code. A pod that exceeded its memory limit takes precedence, because the trainer sees it as a lost worker. Only
 submitted attempts are judged.
-
-An attempt that runs out of memory is retried once, because something else may have used the memory. A second one in a
-row with the same layout ends the job: a third would hold the GPUs for nothing.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, MAX_LOG_LINES, Condition, Reason
-from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
 from ppojob_api.v1alpha1.resolve import driver_log, job_root
-from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
 from ppojob_operator.reconcile import pods
@@ -27,9 +21,6 @@ _SETTLING = timedelta(seconds=30)
 
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
-_DELETIONS = 5
-"""Number of manual deletions of the RayCluster that count against no limit. More are treated as a failure of the
-cluster."""
 _MAX_LENGTH = 32_000
 
 
@@ -88,7 +79,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
     if record.kind is not FailureKind.INFRASTRUCTURE:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
-        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect)
+        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect, record.address)
     message = f"{lost.message}; the trainer: {record.reason}: {record.message}"
     return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
 
@@ -178,83 +169,6 @@ def _last_line(situation: Situation, ray_job: RayJob) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0] or "no reason given"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The consequence of a failure."""
-
-    is_final: bool
-    """The job has failed."""
-    reason: str
-    message: str
-    retries: Retries
-    keeps_cluster: bool = False
-    """The next attempt reuses the pods."""
-
-
-def retry(situation: Situation, failure: Failure, *, is_cluster_whole: bool) -> Verdict:
-    """Return the consequence of the current attempt's failure.
-
-    is_cluster_whole: its pods are ready, or those that are not are being replaced.
-    """
-    retries, policy = situation.status.retries or Retries(), situation.spec.run_policy
-    if failure.kind is FailureKind.PERMANENT:
-        return Verdict(True, failure.reason, failure.message, retries)
-    if failure.reason == Reason.OUT_OF_MEMORY and _ran_out_of_memory_before(situation):
-        message = (
-            f"attempts {situation.attempt - 1} and {situation.attempt} ran out of memory with the same settings "
-            f"({failure.headline}). {_how_to_continue(situation)}"
-        )
-        return Verdict(True, Reason.OUT_OF_MEMORY, message, retries)
-    num_deleted = retries.deleted or 0
-    if failure.reason == Reason.CLUSTER_DELETED and num_deleted < _DELETIONS:
-        counted = retries.model_copy(update={"deleted": num_deleted + 1, "total": retries.total + 1})
-        message = f"attempt {situation.attempt} ended ({failure.headline}); the next one does not count against a limit"
-        return Verdict(False, Reason.RESTARTING, message, counted)
-    is_user = failure.kind is FailureKind.USER
-    used, limit = (
-        (retries.user, policy.backoff_limit)
-        if is_user
-        else (retries.infrastructure, policy.infrastructure_backoff_limit)
-    )
-    if used >= limit:
-        field = "backoffLimit" if is_user else "infrastructureBackoffLimit"
-        message = (
-            f"attempt {situation.attempt} failed ({failure.headline}) "
-            f"and spec.runPolicy.{field} allows no more than {limit} retries"
-        )
-        return Verdict(True, Reason.BACKOFF_LIMIT_EXCEEDED, message, retries)
-    counted = Retries(
-        user=retries.user + is_user,
-        infrastructure=retries.infrastructure + (not is_user),
-        deleted=retries.deleted,
-        total=retries.total + 1,
-    )
-    message = f"attempt {situation.attempt} failed ({failure.headline})"
-    keeps_cluster = is_cluster_whole and not failure.is_cluster_suspect
-    return Verdict(False, Reason.RESTARTING, message, counted, keeps_cluster)
-
-
-def _ran_out_of_memory_before(situation: Situation) -> bool:
-    """Return whether the attempt before the current one ran out of memory, with the layout that is in force now."""
-    last = situation.status.last_failure
-    return (
-        last is not None
-        and last.reason == Reason.OUT_OF_MEMORY
-        and last.attempt == situation.attempt - 1
-        and last.layout_digest == digest_of(layout_of(situation.spec))
-    )
-
-
-def _how_to_continue(situation: Situation) -> str:
-    checkpoint = situation.status.checkpoint
-    if checkpoint is None:
-        return "Delete the job, correct the settings, and create it again"
-    return (
-        "Delete the job, correct the settings, and create it again; checkpoint.resumeFrom: "
-        f"{checkpoint.path} continues after step {checkpoint.step}"
-    )
 
 
 def is_log_needed(situation: Situation) -> bool:

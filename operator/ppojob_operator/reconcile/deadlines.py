@@ -1,8 +1,9 @@
 """Policy: the startup deadline, the active deadline, and when a finished job is deleted (`ttlSecondsAfterFinished`).
 
-After the active deadline, the job fails. After the startup deadline, it fails only if it has never run. A job that has
-run keeps waiting, because failing would lose its steps, and capacity usually returns. If the attempt waits for pools
-that autoBalance has enlarged, their sizes are reverted (event EnlargementFailed).
+After the active deadline, the job fails. After the startup deadline, and if a registry refuses an image (`images.py`),
+it fails only if it has never run. A job that has run keeps waiting, because failing would lose its steps, and capacity
+usually returns. If the attempt waits for pools that autoBalance has enlarged, their sizes are reverted (event
+EnlargementFailed).
 """
 
 from datetime import datetime, timedelta
@@ -13,6 +14,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_operator.reading import parse_time
+from ppojob_operator.reconcile import images
 from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import CAPACITY_REASONS, PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -22,7 +24,11 @@ def exceeded(situation: Situation, pools: Finding, step: Step) -> Failure | None
     """Return the failure of a job that is past one of its deadlines, else None."""
     if failure := _active(situation):
         return failure
-    if situation.has_run or not _is_late(situation, pools, step):
+    if situation.has_run or situation.submitted_at is not None:
+        return None
+    if words := images.refusal(situation):
+        return Failure(FailureKind.PERMANENT, Reason.IMAGE_PULL_FAILED, words)
+    if not _is_late(situation, pools, step):
         return None
     limit = situation.spec.run_policy.startup_deadline_seconds
     message = (
@@ -64,6 +70,8 @@ def next_deadline(situation: Situation, pools: Finding) -> datetime | None:
         moments.append(situation.now + timedelta(seconds=active) - situation.active_time)
     if situation.submitted_at is None:
         moments.append(situation.due)
+        if (refused := images.next_refusal(situation)) is not None:
+            moments.append(refused)
         moments.append(_startup_deadline(situation, pools))
         limit = timedelta(seconds=situation.spec.run_policy.partial_pods_timeout_seconds)
         moments.append(_begin(situation, pools) + limit)

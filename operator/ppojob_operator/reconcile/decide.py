@@ -15,9 +15,21 @@ from datetime import datetime, timedelta
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
-from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
+from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, layout, objects, pods, progress, queueing, suspension
+from ppojob_operator.reconcile import (
+    attempts,
+    deadlines,
+    failure_policy,
+    layout,
+    nodes,
+    objects,
+    pods,
+    progress,
+    queueing,
+    retry,
+    suspension,
+)
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -153,10 +165,12 @@ def _failed(a: Assessment, event: Event) -> Plan:
         failure, verdict = a.failure, a.verdict
     assert failure is not None
     reason, message = (verdict.reason, verdict.message) if verdict else (failure.reason, failure.message)
+    if verdict is None:
+        message = f"{message}; {failure_policy.how_to_retry(a.situation)}"
     over = {Condition.FAILED: Finding("True", reason, message)}
     if a.situation.submitted_at is not None:
         over[Condition.STALLED] = progress.stalled(failure)
-    plan = _ended(a, over, _last_failure(a.situation, failure))
+    plan = _ended(a, over, failure)
     job = a.observed.fetch_job
     # A Job that has failed stays for its log; one that still waits or runs must not go on.
     return replace(plan, delete_fetch_job=a.is_fetching and job is not None and not job.is_over)
@@ -181,6 +195,25 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
     return replace(plan, delete_clusters=clusters, requeue_after=left)
 
 
+def _rerun(a: Assessment, event: Event) -> Plan:
+    """Return the plan that lets a job run again that has ended. What is left of its end is deleted first."""
+    again = retry.rerun(a.job, a.judgement, a.now)
+    plan = _with_conditions(a, again.findings, again.update)
+    clusters = tuple(cluster.name for cluster in a.observed.clusters if not cluster.is_deleting)
+    return replace(
+        plan,
+        delete_clusters=clusters,
+        delete_fetch_job=again.is_fetch_repeated,
+        events=(again.event, *plan.events),
+        requeue_after=_SOON,
+    )
+
+
+def _rerun_refused(a: Assessment, event: Event) -> Plan:
+    answer, said = retry.refused(a.job, a.retry_refusal, a.now)
+    return replace(_with_conditions(a, {}, {"retry": answer}), events=(said,), requeue_after=_SOON)
+
+
 _PlanOf = Callable[[Assessment, Event], Plan]
 _PLANS: Mapping[State, _PlanOf] = {
     State.PENDING: _pending,
@@ -199,12 +232,14 @@ _PLANS: Mapping[State, _PlanOf] = {
 """The plan by the next state."""
 _EVENT_PLANS: Mapping[Event, _PlanOf] = {
     Event.DELETED: _deleted,
+    Event.RETRY_REQUESTED: _rerun,
+    Event.RETRY_REFUSED: _rerun_refused,
     Event.EXPIRED: _after_the_end,
     Event.ENDED: _after_the_end,
     Event.REFUSED: _pending,
     Event.NOT_JUDGED: _pending,
 }
-"""The plan of events that need no valid spec, whatever the state."""
+"""The plan of events that need no attempt, whatever the state."""
 
 
 def _interrupted(a: Assessment, interruption: Interruption) -> Plan:
@@ -233,16 +268,17 @@ def _attempt_failed(a: Assessment) -> Plan:
             "submission_id": None,
             "retries": verdict.retries,
             "last_failure": _last_failure(situation, failure),
+            "avoided_nodes": (avoided := nodes.avoided(situation, failure)),
         }
     )
-    if not verdict.keeps_cluster:
+    if not verdict.keeps_cluster or nodes.hosts_pods(situation, avoided):
         status = status.model_copy(update={"ray_cluster": None})
     plan = _plan(situation, status)
     event = EventRecord(failure.reason, verdict.message, is_warning=True, action=Condition.PROGRESSING)
     return replace(plan, events=(event, *plan.events), requeue_after=_SOON)
 
 
-def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure | None = None) -> Plan:
+def _ended(a: Assessment, over: Mapping[str, Finding], failure: Failure | None = None) -> Plan:
     """Finish the job: write the verdict first, then delete the RayCluster."""
     situation = a.situation
     verdict = next(finding for kind, finding in over.items() if kind in _VERDICTS)
@@ -258,8 +294,9 @@ def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure
     status = _status(situation, findings, released_pools).model_copy(
         update={"completion_time": format_time(situation.now), "ray_cluster": None}
     )
-    if last_failure is not None:
-        status = status.model_copy(update={"last_failure": last_failure})
+    if failure is not None:
+        update = {"last_failure": _last_failure(situation, failure), "avoided_nodes": nodes.avoided(situation, failure)}
+        status = status.model_copy(update=update)
     return replace(_plan(situation, status), requeue_after=_SOON)
 
 
@@ -277,16 +314,18 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         start_time=old.start_time if is_queued else format_time(situation.start_time),
         active_seconds=suspension.active_seconds(situation) if is_queued else old.active_seconds,
         completion_time=old.completion_time,
-        retries=old.retries or Retries(),
+        retries=failure_policy.counted_retries(situation),
         ready=found.ready,
         pools=list(found.pools),
         sources=[],
         metrics=[],
         ray_cluster=cluster,
         last_failure=old.last_failure,
+        retry=retry.of_unfinished(job, situation.now),
         stop=old.stop,
         queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),
+        avoided_nodes=nodes.avoided(situation),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,
     )
 
@@ -298,6 +337,7 @@ def _cluster_status(situation: Situation) -> RayClusterStatus:
         uid=(cluster.uid or None) if cluster is not None else None,
         dashboard_url=objects.dashboard_address(situation),
         unreachable_since=None if since is None else format_time(since),
+        avoided_nodes=list(situation.avoided_nodes) or None,
     )
 
 

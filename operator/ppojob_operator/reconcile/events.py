@@ -16,15 +16,17 @@ from ppojob_operator.reconcile import (
     acceptance,
     attempts,
     deadlines,
+    failure_policy,
     fetching,
     layout,
     objects,
     pods,
     progress,
     queueing,
+    retry,
     suspension,
 )
-from ppojob_operator.reconcile.attempts import Verdict
+from ppojob_operator.reconcile.failure_policy import Verdict
 from ppojob_operator.reconcile.fetching import Fetch
 from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import PoolsFinding
@@ -58,14 +60,14 @@ class Assessment:
     @cached_property
     def accepted(self) -> Finding:
         """Condition Accepted."""
-        return acceptance.KEEPS_LAYOUT if self._keeps_layout else self._judgement
+        return acceptance.KEEPS_LAYOUT if self._keeps_layout else self.judgement
 
     @cached_property
     def situation(self) -> Situation:
         """The input of the other policies."""
         spec, refusal = layout.spec_in_force(self.job), ""
         if self._keeps_layout:
-            spec, refusal = self.job.effective, self._judgement.message
+            spec, refusal = self.job.effective, self.judgement.message
         assert spec is not None, "a job without a valid spec is not accepted"
         desired = self.job.spec if isinstance(self.job.spec, PPOJobSpec) and not refusal else None
         situation = Situation(self.job, spec, self.observed, self.now, desired, refusal)
@@ -134,7 +136,12 @@ class Assessment:
         if self.failure is None or suspension.is_graceful(self.situation, self.failure):
             return None
         is_whole = self.found.is_ready or pods.are_replaced(self.situation)
-        return attempts.retry(self.situation, self.failure, is_cluster_whole=is_whole)
+        return failure_policy.verdict(self.situation, self.failure, is_cluster_whole=is_whole)
+
+    @cached_property
+    def retry_refusal(self) -> str:
+        """Why a job that has ended cannot be run again. Empty: it can."""
+        return retry.refusal(self.job, self.judgement)
 
     @cached_property
     def findings(self) -> Mapping[str, Finding]:
@@ -160,14 +167,14 @@ class Assessment:
         return found
 
     @cached_property
-    def _judgement(self) -> Finding:
+    def judgement(self) -> Finding:
         """Condition Accepted, without regard to the layout in force."""
         return acceptance.accepted(self.job, self.observed)
 
     @property
     def _keeps_layout(self) -> bool:
         """Whether an edit made the spec of a job invalid, which continues with the layout in force."""
-        return self._judgement.reason == Reason.INVALID_SPEC and self.job.effective is not None
+        return self.judgement.reason == Reason.INVALID_SPEC and self.job.effective is not None
 
 
 def _is_refused(a: Assessment, *, is_started: bool) -> bool:
@@ -180,6 +187,8 @@ def _needs_pods(a: Assessment) -> bool:
 
 HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.DELETED: lambda a: a.job.is_deleting,
+    Event.RETRY_REQUESTED: lambda a: retry.is_requested(a.job) and not a.retry_refusal,
+    Event.RETRY_REFUSED: lambda a: retry.is_requested(a.job),
     Event.EXPIRED: lambda a: (expiry := deadlines.expiry(a.job.spec, a.job.status)) is not None and a.now >= expiry,
     Event.ENDED: lambda a: True,
     Event.NOT_ACCEPTED: lambda a: a.accepted.status != "True" and not a.has_started,

@@ -20,6 +20,7 @@ from ppojob_api.v1alpha1.status import FetchStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.plan import FetchJob, FetchPod, Job, Manifest
+from ppojob_operator.reconcile import images
 from ppojob_operator.reconcile.objects import fetch_dependencies
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
@@ -64,9 +65,11 @@ def judge(situation: Situation) -> Fetch | None:
         return Fetch(_SUSPENDED, is_job_deleted=job is not None and not job.is_deleting)
     if job is not None and job.is_complete:
         return Fetch(_DONE)
-    if job is not None and job.failure is not None:
-        return _failed(situation, job.failure)
-    return _late(situation, job) or _on_the_way(situation, job)
+    if job is None or not job.is_deleting:
+        refused = _failed(situation, job.failure) if job is not None and job.failure is not None else None
+        return refused or _late(situation, job) or _on_the_way(situation, job)
+    # That of an earlier fetch, which `kubectl ppo retry` repeats.
+    return _on_the_way(situation, job)
 
 
 def _on_the_way(situation: Situation, job: FetchJob | None) -> Fetch:
@@ -131,6 +134,14 @@ def _failed(situation: Situation, words: str) -> Fetch:
     return Fetch(Finding("False", Reason.FETCH_FAILED, failure.message), failure=failure)
 
 
+def _image_refused(situation: Situation, pod: FetchPod) -> Failure | None:
+    """Return the failure of a job whose image can never be pulled."""
+    patience = images.patience(pod.trouble) if pod.has_image_trouble else None
+    if patience is None or pod.created is None or situation.now < pod.created + patience:
+        return None
+    return Failure(FailureKind.PERMANENT, Reason.IMAGE_PULL_FAILED, images.explained(f"pod {pod.name}: {pod.trouble}"))
+
+
 def _late(situation: Situation, job: FetchJob | None) -> Fetch | None:
     """Return the end of a job whose pod could not be started in time. How long a fetch may take has no limit.
 
@@ -143,6 +154,8 @@ def _late(situation: Situation, job: FetchJob | None) -> Fetch | None:
     moments = (job.created if job else situation.due, situation.observed.leading_since)
     pod = _newest(situation)
     is_started = pod is not None and pod.has_started
+    if pod is not None and not is_started and (failure := _image_refused(situation, pod)):
+        return Fetch(Finding("False", Reason.FETCH_FAILED, failure.message), failure=failure)
     if is_started or situation.now < max(moment for moment in moments if moment is not None) + limit:
         return None
     trouble = situation.observed.last_error or (pod.trouble if pod else "") or "there is no pod"

@@ -59,7 +59,7 @@ def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
     job = situation.job
     secret = situation.observed.surroundings.dashboard_key
     name = naming.cluster_name(job.key.name, job.uid, situation.attempt + 1, secret)
-    return ray_cluster(desired, job.key, job.uid, name)
+    return ray_cluster(desired, job.key, job.uid, name, [node.name for node in situation.status.avoided_nodes])
 
 
 def layout_applied(situation: Situation) -> Finding | None:

@@ -159,7 +159,7 @@ def _objects(situation: Situation, text: str) -> tuple[Manifest, Manifest]:
     job, ca_bundle = situation.job, situation.observed.surroundings.ca_bundle
     return (
         config_map(job.key, job.uid, text, ca_bundle),
-        ray_cluster(situation.spec, job.key, job.uid, situation.cluster_name),
+        ray_cluster(situation.spec, job.key, job.uid, situation.cluster_name, situation.avoided_nodes),
     )
 
 
@@ -228,7 +228,8 @@ def restored(situation: Situation) -> Restoration | None:
     cluster = situation.cluster
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
-    desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
+    job, avoided = situation.job, situation.avoided_nodes
+    desired = ray_cluster(situation.spec, job.key, job.uid, cluster.name, avoided)
     is_in_queue = situation.spec.run_policy.queue_name is not None
     if is_in_queue and desired["metadata"]["annotations"][constants.ANNOTATION_MADE_OF] != cluster.created_from:
         return None

@@ -40,12 +40,14 @@ class Failure:
     """Why an attempt has failed."""
 
     kind: FailureKind
-    """Decides the limit that it counts against."""
+    """The cause, which decides whether a retry may help."""
     reason: str
     message: str
     exit_code: int | None = None
     is_cluster_suspect: bool = True
     """The next attempt gets a new RayCluster. False: it reuses the pods, and KubeRay re-creates lost ones."""
+    address: str | None = None
+    """IP address of the pod whose GPU has failed. None: another failure."""
 
     @property
     def headline(self) -> str:
@@ -116,6 +118,13 @@ class Situation:
         secret = self.observed.surroundings.dashboard_key
         return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt, secret)
 
+    @property
+    def avoided_nodes(self) -> tuple[str, ...]:
+        """Nodes that the pods of the current attempt's RayCluster avoid. They are fixed when it is created."""
+        if self.status.ray_cluster is not None:
+            return tuple(self.status.ray_cluster.avoided_nodes or ())
+        return tuple(node.name for node in self.status.avoided_nodes)
+
     @cached_property
     def cluster(self) -> Cluster | None:
         """The RayCluster of the current attempt, unless it is being deleted."""
@@ -179,7 +188,8 @@ class Situation:
         """When the current attempt may start: at once, or after a failure's backoff, or a pause."""
         failure, stop, due = self.status.last_failure, self.status.stop, self.start_time
         if self.attempt > 0 and failure is not None and failure.attempt == self.attempt - 1:
-            due = max(due, parse_time(failure.time) + backoff(self.status.retries.total if self.status.retries else 1))
+            failures = self.status.retries.since_progress if self.status.retries else 0
+            due = max(due, parse_time(failure.time) + backoff(max(1, failures)))
         if self.attempt > 0 and stop is not None and stop.attempt == self.attempt - 1 and stop.completion_time:
             due = max(due, parse_time(stop.completion_time) + self._pause(stop))
         return due
@@ -209,9 +219,14 @@ class Situation:
         return self.now - parse_time(condition.last_transition_time)
 
 
-def backoff(retries: int) -> timedelta:
-    """Return the delay before a retry: 10 s, doubled with each retry, at most six minutes, as in batch/v1 Job."""
-    return min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(retries - 1, 10)) if retries > 0 else timedelta(0)
+def backoff(failures: int) -> timedelta:
+    """Return the delay before a retry: 10 s, doubled with each failure, at most six minutes, as in batch/v1 Job.
+
+    failures: number of failures since the last progress, from 1. Those that count against no limit are included, so
+    that a node on which every attempt ends does not cause a loop at full speed.
+    """
+    pause: timedelta = _FIRST_BACKOFF * 2 ** min(failures - 1, 10)
+    return min(_LONGEST_BACKOFF, pause)
 
 
 def is_submitted(job: Job, observed: Observed) -> bool:

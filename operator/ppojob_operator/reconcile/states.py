@@ -43,8 +43,8 @@ class State(_Described):
     REALLOCATING = "Reallocating", "the trainer saves a checkpoint and stops, because the job gets another layout"
     PREEMPTED = "Preempted", "the trainer saves a checkpoint and stops, because the queue evicts the job"
     SUSPENDED = "Suspended", "the job has no pods until it is resumed"
-    SUCCEEDED = "Succeeded", "all steps are done"
-    FAILED = "Failed", "the job has failed and is not retried"
+    SUCCEEDED = "Succeeded", "all steps are done; the job runs again on request only"
+    FAILED = "Failed", "the job has failed; it runs again on request only"
 
     def phase(self, attempt: int) -> str:
         """Return `status.phase` of a job in this state."""
@@ -57,6 +57,8 @@ class Event(_Described):
     """What can happen to a job, the most important first."""
 
     DELETED = "Deleted", "somebody deletes the PPOJob; Kubernetes deletes what it owns"
+    RETRY_REQUESTED = "RetryRequested", "`kubectl ppo retry`: the annotation `ppojob.dev/retry-request` has a new value"
+    RETRY_REFUSED = "RetryRefused", "the same, but the job cannot be run again; `status.retry.refusal` says why"
     EXPIRED = "Expired", "`runPolicy.ttlSecondsAfterFinished` has passed; the PPOJob is deleted"
     ENDED = "Ended", "the job has ended; its RayCluster is deleted"
     NOT_ACCEPTED = "NotAccepted", "the spec, the claim or the cluster does not allow the job, which has not started"
@@ -67,7 +69,10 @@ class Event(_Described):
         "Ray, or the last report of a trainer that is lost, says that it has completed",
     )
     FETCH_FAILED = "FetchFailed", "models or data cannot be fetched"
-    DEADLINE_EXCEEDED = "DeadlineExceeded", "`startupDeadlineSeconds` or `activeDeadlineSeconds` has passed"
+    DEADLINE_EXCEEDED = (
+        "DeadlineExceeded",
+        "`startupDeadlineSeconds` or `activeDeadlineSeconds` has passed, or an image can never be pulled",
+    )
     RETRIES_EXHAUSTED = "RetriesExhausted", "the attempt has failed, and another one cannot help or is not allowed"
     ATTEMPT_FAILED = "AttemptFailed", "the attempt has failed, and another one is allowed"
     STOPPED_FOR_SUSPENSION = "StoppedForSuspension", "the trainer has stopped, and `runPolicy.suspend` is true"
@@ -106,7 +111,10 @@ WITHOUT_TRAINER = (
 )
 WITH_TRAINER = (*_STARTED, *_STOPPING)
 FINAL = (State.SUCCEEDED, State.FAILED)
-_FETCHED = (State.QUEUED, State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING)
+_STARTING = (State.QUEUED, State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING)
+_BEFORE_THE_FETCH = (State.PENDING, State.FETCHING, State.SUSPENDED, State.RESTARTING)
+"""States in which something may not be in the storage yet. Restarting is one after a fetch that failed."""
+_FETCHED = (State.QUEUED, State.WAITING_FOR_PODS, State.SUBMITTING)
 _PHASES = {
     State.PENDING: Phase.PENDING,
     State.FETCHING: Phase.FETCHING,
@@ -122,18 +130,22 @@ _PHASES = {
     State.FAILED: Phase.FAILED,
 }
 
+_AFTER_THE_END = (Event.RETRY_REQUESTED, Event.RETRY_REFUSED, Event.EXPIRED, Event.ENDED)
+
 _ROWS: tuple[tuple[tuple[State, ...], Event, State | None], ...] = (
     # None: the job stays in its state.
     (tuple(State), Event.DELETED, None),
+    (FINAL, Event.RETRY_REQUESTED, State.RESTARTING),
+    (FINAL, Event.RETRY_REFUSED, None),
     (FINAL, Event.EXPIRED, None),
     (FINAL, Event.ENDED, None),
     ((State.PENDING, State.FETCHING, State.QUEUED, State.RESTARTING, State.SUSPENDED), Event.NOT_ACCEPTED,
      State.PENDING),
-    ((State.FETCHING, *_FETCHED, State.SUSPENDED, *WITH_TRAINER), Event.REFUSED, State.FAILED),
-    ((State.FETCHING, *_FETCHED, State.SUSPENDED, *WITH_TRAINER), Event.NOT_JUDGED, None),
+    ((State.FETCHING, *_STARTING, State.SUSPENDED, *WITH_TRAINER), Event.REFUSED, State.FAILED),
+    ((State.FETCHING, *_STARTING, State.SUSPENDED, *WITH_TRAINER), Event.NOT_JUDGED, None),
     (WITH_TRAINER, Event.SUCCEEDED, State.SUCCEEDED),
-    ((State.PENDING, State.FETCHING, State.SUSPENDED), Event.FETCH_FAILED, State.FAILED),
-    ((State.FETCHING, *_FETCHED, State.SUSPENDED, *WITH_TRAINER), Event.DEADLINE_EXCEEDED, State.FAILED),
+    (_BEFORE_THE_FETCH, Event.FETCH_FAILED, State.FAILED),
+    ((State.FETCHING, *_STARTING, State.SUSPENDED, *WITH_TRAINER), Event.DEADLINE_EXCEEDED, State.FAILED),
     (WITH_TRAINER, Event.RETRIES_EXHAUSTED, State.FAILED),
     (WITH_TRAINER, Event.ATTEMPT_FAILED, State.RESTARTING),
     (_STOPPING, Event.STOPPED_FOR_SUSPENSION, State.SUSPENDED),
@@ -142,8 +154,8 @@ _ROWS: tuple[tuple[tuple[State, ...], Event, State | None], ...] = (
     (_STARTED, Event.EVICTED, State.PREEMPTED),
     (WITHOUT_TRAINER, Event.SUSPENSION_REQUESTED, State.SUSPENDED),
     (_STARTED, Event.SUSPENSION_REQUESTED, State.SUSPENDING),
-    ((State.PENDING, State.FETCHING, State.SUSPENDED), Event.FETCH_DUE, State.FETCHING),
-    ((State.PENDING, State.FETCHING, *_FETCHED), Event.LAYOUT_CHANGED, State.RESTARTING),
+    (_BEFORE_THE_FETCH, Event.FETCH_DUE, State.FETCHING),
+    ((State.PENDING, State.FETCHING, *_STARTING), Event.LAYOUT_CHANGED, State.RESTARTING),
     (_STARTED, Event.LAYOUT_CHANGED, State.REALLOCATING),
     ((State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING), Event.ENLARGEMENT_FAILED, State.RESTARTING),
     ((State.RESTARTING, State.WAITING_FOR_PODS, State.SUBMITTING), Event.PARTIAL_PODS, State.RESTARTING),
@@ -157,9 +169,9 @@ _ROWS: tuple[tuple[tuple[State, ...], Event, State | None], ...] = (
     (_STARTED, Event.REPORTED, State.RUNNING),
 )  # fmt: skip
 _NEVER: tuple[tuple[tuple[State, ...], tuple[Event, ...], str], ...] = (
-    (FINAL, tuple(event for event in Event if event not in (Event.DELETED, Event.EXPIRED, Event.ENDED)),
-     "a job that has ended never starts again, and its spec is not read again"),
-    ((*WITHOUT_TRAINER, *WITH_TRAINER), (Event.EXPIRED, Event.ENDED), "the job has not ended"),
+    (FINAL, tuple(event for event in Event if event is not Event.DELETED and event not in _AFTER_THE_END),
+     "a job that has ended starts again on request only, and its spec is not read until then"),
+    ((*WITHOUT_TRAINER, *WITH_TRAINER), _AFTER_THE_END, "the job has not ended"),
     ((State.PENDING,), (Event.REFUSED, Event.NOT_JUDGED), "the job has not started: this is NotAccepted"),
     ((*_BEFORE_THE_TRAINER, *WITH_TRAINER), (Event.NOT_ACCEPTED,), "the job has started: this is Refused or NotJudged"),
     (WITHOUT_TRAINER, (Event.SUCCEEDED, Event.RETRIES_EXHAUSTED, Event.ATTEMPT_FAILED, Event.STOPPED, Event.STOPPING,
@@ -218,7 +230,7 @@ def state_of(status: PPOJobStatus, *, is_submitted: bool = False) -> State:
 
 
 def is_finished(status: PPOJobStatus) -> bool:
-    """Return whether the job is Complete or Failed. Such a job never starts again."""
+    """Return whether the job is Complete or Failed. Such a job starts again on request only."""
     return state_of(status) in FINAL
 
 

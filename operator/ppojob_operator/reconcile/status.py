@@ -77,8 +77,8 @@ _WARNING_REASONS = {
 }
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "lastFailure", "stop", "queueName", "effectiveLayout",
-    "effectivePools",
+    "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "queueName",
+    "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 _MAX_WORDS = 500
@@ -135,8 +135,9 @@ def owned(status: PPOJobStatus) -> dict[str, Any]:
     wire = status.to_wire()
     pools = [{name: pool[name] for name in _OWNED_OF_POOL if name in pool} for pool in wire.get("pools", [])]
     part = {name: wire[name] for name in OWNED if name in wire}
-    if not part.get("effectivePools"):
-        part.pop("effectivePools", None)
+    for name in ("effectivePools", "avoidedNodes"):
+        if not part.get(name):
+            part.pop(name, None)
     return {**part, "pools": pools} if pools else part
 
 
@@ -195,7 +196,7 @@ class JobState:
     seconds_left: float | None = None
     """Estimated time to the end, while it runs. None: not known."""
     retries: Mapping[str, int] = field(default_factory=dict)
-    """Number of retries by cause: `user` or `infrastructure`."""
+    """Number of retries by cause: `user`, `infrastructure`, or `ignored` for those that are not counted."""
     gpus: Mapping[str, float] = field(default_factory=dict)
     """GPUs of all its pools: `desired`, and `ready` of them. Empty: it has no pods."""
     waiting_since: float | None = None
@@ -244,7 +245,8 @@ def job_state(job: Job, written: Manifest | None) -> JobState:
 
 def _by_cause(status: PPOJobStatus) -> dict[str, int]:
     assert status.retries is not None
-    return {"user": status.retries.user, "infrastructure": status.retries.infrastructure}
+    retries = status.retries
+    return {"user": retries.user, "infrastructure": retries.infrastructure, "ignored": retries.ignored}
 
 
 def _ratio(progress: Progress | None) -> float | None:

@@ -47,7 +47,7 @@ class OperatorMetrics:
             "ppojob_retries", "Attempts that failed and are tried again, by cause.", ["cause"],
             registry=self.registry,
         )  # fmt: skip
-        for cause in ("user", "infrastructure"):
+        for cause in ("user", "infrastructure", "ignored"):
             self.retries.labels(cause=cause)
         self.reports = Counter(
             "ppojob_progress_reports", "Progress reports by outcome: Accepted, or why not.", ["outcome"],
@@ -99,7 +99,7 @@ class OperatorMetrics:
         self.submissions.inc()
 
     def count_retries(self, cause: str, count: int) -> None:
-        """Count attempts that are tried again; `cause` is `user` or `infrastructure`."""
+        """Count attempts that are tried again; `cause` is `user`, `infrastructure` or `ignored`."""
         self.retries.labels(cause=cause).inc(count)
 
     def count_review(self, outcome: str) -> None:

@@ -124,7 +124,12 @@ CHANGES: dict[str, Any] = {
     "runPolicy.gangScheduler": "Volcano",
     "runPolicy.gangSchedulerQueue": "another",
     "autoBalance": {"enabled": True},
-    "runPolicy": {"suspend": True, "backoffLimit": 7, "activeDeadlineSeconds": 100},
+    "runPolicy": {
+        "suspend": True,
+        "backoffLimit": 7,
+        "activeDeadlineSeconds": 100,
+        "failurePolicy": {"rules": [{"reasons": ["Preempted"], "exitCodes": [7], "action": "Retry"}]},
+    },
     "checkpoint.everySteps": 3,
     "checkpoint.keep": 5,
     "trainer.totalSteps": 500,

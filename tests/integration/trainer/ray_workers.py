@@ -93,6 +93,12 @@ class SumWorker:
             raise ZeroDivisionError("of the worker's own")
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
+    def lose_gpu_on(self, rank: int) -> None:
+        """Fail as torch does if the GPU of the process has failed."""
+        if self.context.rank == rank:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
     def die_on(self, rank: int) -> None:
         if self.context.rank == rank:
             os._exit(9)

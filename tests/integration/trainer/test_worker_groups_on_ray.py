@@ -13,14 +13,17 @@ import pytest
 import ray
 import torch
 
+from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.main.connection import connected
+from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged
 from ppojob_trainer.worker_groups import table as table_module
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
+    GPUFaultError,
     PoolNotPlacedError,
     WorkerFailedError,
     WorkerLostError,
@@ -257,6 +260,18 @@ async def test_an_error_of_the_workers_own_is_the_cause(group: Group) -> None:
         await group.call(SumWorker.fail_on, 1)
 
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+async def test_a_failed_gpu_is_named_with_role_rank_and_address(group: Group) -> None:
+    with pytest.raises(WorkerFailedError, match="sum rank 1 failed in lose_gpu_on: GPUFaultError") as raised:
+        await group.call(SumWorker.lose_gpu_on, 1)
+
+    assert isinstance(raised.value.__cause__, GPUFaultError)
+    record = failure_record(raised.value)
+    assert record.reason == Reason.GPU_FAULT
+    assert record.message.startswith("sum rank 1: a GPU in the pod with address ")
+    assert record.message.endswith("has failed: CUDA error: uncorrectable ECC error encountered")
+    assert record.address == ray.util.get_node_ip_address()
 
 
 def test_waiting_has_a_limit_and_says_for_whom(group: Group) -> None:

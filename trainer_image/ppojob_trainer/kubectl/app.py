@@ -1,7 +1,7 @@
 """The program `kubectl-ppo`, run by kubectl as `kubectl ppo`: shows and controls PPOJobs, and fetches their results.
 
-Slow packages are imported by the commands that need them. All commands except `suspend`, `resume` and `checkpoint` only
-read. If a job has no pod, a pod is created that reads its storage (see run_folder.py).
+Slow packages are imported by the commands that need them. All commands except `suspend`, `resume`, `checkpoint` and
+`retry` only read. If a job has no pod, a pod is created that reads its storage (see run_folder.py).
 """
 
 import json
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ppojob_api.v1alpha1.constants import PLURAL
-from ppojob_trainer.kubectl import checkpoint_request, pending, status_table, waiting
+from ppojob_trainer.kubectl import checkpoint_request, pending, retry_request, status_table, waiting
 from ppojob_trainer.kubectl.client import Cluster, Kubectl, KubectlError, NotThereError, Raw
 
 if TYPE_CHECKING:
@@ -270,6 +270,19 @@ def checkpoint(
         typer.echo(f"{request.key}: requested a checkpoint; step {request.step} is done")
         if timeout:
             typer.echo(checkpoint_request.await_answer(cluster, _KIND, request, timeout))
+
+
+@app.command()
+def retry(
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for the operator's answer.")] = 60,
+) -> None:
+    """Run a job again that has failed, or a complete one with more steps, from its last checkpoint."""
+    with _refusals():
+        cluster = _cluster(context, namespace)
+        typer.echo(retry_request.run_again(cluster, _KIND, _job(cluster, name), datetime.now(UTC), timeout))
 
 
 def main() -> None:

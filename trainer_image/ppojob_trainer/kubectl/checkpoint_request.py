@@ -1,17 +1,16 @@
 """`kubectl ppo checkpoint`: requests a checkpoint of a running job, and waits until the status shows the answer.
 
-The request is an annotation with a unique value, like kubectl's restartedAt. The trainer receives it in the reply to
+The request is an annotation with a unique value (`annotation_request.py`). The trainer receives it in the reply to
 its next report and answers it once, after its current step. Called by `app.py`. It refuses a job that has no trainer,
 because nothing could be saved. It compares no clocks, because this machine's may be wrong.
 """
 
-import json
-import secrets
 import time
 from dataclasses import dataclass
 from datetime import datetime
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_CHECKPOINT, Condition
+from ppojob_trainer.kubectl.annotation_request import annotate
 from ppojob_trainer.kubectl.client import Cluster, NotThereError, Raw, get_again
 from ppojob_trainer.kubectl.status_table import true_conditions
 
@@ -48,17 +47,13 @@ def ask(cluster: Cluster, kind: str, job: Raw, now: datetime) -> Request:
     key = f"{metadata['namespace']}/{metadata['name']}"
     if reason := _over(job) or _not_begun(job):
         raise NotThereError(f"{key} {reason}, so there is nothing to save; {_newest(status)}")
-    request = Request(
+    return Request(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
-        value=f"{now:%Y-%m-%dT%H:%M:%SZ}-{secrets.token_hex(4)}",
+        value=annotate(cluster, kind, job, ANNOTATION_CHECKPOINT, now),
         step=status.get("progress", {}).get("step", 0),
     )
-    patch = json.dumps({"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request.value}}})
-    within = f"--namespace={request.namespace}"
-    cluster.output("patch", kind, request.name, within, "--type=merge", f"--patch={patch}", "--output=json")
-    return request
 
 
 def await_answer(cluster: Cluster, kind: str, request: Request, seconds: float) -> str:

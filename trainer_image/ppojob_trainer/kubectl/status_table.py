@@ -152,6 +152,10 @@ def _places(status: Raw) -> list[str]:
         *([f"checkpoint      step {checkpoint['step']}, {checkpoint['path']}"] if checkpoint else []),
         *([f"model           {model['path']}"] if model else []),
         *([f"uploaded        {model['address']}"] if model and "address" in model else []),
+        *(
+            f"avoided node    {each['name']}, {each['reason']} in attempt {each['attempt']}, {each['time']}"
+            for each in status.get("avoidedNodes", [])
+        ),
         *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
         *([f"operator        {operator['namespace']}, version {operator['version']}"] if operator else []),
     ]

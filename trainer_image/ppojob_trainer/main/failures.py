@@ -30,6 +30,7 @@ from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
+    GPUFaultError,
     HookFailedError,
     PoolNotPlacedError,
     WorkerFailedError,
@@ -77,6 +78,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     # the work looks the same; its message names the key.
     (PhaseTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
     (CallTimeoutError, Reason.PHASE_TIMEOUT, FailureKind.INFRASTRUCTURE),
+    (GPUFaultError, Reason.GPU_FAULT, FailureKind.INFRASTRUCTURE),
     (WorkerLostError, Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE),
     (WorkerOutOfMemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
     (MemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
@@ -120,7 +122,10 @@ def failure_record(error: BaseException) -> FailureRecord:
         if named is not None:
             reason, kind = named
             exit_code = INTERRUPTED_EXIT_CODE if reason == Reason.INTERRUPTED else 1
-            return FailureRecord(reason=reason, message=_sentence(error, link), kind=kind, exit_code=exit_code)
+            address = link.address if isinstance(link, GPUFaultError) else None
+            return FailureRecord(
+                reason=reason, message=_sentence(error, link), kind=kind, exit_code=exit_code, address=address
+            )
     return FailureRecord(reason=Reason.TRAINER_FAILED, message=_sentence(error, error), kind=FailureKind.USER)
 
 

@@ -23,6 +23,19 @@ class WorkerOutOfMemoryError(WorkerGroupError):
     """A role process was terminated because its node ran out of memory."""
 
 
+class GPUFaultError(WorkerGroupError):
+    """A GPU of a process has failed; `address` is the IP address of its pod."""
+
+    def __init__(self, message: str, address: str) -> None:
+        # Both are arguments of the base class, so that Ray can send the exception to the controller.
+        super().__init__(message, address)
+        self.address = address
+
+    def __str__(self) -> str:
+        """Return the message without the address."""
+        return str(self.args[0])
+
+
 class WorkerFailedError(WorkerGroupError):
     """A worker's method raised; `__cause__` is what it raised."""
 

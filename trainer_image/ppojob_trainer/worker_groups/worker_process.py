@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.protocol import DataProto, check_layout
 from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
+from ppojob_trainer.worker_groups.errors import GPUFaultError
+from ppojob_trainer.worker_groups.gpu_faults import is_gpu_fault
 from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, counted_stores, store_rows
 from ppojob_trainer.worker_groups.table import Pulled, Rows
@@ -94,12 +96,29 @@ class WorkerProcess:
             moved.fetched_bytes = sum(found.num_bytes for found in pulled if isinstance(found, Pulled))
             given = [found.batch if isinstance(found, Pulled) else found for found in pulled]
             with counted_stores() as stored:
-                answer = method.function(self._worker, *given, **kwargs)
+                answer = self._computed(method, given, kwargs)
                 with moved.timed():
                     answer = store_rows(_with_each_row(answer, given[0])) if stores else answer
             moved.stored_bytes = stored.num_bytes
             answer = answer if is_wanted else None
         return answer, self._observer.observed(phase, moved)
+
+    def _computed(
+        self, method: RemoteMethod[Any, Any, Any, Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return the answer of the worker's method. A failed GPU is reported with the address of this pod.
+
+        Raises:
+            GPUFaultError: the GPU of this process has failed.
+        """
+        try:
+            return method.function(self._worker, *args, **kwargs)
+        except Exception as error:
+            if not is_gpu_fault(error):
+                raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            message = f"a GPU in the pod with address {self._context.address} has failed: {first}"
+            raise GPUFaultError(message, self._context.address) from error
 
 
 def _with_each_row(answer: Any, sent: DataProto) -> DataProto:

@@ -234,7 +234,9 @@ async def test_another_spec_for_a_job_that_has_ended_is_taken_with_a_remark(ask:
     allowed, _, warnings = await ask(review(job(spec(trainer={"totalSteps": 5}), ENDED), job(status=ENDED)))
 
     assert allowed
-    assert warnings == ["the job has finished, and a change of its spec has no effect: create another PPOJob"]
+    assert warnings == [
+        "the job has ended, and a change of its spec has no effect until `kubectl ppo retry` runs it again"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,11 @@ async def test_retries_are_counted_once_they_are_written() -> None:
         {"user": 1, "infrastructure": 0},
         {"user": 2, "infrastructure": 0},
         {"user": 1, "infrastructure": 1},
+        {"user": 1, "infrastructure": 0, "ignored": 2},
     ):
         await loop._write(job, Plan(status={"retries": retries}))
 
-    assert counted == [("user", 1), ("infrastructure", 1)]
+    assert counted == [("user", 1), ("infrastructure", 1), ("ignored", 2)]
 
 
 async def pods_read_by(cluster: MemoryCluster, loop: Loop, num_looks: int = 1) -> int:

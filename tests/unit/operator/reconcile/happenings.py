@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import FetchPod, Ray, RayState, Trouble, Workload
@@ -17,7 +18,6 @@ from tests.unit.operator.reconcile.worlds import World
 
 POLICY = {
     "backoffLimit": 1,
-    "infrastructureBackoffLimit": 1,
     "startupDeadlineSeconds": 3600,
     "activeDeadlineSeconds": 100_000,
     "ttlSecondsAfterFinished": 600,
@@ -118,6 +118,16 @@ def _reports(world: World) -> None:
         world.trainer_reports(step=1)
 
 
+def _saves(world: World) -> None:
+    if "attempt" in world.status:
+        world.trainer_reports(checkpoint={"step": 1, "path": "/data/step-1", "time": "2026-03-01T12:00:00Z"})
+
+
+def _asks_for_a_retry(world: World) -> None:
+    before = world.annotations.get(constants.ANNOTATION_RETRY, "")
+    world.ask_for_a_retry(f"{before}x")
+
+
 def _is_deleted(world: World) -> None:
     world.is_deleting = True
 
@@ -175,6 +185,7 @@ OTHERS: Mapping[str, Happening] = {
     "the pods are deleted": lambda world: world.see(pods=()),
     "Ray answers": _ray_problem(""),
     "the trainer reports": _reports,
+    "the trainer saves a checkpoint": _saves,
     "the trainer stops gracefully": _stops,
     "the trainer completes": lambda world: _ray(world, RayState.SUCCEEDED),
     "the queue admits": _kueue(admits=True),
@@ -183,6 +194,7 @@ OTHERS: Mapping[str, Happening] = {
     "Kueue has no Workloads": lambda world: world.see(workloads=()),
     "the fetch pod starts": _fetch_pod,
     "the fetch completes": _fetch(is_complete=True),
+    "a retry is requested": _asks_for_a_retry,
     "a moment passes": lambda world: world.wait(20),
     "ten minutes pass": lambda world: world.wait(600),
     "another leader's clock is behind": lambda world: world.wait(-30),

@@ -6,7 +6,7 @@ from typing import Any
 from ppojob_operator.plan import Workload
 from tests.unit.operator.reconcile.worlds import World
 
-NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
+NO_RETRIES = (0, 0, 0)
 NO_ROOM = "couldn't assign flavors to pod set actor: insufficient unused quota for nvidia.com/gpu, 2 more needed"
 PREEMPTED = "Preempted to accommodate a workload (UID: 1, JobUID: 2) due to prioritization in the ClusterQueue"
 

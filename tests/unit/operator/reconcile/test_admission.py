@@ -94,7 +94,7 @@ def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -
     assert world.status["phase"] == Phase.QUEUED
     assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was admitted before: {PREEMPTED}")
     assert world.status["attempt"] == 1
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     assert "lastFailure" not in world.status
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()], "it keeps its place"
     [told] = [words for words in world.words if "was pre-empted and its pods are deleted" in words]
@@ -111,7 +111,7 @@ def test_it_goes_on_when_it_is_let_in_again() -> None:
 
     assert world.status["phase"] == Phase.RUNNING
     assert world.status["submissionId"] == f"ppojob-{UID}-1"
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     assert world.verdict(Condition.ADMITTED) == ("True", Reason.ADMITTED)
 
 
@@ -122,7 +122,7 @@ def test_a_job_that_is_let_in_before_its_loss_was_seen_goes_on_too() -> None:
     queue.pods_are_gone().lets_in()
     world = queue.world.pods_become(ready=True, suffix="-again").see(ray=Ray()).settle()
 
-    assert (world.status["attempt"], world.status["retries"]) == (1, NO_RETRIES)
+    assert (world.status["attempt"], world.totals) == (1, NO_RETRIES)
     assert world.status["submissionId"] == f"ppojob-{UID}-1"
 
 
@@ -143,7 +143,7 @@ def test_pods_that_outlive_the_grace_period_are_not_waited_for() -> None:
 
     assert (world.status["phase"], world.status["attempt"]) == (Phase.QUEUED, 1)
     assert Reason.GRACE_PERIOD_EXCEEDED in world.said
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
 
 
 def test_a_suspended_job_gives_its_quota_back_and_queues_anew() -> None:

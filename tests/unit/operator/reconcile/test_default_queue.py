@@ -35,7 +35,7 @@ def test_an_eviction_from_the_default_queue_is_a_graceful_stop_and_no_retry() ->
     assert queue.world.status["phase"] == Phase.SUSPENDING
     world = queue.pods_are_gone().says(waits_for=NO_ROOM, eviction=PREEMPTED).settle()
     assert (world.status["phase"], world.status["attempt"]) == (Phase.QUEUED, 1)
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     world = queue.runs().world
     assert (world.status["phase"], world.status["submissionId"]) == (Phase.RUNNING, f"ppojob-{UID}-1")
     assert len(world.made) == 1, "it keeps its RayCluster, and with it its place"
@@ -88,7 +88,7 @@ def test_a_running_job_that_kueue_begins_to_manage_stops_gracefully_and_is_no_re
 
     assert queue.settle().status["stop"]["reason"] == Reason.PREEMPTED
     world = queue.says(waits_for="LocalQueue  doesn't exist").pods_are_gone().settle()
-    assert (world.status["phase"], world.status["attempt"], world.status["retries"]) == (Phase.QUEUED, 1, NO_RETRIES)
+    assert (world.status["phase"], world.status["attempt"], world.totals) == (Phase.QUEUED, 1, NO_RETRIES)
 
 
 def test_a_cluster_that_kueue_does_not_take_within_a_minute_was_suspended_by_somebody_else() -> None:

@@ -60,13 +60,13 @@ def test_a_cluster_that_never_was_is_not_told_of(error: str) -> None:
 
 
 def test_under_a_trainer_it_ends_the_attempt_and_counts_against_no_limit() -> None:
-    world = delete(World(runPolicy={"infrastructureBackoffLimit": 0, "backoffLimit": 0}).run()).settle()
+    world = delete(World(runPolicy={"backoffLimit": 0}).run()).settle()
 
     assert world.status["phase"] == Phase.RESTARTING
-    assert world.status["retries"] == {"user": 0, "infrastructure": 0, "deleted": 1, "total": 1}
+    assert world.totals == (0, 0, 1)
     assert world.status["lastFailure"]["reason"] == Reason.CLUSTER_DELETED
     [words] = [words for words in world.words if f"somebody deleted the RayCluster {first_cluster()}" in words]
-    assert words.endswith("; the next one does not count against a limit")
+    assert words.endswith("; it is not counted")
     assert Reason.CLUSTER_DELETED in world.said
 
     assert restart(world).status["phase"] == Phase.RUNNING
@@ -74,15 +74,17 @@ def test_under_a_trainer_it_ends_the_attempt_and_counts_against_no_limit() -> No
     assert world.cluster_name != first_cluster()
 
 
-def test_whoever_deletes_it_for_ever_meets_the_limit_in_the_end() -> None:
-    world = World(runPolicy={"infrastructureBackoffLimit": 2}).run()
+def test_whoever_deletes_it_for_ever_gets_longer_and_longer_pauses() -> None:
+    world = World(runPolicy={"backoffLimit": 0}).run()
 
-    for _ in range(7):
+    for _ in range(12):
         restart(delete(world).settle())
-    assert world.status["retries"] == {"user": 0, "infrastructure": 2, "deleted": 5, "total": 7}
     delete(world).settle()
 
-    assert world.verdict(Condition.FAILED) == ("True", Reason.BACKOFF_LIMIT_EXCEEDED)
+    assert world.status["phase"] == Phase.RESTARTING
+    assert world.totals == (0, 0, 13)
+    assert world.wait(359).look().submission is None
+    assert world.condition(Condition.SUBMITTED).reason == Reason.RESTARTING
 
 
 def test_other_failures_leave_the_count_as_it_is() -> None:
@@ -90,4 +92,4 @@ def test_other_failures_leave_the_count_as_it_is() -> None:
 
     world.trainer_fails(Reason.TRAINER_FAILED, FailureKind.USER).settle()
 
-    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "deleted": 1, "total": 2}
+    assert world.totals == (1, 0, 1)

@@ -18,6 +18,8 @@ from tests.unit.operator.reconcile.worlds import UID, World
 MODEL = {"actor": {"path": "hf://Qwen/Qwen3-8B"}}
 POD = "arithmetic-fetch-x"
 
+RETRY = "correct the cause, then `kubectl ppo retry arithmetic` runs the job again"
+
 
 def fetching(**changes: Any) -> World:
     """Return a job whose pod fetches a model."""
@@ -131,7 +133,7 @@ def test_what_is_refused_ends_the_job_with_the_pods_words() -> None:
     assert world.verdict(Condition.FAILED) == ("True", Reason.FETCH_FAILED)
     assert world.verdict(Condition.SOURCES_FETCHED) == ("False", Reason.FETCH_FAILED)
     words = "models or data could not be fetched: there is no model Qwen/Qwen3-8B: correct the name"
-    assert world.condition(Condition.FAILED).message == words
+    assert world.condition(Condition.FAILED).message == f"{words}; {RETRY}"
     assert world.status["lastFailure"]["reason"] == Reason.FETCH_FAILED
     assert world.observed.clusters == ()
 
@@ -139,7 +141,7 @@ def test_what_is_refused_ends_the_job_with_the_pods_words() -> None:
 def test_without_the_pods_words_its_last_report_is_shown() -> None:
     world = failed(reports(fetching(), message="no space"), "").settle()
 
-    assert world.condition(Condition.FAILED).message == "models or data could not be fetched: no space"
+    assert world.condition(Condition.FAILED).message == f"models or data could not be fetched: no space; {RETRY}"
 
 
 def test_without_both_kubernetes_words_are_shown() -> None:

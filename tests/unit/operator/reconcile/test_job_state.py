@@ -46,13 +46,13 @@ def running(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_running_job_has_progress_time_left_gpus_and_what_is_not_saved() -> None:
-    state = state_of(running(retries={"user": 1, "infrastructure": 2, "total": 3}))
+    state = state_of(running(retries={"user": 1, "infrastructure": 2, "ignored": 3, "total": 6}))
 
     assert state == JobState(
         phase="Running",
         progress_ratio=0.25,
         seconds_left=900,
-        retries={"user": 1, "infrastructure": 2},
+        retries={"user": 1, "infrastructure": 2, "ignored": 3},
         gpus={"desired": 5, "ready": 3},
         last_progress=seconds(28),
         last_report=seconds(30),

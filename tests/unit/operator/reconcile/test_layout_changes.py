@@ -16,7 +16,7 @@ TWO_CRITICS: dict[str, Any] = {"pools": [ACTOR, {**CRITIC, "nodes": 2}]}
 ONE_POOL: dict[str, Any] = {"pools": [ACTOR], "placement": {"actor": "actor"}}
 TWO_SLICES: dict[str, Any] = {"actor": {"miniBatchSize": 8, "sequenceParallelSize": 2}}
 ILLEGAL: dict[str, Any] = {"pools": [{**ACTOR, "podTemplate": {"spec": {"restartPolicy": "Always"}}}, CRITIC]}
-NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
+NO_RETRIES = (0, 0, 0)
 
 
 def relaid(changes: dict[str, Any]) -> World:
@@ -72,7 +72,7 @@ def test_it_is_no_retry_and_waits_for_nothing() -> None:
     world.see(pods=(*world.observed.pods, type(second)(f"{name}-critic-2", name, "critic", True)), ray=Ray()).settle()
 
     assert world.status["submissionId"] == f"ppojob-{UID}-1"
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     assert "lastFailure" not in world.status
     assert world.said[3:] == [
         Reason.REALLOCATING,
@@ -151,7 +151,7 @@ def test_a_mistyped_image_is_corrected_before_the_job_has_begun() -> None:
 
     assert world.cluster_name != first
     assert world.made[-1]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"] == "trainer:1"
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
 
 
 def test_the_attempt_on_the_same_pods_reads_the_new_sizes() -> None:
@@ -230,7 +230,7 @@ def test_a_trainer_that_does_not_stop_in_time_loses_its_pods_whatever_changed() 
 
     assert Reason.GRACE_PERIOD_EXCEEDED in world.said
     assert world.cluster_name != first_cluster()
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
 
 
 def test_a_suspension_and_another_layout_are_one_stop() -> None:

@@ -42,7 +42,7 @@ def test_a_pod_beyond_its_memory_is_the_users_to_fix(
     assert (failure["reason"], failure["exitCode"]) == (Reason.OUT_OF_MEMORY, 137)
     words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     assert failure["message"] == f"pod {first_cluster()}-{group}: {words}: {remedy}"
-    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
+    assert world.totals == (1, 0, 0)
     assert "rayCluster" not in world.status
 
 
@@ -53,7 +53,7 @@ def test_a_lost_worker_whose_pod_wanted_memory_is_the_users_to_mend(kind: Failur
     world.trainer_fails(Reason.WORKER_LOST, kind, "critic rank 0 is gone").settle()
 
     assert world.status["lastFailure"]["reason"] == Reason.OUT_OF_MEMORY
-    assert world.status["retries"] == {"user": 1, "infrastructure": 0, "total": 1}
+    assert world.totals == (1, 0, 0)
 
 
 def run_out_of_memory(world: World) -> World:

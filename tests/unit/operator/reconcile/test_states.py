@@ -117,7 +117,9 @@ def test_every_state_is_reached_from_the_first_and_ends_from_every_state() -> No
 
     assert reached(State.PENDING) == set(State)
     assert all(reached(state) >= set(FINAL) for state in NOT_FINAL)
-    assert all(reached(state) == {state} for state in FINAL)
+    assert {event for state in FINAL for event, to in TRANSITIONS[state].items() if to != state} == {
+        Event.RETRY_REQUESTED
+    }
 
 
 def test_phases_are_those_of_the_api() -> None:
@@ -162,12 +164,6 @@ def at_once(world: World, *happenings: str) -> World:
     for name in happenings:
         ALL[name](world)
     world.look()
-    return world
-
-
-def with_counts(world: World, **counts: int) -> World:
-    """Return the world with other numbers of retries."""
-    world.status["retries"] = {**world.status["retries"], **counts}
     return world
 
 
@@ -225,12 +221,18 @@ RARE: tuple[Callable[[], World], ...] = (
     lambda: at_once(then(running(), "suspended"), "resumed", "the trainer stops gracefully"),
     lambda: at_once(then(running(), "another layout"), "suspended", "the trainer stops gracefully"),
     lambda: at_once(then(running(is_queued=True), "the queue evicts"), "suspended", "the pods are deleted"),
-    lambda: at_once(with_counts(then(running(is_queued=True), "the queue evicts"), deleted=5, infrastructure=1),
+    lambda: at_once(then(running(is_queued=True, failurePolicy={"rules": [{"action": "Fail"}]}), "the queue evicts"),
                     "the RayCluster is deleted"),
     lambda: at_once(then(running(), "suspended", "the trainer stops gracefully"), "a lower deadline", "resumed"),
     lambda: at_once(fetch_job_stays(then(fresh(is_fetched=True).settle(), "suspended")), "resumed"),
     lambda: lost_write(then(fresh().settle(), "suspended").edit(runPolicy={}), *PODS_AND_RAY),
     lambda: lost_write(then(fresh().settle(), "suspended").edit(runPolicy={}), *PODS_WITHOUT_RAY),
+    lambda: at_once(then(running(), "the trainer fails for good", "the spec becomes invalid"), "a retry is requested"),
+    lambda: at_once(then(running(), "the trainer saves a checkpoint", "the trainer completes"), "a retry is requested"),
+    lambda: at_once(at_once(then(fresh(is_fetched=True).settle(), "the fetch fails"), "a retry is requested"),
+                    "a moment passes"),
+    lambda: at_once(at_once(then(fresh(is_fetched=True).settle(), "the fetch fails"), "a retry is requested").see(
+                    fetch_job=FetchJob(failure="Job has reached the specified backoff limit")), "a moment passes"),
 )  # fmt: skip
 """Transitions that one event alone does not cause: several happen at once, or a write fails."""
 

@@ -10,7 +10,7 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import Ray, RayState
 from tests.unit.operator.reconcile.worlds import UID, World, first_cluster, spec
 
-NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
+NO_RETRIES = (0, 0, 0)
 
 
 def time(seconds: int) -> str:
@@ -51,7 +51,7 @@ def test_the_pods_are_deleted_after_a_graceful_stop() -> None:
     for kind in (Condition.POOLS_READY, Condition.SUBMITTED, Condition.PROGRESSING):
         assert world.verdict(kind) == ("False", Reason.SUSPENDED)
     assert world.status["ready"] == "0/3"
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     assert "lastFailure" not in world.status
     assert "rayCluster" not in world.status
     assert "submissionId" not in world.status
@@ -64,7 +64,7 @@ def test_it_goes_on_as_the_next_attempt_which_is_no_retry() -> None:
     assert world.status["phase"] == Phase.RUNNING
     assert world.status["attempt"] == 1
     assert world.status["submissionId"] == f"ppojob-{UID}-1"
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
     assert world.cluster_name != first_cluster()
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.RESUMED)
 
@@ -78,7 +78,7 @@ def test_it_can_be_suspended_again_and_again() -> None:
         assert world.status["phase"] == Phase.SUSPENDED
 
     assert world.status["attempt"] == 4
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
 
 
 def test_the_story_in_events() -> None:
@@ -253,7 +253,7 @@ def test_a_stop_that_nobody_asked_for_is_a_failure() -> None:
     world.trainer_stops_gracefully().settle()
 
     assert world.status["lastFailure"]["reason"] == Reason.INTERRUPTED
-    assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
+    assert world.totals == (0, 1, 0)
 
 
 def test_the_stop_of_an_earlier_attempt_excuses_nothing() -> None:
@@ -275,7 +275,7 @@ def test_a_suspension_that_is_withdrawn_too_late_is_a_restart_on_the_same_pods()
     assert world.status["submissionId"] == f"ppojob-{UID}-1"
     assert [cluster.name for cluster in world.observed.clusters] == [first_cluster()]
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.RESUMED)
-    assert world.status["retries"] == NO_RETRIES
+    assert world.totals == NO_RETRIES
 
 
 def test_the_active_deadline_counts_while_the_trainer_is_waited_for() -> None:

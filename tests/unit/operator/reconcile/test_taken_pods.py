@@ -38,7 +38,7 @@ def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_sto
     assert (failure["reason"], failure["exitCode"]) == (trouble.reason, 130)
     lost = f"pod {first_cluster()}-critic: {trouble.message}; pool critic has only 0 of its 1 pods ready; "
     assert failure["message"] == f"{lost}the trainer: Interrupted: stopped gracefully after step 3"
-    assert world.status["retries"] == {"user": 0, "infrastructure": 1, "total": 1}
+    assert world.totals == (0, 0, 1)
 
 
 def test_who_took_a_worker_is_remembered_when_its_pod_is_gone() -> None:
@@ -108,7 +108,7 @@ def test_a_head_that_is_taken_away_is_held_and_names_the_failure_when_it_is_gone
     assert failure["message"].startswith(f"the head pod of the RayCluster {first_cluster()} was deleted: pod")
     assert trouble.message in failure["message"]
     assert failure["message"].endswith(LOG)
-    assert world.status["retries"]["infrastructure"] == 1
+    assert world.totals == (0, 0, 1)
 
 
 def test_a_silent_head_whose_node_does_not_answer_is_a_lost_node() -> None:

@@ -63,6 +63,7 @@ class World:
     def __init__(self, **changes: Any) -> None:
         self.spec = spec(**changes)
         self.labels: dict[str, str] = {}
+        self.annotations: dict[str, str] = {}
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.now = START
@@ -138,6 +139,11 @@ class World:
         """Let the trainer end as it does when it was asked to stop, or got a signal."""
         kind = FailureKind.INFRASTRUCTURE
         return self.trainer_fails(Reason.INTERRUPTED, kind, "stopped gracefully after step 3", exit_code=130)
+
+    def ask_for_a_retry(self, value: str = "first") -> "World":
+        """Annotate the job, as `kubectl ppo retry` does."""
+        self.annotations[constants.ANNOTATION_RETRY] = value
+        return self
 
     def suspend(self, wish: bool = True) -> "World":
         """Change `spec.runPolicy.suspend`."""
@@ -283,6 +289,7 @@ class World:
             "uid": UID,
             "generation": self.generation,
             "labels": self.labels,
+            "annotations": self.annotations,
         }
         if self.is_deleting:
             metadata["deletionTimestamp"] = "2026-03-01T12:00:00Z"
@@ -293,6 +300,13 @@ class World:
         """The RayCluster that the status names."""
         name: str = self.status["rayCluster"]["name"]
         return name
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Retries in total: after failures of the user's program, of the cluster, and after ignored ones."""
+        retries = self.status["retries"]
+        assert retries["total"] == retries["user"] + retries["infrastructure"] + retries["ignored"]
+        return retries["user"], retries["infrastructure"], retries["ignored"]
 
     def condition(self, kind: str) -> ConditionStatus:
         """Return a condition of the status."""

@@ -90,6 +90,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
             model={"path": "/data/model", "address": "hf://team/products"},
             fetch={"bytes": 1_500_000_000, "totalBytes": 3_000_000_000, "address": "hf://a/b", "message": "waits"},
             sources=[{"address": "s3://c/d", "path": "/data/sources/s3/c/d-1", "bytes": 2_000_000_000}],
+            avoidedNodes=[{"name": "node-7", "reason": "GPUFault", "attempt": 1, "time": "2026-01-31T13:00:00Z"}],
             recommendation="1 GPU would do",
             operator={"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "0.1.0"},
         )
@@ -106,6 +107,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
         ["source", "s3://c/d,", "2.00", "GB,", "in", "/data/sources/s3/c/d-1"],
         ["checkpoint", "step", "4,", "/data/c/4"],
         ["model", "/data/model"],
+        ["avoided", "node", "node-7,", "GPUFault", "in", "attempt", "1,", "2026-01-31T13:00:00Z"],
         ["recommendation", "1", "GPU", "would", "do"],
         ["operator", "ppojob-system,", "version", "0.1.0"],
     ):
