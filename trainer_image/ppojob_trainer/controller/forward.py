@@ -40,6 +40,46 @@ class _Part(Generic[B]):
     rows: Sequence[int]
     batch: B
 
+    def only(self, positions: Sequence[int]) -> _Part[B]:
+        return _Part([self.rows[position] for position in positions], self.batch.take(positions))
+
+
+class _Waiting(Generic[B]):
+    """The parts that wait for a chain. Each row is handed out once."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part[B]] = []
+        self._known: set[int] = set()
+        self._is_ended = False
+        self._changed = asyncio.Event()
+
+    def add(self, part: _Part[B]) -> None:
+        """Add the rows that are not known yet: the chain may have computed those of a lost engine already."""
+        new = [position for position, row in enumerate(part.rows) if row not in self._known]
+        self._known.update(part.rows)
+        if new:
+            self._parts.append(part if len(new) == len(part.rows) else part.only(new))
+            self._changed.set()
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget those rows that still wait; they come again."""
+        lost = set(rows)
+        kept = [(part, [position for position, row in enumerate(part.rows) if row not in lost]) for part in self._parts]
+        self._known -= {row for part in self._parts for row in part.rows} & lost
+        self._parts = [part.only(positions) for part, positions in kept if positions]
+
+    def end(self) -> None:
+        self._is_ended = True
+        self._changed.set()
+
+    async def take_all(self) -> list[_Part[B]]:
+        """Wait for a part; return it and all others that wait. The list is empty after the last part."""
+        while not self._parts and not self._is_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        parts, self._parts = self._parts, []
+        return parts
+
 
 async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Sequence[str]], batch: B) -> dict[str, B]:
     """Return the columns of each phase, computed on the whole batch."""
@@ -59,19 +99,24 @@ class StreamedPhases(Generic[B]):
 
     def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
         self._phases = phases
-        self._waiting: list[asyncio.Queue[_Part[B] | None]] = [asyncio.Queue() for _ in chains]
+        self._waiting = [_Waiting[B]() for _ in chains]
         followed = zip(chains, self._waiting, strict=True)
         self._tasks = [asyncio.create_task(self._follow(names, waiting)) for names, waiting in followed]
 
     def add(self, rows: Sequence[int], batch: B) -> None:
         """Add a part; `rows` are its row numbers in the whole batch."""
         for waiting in self._waiting:
-            waiting.put_nowait(_Part(rows, batch))
+            waiting.add(_Part(rows, batch))
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget those of the rows that no phase has begun to read: they were lost and will be added again."""
+        for waiting in self._waiting:
+            waiting.drop(rows)
 
     def end(self) -> None:
         """Signal that there are no more parts."""
         for waiting in self._waiting:
-            waiting.put_nowait(None)
+            waiting.end()
 
     async def found(self) -> dict[str, B]:
         """Wait for all phases on all parts; return each phase's columns of the whole batch, in its row order."""
@@ -85,11 +130,11 @@ class StreamedPhases(Generic[B]):
             # Retrieve its exception: `found` raised it, or nobody awaits it any more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _follow(self, names: Sequence[str], waiting: asyncio.Queue[_Part[B] | None]) -> dict[str, B]:
+    async def _follow(self, names: Sequence[str], waiting: _Waiting[B]) -> dict[str, B]:
         # Parts queue up until the first phase may start.
         await self._phases[names[0]].ready()
         found: dict[str, list[_Part[B]]] = {name: [] for name in names}
-        while parts := await _all_that_wait(waiting):
+        while parts := await waiting.take_all():
             rows = [row for part in parts for row in part.rows]
             first, *others = (part.batch for part in parts)
             batch = first.join_rows(others, range(len(rows))) if others else first
@@ -104,21 +149,6 @@ def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
     found = list(parts)
     first, *others = (batch for _, batch in found)
     return first.join_rows(others, [row for rows, _ in found for row in rows])
-
-
-async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[B]]:
-    """Wait for a part; return it and all others that are queued. The list is empty after the last part."""
-    parts: list[_Part[B]] = []
-    part = await waiting.get()
-    while part is not None:
-        parts.append(part)
-        if waiting.empty():
-            return parts
-        part = waiting.get_nowait()
-    if parts:
-        # Leave the end marker for the next call.
-        waiting.put_nowait(None)
-    return parts
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -330,7 +330,7 @@ class TrainingLoop(Generic[B]):
         prompts = await self._phases.run(Phase.VALIDATE, "data", step, ports.data.validation_prompts())
         rollout = await self._generation.validate(prompts, step)
         scores = "reward" if ports.reward.model is None else "reward_model"
-        judging = ports.reward.validate(prompts.union(rollout.batch))
+        judging = ports.reward.validate(prompts.batch.union(rollout.batch))
         return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:

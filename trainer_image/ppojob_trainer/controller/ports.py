@@ -6,7 +6,7 @@ columns and passes the batch on. The controller sees ids, lengths, scalars and m
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -50,8 +50,22 @@ B = TypeVar("B", bound=Batch)
 B_co = TypeVar("B_co", bound=Batch, covariant=True)
 
 
+class Sample(Protocol):
+    """One row of prompts."""
+
+    @property
+    def prompt(self) -> int:
+        """The prompt's number in the data, the same in all epochs."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
 class Prompts(Protocol[B_co]):
-    """The prompts of one step, each repeated for its samples."""
+    """The prompts of one step or of a validation, each repeated for its samples."""
 
     @property
     def batch(self) -> B_co:
@@ -59,8 +73,13 @@ class Prompts(Protocol[B_co]):
         ...
 
     @property
+    def samples(self) -> Sequence[Sample]:
+        """What each row is; those of a prompt are consecutive."""
+        ...
+
+    @property
     def epoch(self) -> int:
-        """The pass over the data that the prompts belong to, from 0."""
+        """The pass over the data that the prompts belong to, from 0; 0 for a validation."""
         ...
 
 
@@ -83,17 +102,61 @@ class Rollout(Protocol[B_co]):
         ...
 
 
-class Finished(Protocol[B_co]):
-    """Responses that are finished while others are still being generated."""
+class Capacity(Protocol):
+    """How much an engine computes at the same time."""
 
     @property
-    def rows(self) -> Sequence[int]:
-        """Row numbers of their prompts."""
+    def num_sequences(self) -> int:
+        """The most sequences."""
         ...
 
     @property
-    def batch(self) -> B_co:
-        """`Rollout.batch` for these rows."""
+    def cache_tokens(self) -> int:
+        """The most tokens, prompts included; 0: unknown."""
+        ...
+
+
+class Reported(Protocol[B_co]):
+    """What an engine reports: responses that are finished while it generates others, or that it was lost."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Row numbers of the finished responses; empty if none was finished in time."""
+        ...
+
+    @property
+    def batch(self) -> B_co | None:
+        """`Rollout.batch` for these rows; None without rows."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine was lost; it generates no more in this attempt. None: it was not."""
+        ...
+
+    @property
+    def are_rows_lost(self) -> bool:
+        """Whether everything that it reported earlier was lost with it."""
+        ...
+
+
+class Generating(Protocol[B]):
+    """One generation by the engines of a pool, from `RolloutPort.begin` on."""
+
+    async def exchange(self, engine: int, rows: Sequence[int], prompts: B | None, num_rows: int) -> Reported[B]:
+        """Give an engine more work, and return what it has finished meanwhile.
+
+        A sample's seed depends only on run seed, step, prompt and sample number.
+
+        Args:
+            rows: numbers under which the engine reports the responses to `prompts`.
+            prompts: None: no more work.
+            num_rows: wait for so many responses, or for some seconds.
+        """
+        ...
+
+    async def end(self) -> None:
+        """Release what the engines need only for generation; they have no work left."""
         ...
 
 
@@ -108,7 +171,7 @@ class DataPort(Protocol[B_co]):
         """
         ...
 
-    async def validation_prompts(self) -> B_co:
+    async def validation_prompts(self) -> Prompts[B_co]:
         """Return all validation prompts, each repeated for its samples."""
         ...
 
@@ -125,24 +188,25 @@ class RolloutPort(Protocol[B]):
     """The engines of a pool, which generate responses."""
 
     @property
-    def num_replicas(self) -> int:
-        """Number of engines that generate at the same time."""
+    def engines(self) -> Mapping[int, Capacity]:
+        """The engines by number, without those that were lost."""
         ...
 
-    async def generate(self, prompts: B, step: int) -> Rollout[B]:
-        """Generate a response to each row. A sample's seed depends only on run seed, step, prompt and sample number."""
+    @property
+    def num_lost(self) -> int:
+        """Number of engines that were lost since the attempt began."""
         ...
 
-    def stream(self, prompts: B, step: int) -> AsyncIterator[Finished[B]]:
-        """Generate the same responses as `generate`, and yield them in the order in which they finish."""
+    def begin(self, step: int, *, is_validation: bool) -> Generating[B]:
+        """Begin a generation; the one before must have ended.
+
+        Args:
+            is_validation: sample with the parameters of validation, and keep what the next generation needs.
+        """
         ...
 
     def joined(self, batch: B) -> Rollout[B]:
-        """Return the result that `generate` would return, from rows that were generated in parts."""
-        ...
-
-    async def generate_for_validation(self, prompts: B) -> Rollout[B]:
-        """Generate a response to each row with the sampling parameters of validation."""
+        """Return the responses of a generation, whose rows were generated in parts."""
         ...
 
 

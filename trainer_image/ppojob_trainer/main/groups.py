@@ -34,12 +34,8 @@ from ppojob_trainer.worker_groups.roles.data import DataGroup, DataWorker
 from ppojob_trainer.worker_groups.roles.ref import AdaptersOff, RefGroup, RefWorker
 from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGroup, RewardWorker
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
-from ppojob_trainer.worker_groups.roles.rollout import (
-    GpuHolder,
-    RolloutGroup,
-    RolloutWorker,
-    rollout_environment,
-)
+from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker, rollout_environment
+from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker, join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table

@@ -39,7 +39,7 @@ class WorkerGroup(Generic[W]):
         meta: Mapping[str, Any] | None = None,
         observations: Observations | None = None,
         num_peers: int = 1,
-        first_rank: int = 0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -48,7 +48,7 @@ class WorkerGroup(Generic[W]):
             meta: entries for the meta_info of every batch that is sent.
             observations: collects the measurements of the processes.
             num_peers: size of a tensor- or sequence-parallel group, whose consecutive ranks work on the same rows.
-            first_rank: number of the first process among those of the role, for messages.
+            ranks: of the processes among those of the role, for messages; None: from 0.
 
         Raises:
             ValueError: the number of processes is not a multiple of `num_peers`.
@@ -62,7 +62,7 @@ class WorkerGroup(Generic[W]):
         self._meta = dict(meta or {})
         self._observations = observations
         self._num_peers = num_peers
-        self._first_rank = first_rank
+        self._ranks = tuple(range(len(processes)) if ranks is None else ranks)
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -80,17 +80,16 @@ class WorkerGroup(Generic[W]):
         """Return the same group, with these entries added to the meta_info of the batches that it sends."""
         return self._with(self._partition, {**self._meta, **meta}, self._num_peers)
 
-    def only(self, rank: int) -> WorkerGroup[W]:
-        """Return the process of that rank as a separate group; it keeps its rank in messages."""
-        process = self._processes[rank : rank + 1]
+    def only(self, *ranks: int) -> WorkerGroup[W]:
+        """Return the processes of these ranks as a separate group; they keep their ranks in messages."""
         return WorkerGroup(
             self.role,
-            process,
+            [self._processes[rank] for rank in ranks],
             self._timeout_s,
             None,
             self._meta,
             self._observations,
-            first_rank=self._first_rank + rank,
+            ranks=[self._ranks[rank] for rank in ranks],
         )
 
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
@@ -106,7 +105,7 @@ class WorkerGroup(Generic[W]):
             meta,
             self._observations,
             num_peers,
-            self._first_rank,
+            self._ranks,
         )
 
     def call(self, method: RemoteMethod[W, Any, Any, C, M], *args: C.args, **kwargs: C.kwargs) -> M:
@@ -175,7 +174,7 @@ class WorkerGroup(Generic[W]):
         return future.result(self._timeout_s) if method.blocking else future
 
     def _origin(self, method: RemoteMethod[W, Any, Any, Any, Any], ranks: tuple[int, ...]) -> Origin:
-        return Origin(self.role, method.__name__, tuple(self._first_rank + rank for rank in ranks))
+        return Origin(self.role, method.__name__, tuple(self._ranks[rank] for rank in ranks))
 
     def addresses(self) -> Future[list[str]]:
         """Return each process's address, once all of them are up."""
@@ -187,7 +186,7 @@ class WorkerGroup(Generic[W]):
 
     def _addresses(self, when: str) -> Future[list[str]]:
         refs = [process.address.remote() for process in self._processes]
-        return Future(refs, list, Origin(self.role, when, tuple(range(len(self)))))
+        return Future(refs, list, Origin(self.role, when, self._ranks))
 
     def kill(self) -> None:
         """Terminate all processes of the group at once; they write nothing more."""

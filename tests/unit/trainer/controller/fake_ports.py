@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,15 +75,44 @@ class FakeBatch:
 
 
 @dataclass(frozen=True)
-class FakeFinished:
-    rows: Sequence[int]
-    batch: FakeBatch
+class FakeCapacity:
+    num_sequences: int = 1024
+    cache_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    rows: Sequence[int] = ()
+    batch: FakeBatch | None = None
+    failure: Exception | None = None
+    are_rows_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The end of an engine, some seconds after it got work or was asked for responses."""
+
+    after_s: float
+    loses_rows: bool = False
+    failure: Exception = field(default_factory=lambda: RuntimeError("rollout rank 0 was lost"))
+
+
+@dataclass(frozen=True)
+class FakeSample:
+    prompt: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class FakePrompts:
+    """Each prompt has `NUM_ROWS` samples."""
+
     batch: FakeBatch
     epoch: int = 0
+
+    @property
+    def samples(self) -> list[FakeSample]:
+        return [FakeSample(row // NUM_ROWS, 4) for row in range(len(self.batch))]
 
 
 @dataclass(frozen=True)
@@ -113,6 +142,10 @@ class World:
     engines_sleep: bool = False
     share_of_mixed: float = 0.5
     asleep: set[str] = field(default_factory=set)
+    losses: dict[tuple[str, int, int], Loss] = field(default_factory=dict)
+    """The engines that are lost: suffix of the pool, number, step."""
+    written: list[tuple[str, int, int, Sequence[int]]] = field(default_factory=list)
+    """What the engines reported: suffix of the pool, number, step, rows."""
 
     async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
         """Take a phase's time, for a part of the rows its share."""
@@ -164,8 +197,8 @@ class FakeData:
         rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
         return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
 
-    async def validation_prompts(self) -> FakeBatch:
-        return FakeBatch(2, {"validation": 1.0})
+    async def validation_prompts(self) -> FakePrompts:
+        return FakePrompts(FakeBatch(2, {"validation": 1.0}))
 
     async def state(self, step: int) -> Mapping[str, Any]:
         return {"position": self.positions[step]}
@@ -176,48 +209,84 @@ class FakeData:
 
 
 class FakeRollouts:
-    """Engines of a pool. Those of all pools draw the same; each takes its share of the time, by its part of the rows.
+    """Engines of a pool. Those of all pools draw the same. What an engine gets at once takes one duration together.
 
     suffix: of the names of their phases, for a pool that is shared.
     """
 
-    def __init__(self, world: World, suffix: str = "", num_replicas: int = 1) -> None:
-        self.world, self.suffix, self.num_replicas = world, suffix, num_replicas
+    def __init__(self, world: World, suffix: str = "", num_engines: int = 1) -> None:
+        self.world, self.suffix = world, suffix
+        self.lost: dict[int, Exception] = {}
+        self._num_engines = num_engines
 
-    async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
-        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
-        weights = self.world.generated[step] = self.world.rollout
-        await self.world.phase(f"generate{self.suffix}", step)
-        assert self.world.rollout == weights, "the engines got other weights while they generated"
-        self._sleep()
-        return FakeRollout(FakeBatch(len(prompts), {"response": number_of(step, weights)}))
+    @property
+    def engines(self) -> dict[int, FakeCapacity]:
+        return {number: FakeCapacity() for number in range(self._num_engines) if number not in self.lost}
 
-    async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
-        """The last row is written in half of the time."""
-        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
-        response = {"response": number_of(step, self.world.rollout)}
-        writing = asyncio.create_task(self.world.phase(f"generate{self.suffix}", step))
-        rows = range(len(prompts))
-        try:
-            await self.world.time.sleep(self.world.durations[f"generate{self.suffix}"] / 2)
-            yield FakeFinished(rows[-1:], FakeBatch(1, response))
-            await writing
-            if rows[:-1]:
-                yield FakeFinished(rows[:-1], FakeBatch(len(rows) - 1, response))
-        finally:
-            writing.cancel()
-        self._sleep()
+    @property
+    def num_lost(self) -> int:
+        return len(self.lost)
+
+    def begin(self, step: int, *, is_validation: bool) -> FakeGenerating:
+        return FakeGenerating(self, step, is_validation)
 
     def joined(self, batch: FakeBatch) -> FakeRollout:
-        return FakeRollout(batch)
+        return FakeRollout(batch, (4, 6) * (len(batch) // 2), (2, 8) * (len(batch) // 2))
 
-    async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
-        await self.world.phase(f"validate{self.suffix}")
-        return FakeRollout(FakeBatch(len(prompts), {"response": number_of("validation", self.world.rollout)}))
 
-    def _sleep(self) -> None:
-        if self.world.engines_sleep:
-            self.world.asleep.add(self.suffix)
+@dataclass
+class _Writing:
+    """A row that is being written; the phase of all that came with it ends at its last row."""
+
+    end: float
+    phase: asyncio.Task[None]
+    is_last: bool
+
+
+class FakeGenerating:
+    """The last of several rows is written in half of the time."""
+
+    def __init__(self, rollouts: FakeRollouts, step: int, is_validation: bool) -> None:
+        self._rollouts, self._step, self._is_validation = rollouts, step, is_validation
+        self._held: dict[int, dict[int, _Writing]] = {}
+        self._weights = rollouts.world.rollout
+
+    async def exchange(self, engine: int, rows: Sequence[int], prompts: FakeBatch | None, num_rows: int) -> FakeReport:
+        world, suffix = self._rollouts.world, self._rollouts.suffix
+        held = self._held.setdefault(engine, {})
+        if prompts is not None:
+            assert suffix not in world.asleep, "the engine released its weights when it slept"
+            assert len(prompts) == len(rows)
+            held |= self._begin(rows)
+        first = sorted(held, key=lambda row: held[row].end)[:num_rows]
+        if loss := world.losses.pop((suffix, engine, self._step), None):
+            await world.time.sleep(loss.after_s)
+            self._rollouts.lost[engine] = loss.failure
+            return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)
+        for row in first:
+            await (held[row].phase if held[row].is_last else world.time.sleep(max(0.0, held[row].end - world.time.now)))
+        assert world.rollout == self._weights, "the engines got other weights while they generated"
+        for row in first:
+            del held[row]
+        of_what = "validation" if self._is_validation else self._step
+        world.written.append((suffix, engine, self._step, first))
+        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}))
+
+    def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
+        world, what = self._rollouts.world, "validate" if self._is_validation else "generate"
+        name = f"{what}{self._rollouts.suffix}"
+        if not self._is_validation:
+            world.generated[self._step] = self._weights
+        taken = world.durations[name]
+        phase = asyncio.create_task(world.phase(name, 0 if self._is_validation else self._step))
+        early = rows[-1] if len(rows) > 1 else None
+        return {
+            row: _Writing(world.time.now + (taken / 2 if row == early else taken), phase, row != early) for row in rows
+        }
+
+    async def end(self) -> None:
+        if self._rollouts.world.engines_sleep and not self._is_validation:
+            self._rollouts.world.asleep.add(self._rollouts.suffix)
 
 
 class FakeActor:

@@ -248,7 +248,7 @@ async def test_engines_that_are_shared_write_when_the_critic_is_done_and_take_me
     pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_shared": "c"}
     run = make_run(OVERLAPPED, steps=2, pool_of=pools, shared=["rollout_shared"])
     run.world.engines_sleep = sleeps
-    run.world.durations["update_critic"] = 100.0
+    run.world.durations["update_critic"] = 12.0
 
     await run()
 
