@@ -78,5 +78,7 @@ def test_the_other_engine_repeats_the_samples_and_no_number_changes(
     assert lost == [0, *[1] * (STEPS - LOST_STEP + 1)]
     assert [number > 0 for number in repeated] == [step == LOST_STEP for step in range(1, STEPS + 1)]
     assert f"rollout_{LOST_POOL} rank 0" in caplog.text
-    assert_same_steps(without_losses(found, tmp_path / "a"), without_losses(whole, tmp_path / "b"), rel=2e-2, absolute=2e-3)
+    assert_same_steps(
+        without_losses(found, tmp_path / "a"), without_losses(whole, tmp_path / "b"), rel=2e-2, absolute=2e-3
+    )
     assert_same_weights(found, whole, model)

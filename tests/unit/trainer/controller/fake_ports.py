@@ -90,11 +90,12 @@ class FakeReport:
 
 @dataclass(frozen=True)
 class Loss:
-    """The end of an engine, some seconds after it got work or was asked for responses."""
+    """The end of an engine, some seconds after an exchange began, by default the first of the step."""
 
     after_s: float
     loses_rows: bool = False
     failure: Exception = field(default_factory=lambda: RuntimeError("rollout rank 0 was lost"))
+    exchange: int = 1
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,8 @@ class FakeGenerating:
     def __init__(self, rollouts: FakeRollouts, step: int, is_validation: bool) -> None:
         self._rollouts, self._step, self._is_validation = rollouts, step, is_validation
         self._held: dict[int, dict[int, _Writing]] = {}
+        self._num_exchanges: dict[int, int] = {}
+        self._prompts: dict[int, tuple[int, int]] = {}
         self._weights = rollouts.world.rollout
 
     async def exchange(self, engine: int, rows: Sequence[int], prompts: FakeBatch | None, num_rows: int) -> FakeReport:
@@ -258,8 +261,11 @@ class FakeGenerating:
             assert suffix not in world.asleep, "the engine released its weights when it slept"
             assert len(prompts) == len(rows)
             held |= self._begin(rows)
+            self._prompts |= dict(zip(rows, prompts.rows, strict=False))
         first = sorted(held, key=lambda row: held[row].end)[:num_rows]
-        if loss := world.losses.pop((suffix, engine, self._step), None):
+        self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
+        loss = world.losses.get((suffix, engine, self._step))
+        if loss is not None and loss.exchange == self._num_exchanges[engine] and not self._rollouts.lost:
             await world.time.sleep(loss.after_s)
             self._rollouts.lost[engine] = loss.failure
             return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)
@@ -270,7 +276,8 @@ class FakeGenerating:
             del held[row]
         of_what = "validation" if self._is_validation else self._step
         world.written.append((suffix, engine, self._step, first))
-        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}))
+        prompts = tuple(self._prompts[row] for row in first if row in self._prompts)
+        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, prompts))
 
     def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
         world, what = self._rollouts.world, "validate" if self._is_validation else "generate"

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink
-from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.rollout import (
-    GpuHolder,
-    RolloutGroup,
-    RolloutWorker,
+from ppojob_trainer.engines.errors import EngineLostError, RolloutError, WeightSyncError
+from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, Receivers, WeightLink, link_plans
+from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.errors import (
+    WorkerFailedError,
+    WorkerGroupError,
+    WorkerLostError,
+    WorkerOutOfMemoryError,
 )
+from ppojob_trainer.worker_groups.roles.actor import ActorWorker
+from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
-from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.table import StoredRows, Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 
@@ -30,19 +37,24 @@ class Processes:
     def __init__(self, number: int, answers: dict[Any, Callable[..., Any]]) -> None:
         self.number, self.answers = number, answers
         self.calls: dict[Any, Any] = {}
+        self.arguments: dict[Any, tuple[Any, ...]] = {}
 
-    def over(self, shares: Any) -> Processes:
-        return self
-
-    def only(self, rank: int) -> Processes:
-        return self
+    def only(self, *ranks: int) -> Processes:
+        part = Processes(len(ranks), self.answers)
+        part.calls, part.arguments = self.calls, self.arguments
+        return part
 
     def __len__(self) -> int:
         return self.number
 
-    async def call(self, method: Any, *args: Any) -> Any:
-        self.calls[method] = args[0] if args else None
-        return self.answers.get(method, lambda *_: None)(*args)
+    def call(self, method: Any, *args: Any) -> asyncio.Future[Any]:
+        self.calls[method], self.arguments[method] = args[0] if args else None, args
+        answer = asyncio.get_running_loop().create_future()
+        try:
+            answer.set_result(self.answers.get(method, lambda *_: None)(*args))
+        except WorkerGroupError as failure:
+            answer.set_exception(failure)
+        return answer
 
 
 def as_group(processes: Processes) -> WorkerGroup[Any]:
@@ -226,34 +238,149 @@ async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Process
         await weights.push(1)
 
 
+@pytest.mark.parametrize("is_validation", [False, True])
 @pytest.mark.parametrize(
-    ("placement", "pool", "sleeps"),
+    ("placement", "pool", "shares"),
     [
         ({"actor": "train", "critic": "write", "rollout": ["train", "write"]}, "write", True),
         ({"actor": "train", "rollout": ["write"]}, "write", False),
     ],
 )
-async def test_engines_beside_a_role_that_trains_sleep_when_their_responses_are_written(
-    placement: dict[str, Any], pool: str, sleeps: bool
+async def test_engines_beside_a_role_that_trains_sleep_at_the_end_of_a_generation_but_not_of_a_validation(
+    placement: dict[str, Any], pool: str, shares: bool, is_validation: bool
 ) -> None:
-    for streams in (False, True):
-        # `collect` answers that there is no rest.
-        engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
-        rollout = RolloutGroup(as_group(engines), spec_of(placement), pool)
-        prompts = cast("Table", range(4))
+    engines = Processes(2, {})
 
-        if streams:
-            assert [part async for part in rollout.stream(prompts, 1)] == []
-        else:
-            await rollout.generate(prompts, 1)
+    await RolloutGroup(as_group(engines), spec_of(placement), pool).begin(1, is_validation=is_validation).end()
 
-        assert (list(engines.calls)[-1] is RolloutWorker.sleep) is sleeps
+    assert (RolloutWorker.sleep in engines.calls) is (shares and not is_validation)
 
 
-async def test_engines_stay_awake_after_validation() -> None:
-    engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
+async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_of_them() -> None:
+    collected = Collected((7, 4), StoredRows((), (0, 2), {Keys.RESPONSE_MASK: [3.0, 5.0]}, {}))
+    engines = Processes(2, {RolloutWorker.collect: lambda num_rows: collected if num_rows == 2 else None})
     rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+    generating = rollout.begin(3, is_validation=False)
+    prompts = cast("Table", object())
 
-    await rollout.generate_for_validation(cast("Table", range(4)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ppojob_trainer.worker_groups.table.ray.put", lambda value: value)
+        report = await generating.exchange(1, [4, 7, 8], prompts, 2)
 
-    assert list(engines.calls) == [RolloutWorker.generate]
+    assert engines.arguments[RolloutWorker.begin] == (prompts, [4, 7, 8], 3, 1, False)
+    assert report.rows == (7, 4)
+    assert report.batch is not None
+    assert report.batch.sums[Keys.RESPONSE_MASK] == (3.0, 5.0)
+    assert (await generating.exchange(1, [], None, 1)).rows == ()
+
+
+LOST = WorkerLostError("rollout rank 1 was lost during collect: the actor died")
+
+
+def failed(cause: Exception) -> WorkerFailedError:
+    error = WorkerFailedError(f"rollout rank 1 failed in collect: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("failure", "loses_rows"), [(LOST, True), (failed(EngineLostError("vLLM's engine exited")), False)]
+)
+async def test_an_engine_that_was_lost_is_reported_and_left_out_from_then_on(
+    failure: WorkerGroupError, loses_rows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = Processes(
+        2, {RolloutWorker.load: lambda: ["capacity 0", "capacity 1"], RolloutWorker.collect: raising(failure)}
+    )
+    rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+    await rollout.load()
+    assert rollout.engines == {0: "capacity 0", 1: "capacity 1"}
+
+    with caplog.at_level(logging.WARNING):
+        report = await rollout.begin(1, is_validation=False).exchange(1, [], None, 1)
+
+    assert (report.failure, report.are_rows_lost, report.rows) == (failure, loses_rows, ())
+    assert rollout.engines == {0: "capacity 0"}
+    assert rollout.num_lost == 1
+    assert [len(group) for group in rollout.groups] == [1 if loses_rows else 2], "its process stays for its responses"
+    assert (RolloutWorker.stop in engines.calls) is not loses_rows
+    assert str(failure) in caplog.text
+    assert "Engines left in pool train: 1." in caplog.text
+
+
+@pytest.mark.parametrize(
+    "failure", [failed(RolloutError("a request was refused")), WorkerOutOfMemoryError("out of memory")]
+)
+async def test_another_failure_is_no_loss(failure: WorkerGroupError) -> None:
+    rollout = RolloutGroup(
+        as_group(Processes(2, {RolloutWorker.collect: raising(failure)})), spec_of({"actor": "train"}), "train"
+    )
+
+    with pytest.raises(type(failure)) as found:
+        await rollout.begin(1, is_validation=False).exchange(0, [], None, 1)
+
+    assert found.value is failure
+    assert rollout.num_lost == 0
+
+
+def raising(failure: Exception) -> Callable[..., Any]:
+    def answer(*_: Any) -> Any:
+        raise failure
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("placement", "left"),
+    [
+        # Ranks 0 and 1 send to the first replica's workers; ranks 2 and 3 had the second's.
+        ({"actor": "train"}, [[("rank 0", 1), ("rank 1", 1)]]),
+        ({"actor": "train", "rollout": ["write"]}, [[("rank 0", 1), ("rank 0", 2)]]),
+    ],
+)
+async def test_before_the_next_push_the_weights_are_connected_without_a_lost_engine(
+    holders: Processes, placement: dict[str, Any], left: list[Any]
+) -> None:
+    spec = spec_of(placement)
+    answers = {
+        RolloutWorker.update_weights: lambda version: [receipt(version)],
+        RolloutWorker.connect_weights: lambda places: [[{}, {}]],
+    }
+    replicas, sender = Processes(2, answers), actor()
+    rollout = group_of(spec, replicas, holders)
+    weights = WeightsGroup(as_group(sender), [rollout], spec)
+    await weights.connect()
+    replicas.calls.clear()
+
+    rollout.lose(1, LOST)
+    moved = await weights.push(1)
+    assert places_told(replicas) == left
+    assert moved["comm_read_back/update_weights"] == 2
+
+    replicas.calls.clear()
+    await weights.push(2)
+    assert RolloutWorker.connect_weights not in replicas.calls, "once for each loss"
+
+
+async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
+    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
+    gone = Processes(2, {})
+    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
+    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
+    for rank in (0, 1):
+        shared.lose(rank, LOST)
+
+    moved = await weights.push(1)
+
+    assert moved["comm_read_back/update_weights"] == 4
+    assert gone.calls == {}
+
+
+def test_workers_of_a_lost_engine_receive_nothing() -> None:
+    receivers = [Receivers(2, on_actor=False, lost=frozenset({0})), Receivers(3, on_actor=True, lost=frozenset({1}))]
+
+    assert link_plans(Device.CUDA, 3, receivers) == [
+        LinkPlan(0, "cuda_ipc", (2,)),
+        LinkPlan(2, "cuda_ipc", (4,)),
+        LinkPlan(0, "nccl", (1,)),
+    ]

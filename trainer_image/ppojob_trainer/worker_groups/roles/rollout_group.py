@@ -141,7 +141,7 @@ class RolloutGroup:
     def lose(self, rank: int, failure: WorkerGroupError) -> None:
         """Record that a replica has no engine any more, and end what is left of it."""
         self.lost = {**self.lost, rank: failure}
-        text = "%s. Pool %s has %d engines left; they generate its responses again, and the run goes on without it"
+        text = "%s. Engines left in pool %s: %d. Other engines repeat its samples, and the run continues without it"
         logger.warning(text, failure, self.pool, len(self.ranks))
         if not isinstance(failure, WorkerLostError):
             # Nobody waits for it: the process is needed only for the responses that it has stored.
