@@ -160,10 +160,10 @@ class Generating(Protocol[B]):
         ...
 
 
-class DataPort(Protocol[B_co]):
+class DataPort(Protocol[B]):
     """The prompts."""
 
-    async def prompts(self, step: int, count: int | None = None) -> Prompts[B_co]:
+    async def prompts(self, step: int, count: int | None = None) -> Prompts[B]:
         """Return the next prompts for a step. Steps are requested in order; the first follows the restored step.
 
         Args:
@@ -171,8 +171,12 @@ class DataPort(Protocol[B_co]):
         """
         ...
 
-    async def validation_prompts(self) -> Prompts[B_co]:
+    async def validation_prompts(self) -> Prompts[B]:
         """Return all validation prompts, each repeated for its samples."""
+        ...
+
+    async def keep(self, batch: B) -> B:
+        """Return a copy of a batch that is lost only with the data's process."""
         ...
 
     async def state(self, step: int) -> Mapping[str, Any]:

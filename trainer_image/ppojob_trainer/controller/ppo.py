@@ -123,8 +123,16 @@ class PPO(Generic[B]):
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, streamed = await self._stream(prompts, step)
         else:
-            rollout = await self._generation.write(prompts, step)
+            rollout = await self._write(prompts, step)
         return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
+
+    async def _write(self, prompts: Prompts[B], step: int) -> Rollout[B]:
+        """Generate the responses; copy them if they wait while engines, which may be lost, generate for other steps."""
+        rollout = await self._generation.write(prompts, step)
+        if not self._schedule.max_staleness:
+            return rollout
+        kept = await self._run(Phase.DATA, "data", step, self._ports.data.keep(rollout.batch))
+        return self._ports.rollout.joined(kept)
 
     async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
         """Generate and score rounds until the batch is full of prompts whose scores differ."""
@@ -143,7 +151,7 @@ class PPO(Generic[B]):
         if number > 1 and self._ports.weights.are_released:
             # The policy is still that of the last step.
             await self._push(step, step - 1)
-        rollout = await self._generation.write(prompts, step)
+        rollout = await self._write(prompts, step)
         batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
         phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
         scores = await on_whole(phases, self._chains(phases).values(), batch)

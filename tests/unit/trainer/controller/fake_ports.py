@@ -180,7 +180,7 @@ class FakeData:
     def __init__(self, world: World) -> None:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
-        self.position = 0
+        self.position = self.num_kept = 0
         self.positions: dict[int, int] = {0: 0}
         """Prompts that were read up to each step; each batch has the number of the last one in the column `prompt`."""
         self.counts: dict[int, list[int]] = {}
@@ -200,6 +200,10 @@ class FakeData:
 
     async def validation_prompts(self) -> FakePrompts:
         return FakePrompts(FakeBatch(2, {"validation": 1.0}))
+
+    async def keep(self, batch: FakeBatch) -> FakeBatch:
+        self.num_kept += 1
+        return batch
 
     async def state(self, step: int) -> Mapping[str, Any]:
         return {"position": self.positions[step]}

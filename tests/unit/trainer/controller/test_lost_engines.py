@@ -14,7 +14,15 @@ from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun, Run
-from tests.unit.trainer.controller.fake_ports import FakeBatch, FakePrompts, FakeRollouts, Loss, World, fake_ports
+from tests.unit.trainer.controller.fake_ports import (
+    FakeBatch,
+    FakeData,
+    FakePrompts,
+    FakeRollouts,
+    Loss,
+    World,
+    fake_ports,
+)
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")
@@ -124,6 +132,9 @@ async def test_one_step_off_continues_with_the_engines_that_are_left(make_run: M
 
     assert numbers(runs[1]) == numbers(runs[0])
     assert runs[1].monitor.records[6]["rollout/lost_engines"] == 1
+    data = runs[1].ppo._ports.data
+    assert isinstance(data, FakeData)
+    assert data.num_kept == 6, "of each step: an engine that is lost later does not take them"
 
 
 async def test_parts_that_wait_for_a_busy_chain_are_dropped_and_come_again() -> None:

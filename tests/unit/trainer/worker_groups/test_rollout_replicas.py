@@ -362,6 +362,25 @@ async def test_before_the_next_push_the_weights_are_connected_without_a_lost_eng
     assert RolloutWorker.connect_weights not in replicas.calls, "once for each loss"
 
 
+@pytest.mark.parametrize("failure", [LOST, failed(EngineLostError("vLLM's engine exited while it was idle"))])
+async def test_an_engine_that_was_lost_while_it_was_idle_is_found_before_a_push(
+    replicas: Processes, holders: Processes, failure: WorkerGroupError
+) -> None:
+    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
+    gone = Processes(2, {RolloutWorker.check: raising(failure)})
+    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
+    own = group_of(spec, replicas, holders)
+    weights = WeightsGroup(as_group(actor()), [own, shared], spec)
+
+    moved = await weights.push(1)
+
+    assert moved["comm_read_back/update_weights"] == 4
+    assert RolloutWorker.update_weights not in gone.calls
+    replicas.answers[RolloutWorker.check] = raising(failure)
+    with pytest.raises(type(failure)):
+        await weights.push(2)
+
+
 async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     gone = Processes(2, {})

@@ -202,6 +202,15 @@ class RolloutEngine:
         await self._running().wake_up(tags=None if part is None else [part])
         self._is_asleep = part == "weights"
 
+    def check(self) -> None:
+        """Find out whether the engine still runs.
+
+        Raises:
+            EngineLostError: one of its processes exited.
+        """
+        if self._running().errored:
+            raise EngineLostError("vLLM's engine exited while it was idle")
+
     async def shutdown(self) -> None:
         """Terminate the engine and its child process. It cannot be used afterwards."""
         if self._llm is None:

@@ -157,6 +157,11 @@ class DataWorker:
         self.loader.load_state_dict(state)
         self._positions[step] = self.loader.state_dict()
 
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def keep(self, batch: DataProto) -> DataProto:
+        """Return a batch of other processes, which is then stored by this one."""
+        return batch
+
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def save_rows(self, batch: DataProto, location: str) -> Metrics:
         """Write the tensors of a batch into a checkpoint.
@@ -214,6 +219,10 @@ class DataGroup:
     async def validation_prompts(self) -> PromptsOfStep:
         """See `DataPort`."""
         return PromptsOfStep.of(await self.group.call(DataWorker.validation_batch))
+
+    async def keep(self, batch: Table) -> Table:
+        """See `DataPort`."""
+        return await self.group.call(DataWorker.keep, batch)
 
     async def state(self, step: int) -> dict[str, Any]:
         """See `DataPort`."""

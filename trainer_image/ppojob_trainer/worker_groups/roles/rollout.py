@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.errors import EngineArgumentError, RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
 from ppojob_trainer.engines.rollout.options import Capacity, RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.transports import Transports, log_connections
@@ -178,6 +178,14 @@ class RolloutWorker:
         prompts = [drawn.prompts.pop(number) for number, _ in found]
         batch = self._batch(prompts, [generation for _, generation in found])
         return Collected(tuple(number for number, _ in found), store_rows(batch))
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def check(self) -> None:
+        """Raise an EngineLostError if vLLM's processes exited."""
+        try:
+            self._engine.check()
+        except EngineLostError as error:
+            raise self._explained(error) from error
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def stop(self) -> None:

@@ -12,6 +12,7 @@ Nothing restarts a lost engine: the weights' connections are opened again withou
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
 from ppojob_trainer.engines.rollout.options import Capacity
 from ppojob_trainer.protocol import Keys
-from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerGroupError, WorkerLostError
+from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -62,6 +63,11 @@ class Report:
     def of(cls, collected: Collected | None) -> Report:
         """Take over what a replica returned."""
         return cls() if collected is None else cls(collected.numbers, Table.of_stored(collected.rows))
+
+
+def is_loss(failure: WorkerGroupError) -> bool:
+    """Whether a replica failed because its process or vLLM's processes exited."""
+    return isinstance(failure, WorkerLostError) or isinstance(failure.__cause__, EngineLostError)
 
 
 class RolloutGroup:
@@ -138,6 +144,22 @@ class RolloutGroup:
         """Return one replica."""
         return self._group.only(rank)
 
+    async def find_lost(self) -> None:
+        """Find the engines that were lost while they were idle.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise.
+        """
+        await asyncio.gather(*(self._check(rank) for rank in self.ranks))
+
+    async def _check(self, rank: int) -> None:
+        try:
+            await self.one(rank).call(RolloutWorker.check)
+        except WorkerGroupError as error:
+            if not is_loss(error):
+                raise
+            self.lose(rank, error)
+
     def lose(self, rank: int, failure: WorkerGroupError) -> None:
         """Record that a replica has no engine any more, and end what is left of it."""
         self.lost = {**self.lost, rank: failure}
@@ -167,14 +189,11 @@ class EnginesOfGeneration:
             if begun is not None:
                 await begun
             return Report.of(await collecting)
-        except WorkerLostError as error:
-            self._rollout.lose(engine, error)
-            return Report(failure=error, are_rows_lost=True)
-        except WorkerFailedError as error:
-            if not isinstance(error.__cause__, EngineLostError):
+        except WorkerGroupError as error:
+            if not is_loss(error):
                 raise
             self._rollout.lose(engine, error)
-            return Report(failure=error)
+            return Report(failure=error, are_rows_lost=isinstance(error, WorkerLostError))
 
     async def end(self) -> None:
         """See `Generating`: engines that share their GPU sleep, except after a validation."""

@@ -97,8 +97,12 @@ class WeightsGroup:
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
+            WorkerGroupError: no engine is left, or a process failed.
         """
+        await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
         rollouts = [rollout for rollout, _ in self._receiving()]
+        if not rollouts:
+            raise next(failure for rollout in self._rollouts for failure in rollout.lost.values())
         asleep = [rollout for rollout in rollouts if rollout.sleeps]
         if asleep:
             freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
