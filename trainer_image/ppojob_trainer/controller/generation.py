@@ -85,14 +85,26 @@ class Generation(Generic[B]):
     """Generates responses with all engines."""
 
     def __init__(
-        self, ports: Ports[B], phases: Phases, load_engines: Callable[[int], Awaitable[object]] | None = None
+        self,
+        ports: Ports[B],
+        phases: Phases,
+        load_engines: Callable[[int], Awaitable[object]] | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
-        """`load_engines(step)` sends the engines the weights again that they released; None: it is not possible."""
+        """
+        Args:
+            load_engines: called with the step, sends the engines the weights again that they released; None: it is not
+                possible.
+            keeps: copy the responses of a step out of the engines' processes, because they wait while the engines, one
+                of which may be lost, generate for other steps.
+        """
         self._own = ports.rollout
         self._engines: Mapping[str, RolloutPort[B]] = {OWN: ports.rollout, **ports.shared}
         self._weights = ports.weights
         self._phases = phases
         self._load_engines = load_engines
+        self._data, self._keeps = ports.data, keeps
         self._history = LengthHistory()
         self._num_repeated = 0
 
@@ -103,7 +115,10 @@ class Generation(Generic[B]):
 
     async def write(self, prompts: Prompts[B], step: int, listener: Listener[B] | None = None) -> Rollout[B]:
         """Generate a response to each row; `listener` follows."""
-        return await self._generate(Phase.GENERATE, prompts, step, listener)
+        rollout = await self._generate(Phase.GENERATE, prompts, step, listener)
+        if not self._keeps:
+            return rollout
+        return self._own.joined(await self._phases.run(Phase.DATA, "data", step, self._data.keep(rollout.batch)))
 
     async def validate(self, prompts: Prompts[B], step: int) -> Rollout[B]:
         """Generate a response to each row with the sampling parameters of validation."""

@@ -23,8 +23,9 @@ from ppojob_api.v1alpha1.progress import Activity
 from ppojob_trainer.controller.errors import StoppedError
 from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
+from ppojob_trainer.controller.monitor_port import MonitorPort
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, MonitorPort, Ports
+from ppojob_trainer.controller.ports import B, Ports
 from ppojob_trainer.controller.ppo import PPO
 from ppojob_trainer.controller.queue import Generated
 from ppojob_trainer.controller.schedule import Schedule

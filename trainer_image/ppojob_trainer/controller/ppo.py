@@ -101,7 +101,8 @@ class PPO(Generic[B]):
         self._settings = settings
         self._kl = kl
         # On-policy, the policy does not change while the engines generate, so its weights can be sent again.
-        self._generation = Generation(ports, phases, None if schedule.max_staleness else self._load_again)
+        on_policy = schedule.max_staleness == 0
+        self._generation = Generation(ports, phases, self._load_again if on_policy else None, keeps=not on_policy)
         self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
@@ -123,16 +124,8 @@ class PPO(Generic[B]):
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, streamed = await self._stream(prompts, step)
         else:
-            rollout = await self._write(prompts, step)
+            rollout = await self._generation.write(prompts, step)
         return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
-
-    async def _write(self, prompts: Prompts[B], step: int) -> Rollout[B]:
-        """Generate the responses; copy them if they wait while engines, which may be lost, generate for other steps."""
-        rollout = await self._generation.write(prompts, step)
-        if not self._schedule.max_staleness:
-            return rollout
-        kept = await self._run(Phase.DATA, "data", step, self._ports.data.keep(rollout.batch))
-        return self._ports.rollout.joined(kept)
 
     async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
         """Generate and score rounds until the batch is full of prompts whose scores differ."""
@@ -151,7 +144,7 @@ class PPO(Generic[B]):
         if number > 1 and self._ports.weights.are_released:
             # The policy is still that of the last step.
             await self._push(step, step - 1)
-        rollout = await self._write(prompts, step)
+        rollout = await self._generation.write(prompts, step)
         batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
         phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
         scores = await on_whole(phases, self._chains(phases).values(), batch)

@@ -1,101 +1,20 @@
 """Ports without processes: every phase takes virtual time, and every number tells what it was computed from.
 
-A fake model is one number; an update changes it by what is in the batch. So a phase that runs on the wrong weights, or
-before its input is there, changes the numbers that the tests compare.
+`fake_world` has the models and the time, `fake_engines` the rollout.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
-from tests.unit.trainer.controller.virtual_time import VirtualTime
+from tests.unit.trainer.controller.fake_engines import FakeRollouts
+from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, World, number_of
 
 T = TypeVar("T")
-
-# Seconds of virtual time. Generation is longest, the critic's update outlasts the actor's and the push together.
-DURATIONS = {
-    "prompts": 0.1,
-    "generate": 10.0,
-    "validate": 4.0,
-    "generate_shared": 10.0,
-    "validate_shared": 4.0,
-    "judge": 1.0,
-    "old_log_prob": 3.0,
-    "values": 2.0,
-    "ref": 1.0,
-    "reward": 2.5,
-    "reward_model": 1.5,
-    "hook_Generate": 0.5,
-    "hook_Score": 0.5,
-    "hook_Step": 3.0,
-    "advantages": 0.5,
-    "update_actor": 5.0,
-    "update_critic": 8.0,
-    "push": 1.0,
-    "save": 2.0,
-    "export": 1.0,
-}
-NUM_ROWS = 2
-"""Rows of every whole batch."""
-
-
-@dataclass(frozen=True)
-class FakeBatch:
-    """Rows with columns; a column is one number. rows: the prompt and the sample of each row, if a test reads them."""
-
-    num_rows: int
-    columns: Mapping[str, float]
-    rows: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def union(self, *others: FakeBatch) -> FakeBatch:
-        merged = dict(self.columns)
-        for other in others:
-            merged |= other.columns
-        return FakeBatch(self.num_rows, merged, self.rows)
-
-    def replaced_by(self, other: FakeBatch) -> FakeBatch:
-        return FakeBatch(self.num_rows, {**self.columns, **other.columns}, self.rows)
-
-    def take(self, rows: Sequence[int]) -> FakeBatch:
-        return FakeBatch(len(rows), self.columns, tuple(self.rows[row] for row in rows) if self.rows else ())
-
-    def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
-        assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
-        rows = [row for batch in (self, *others) for row in batch.rows]
-        return FakeBatch(len(numbers), self.columns, tuple(rows[numbers.index(n)] for n in range(len(rows))))
-
-
-@dataclass(frozen=True)
-class FakeCapacity:
-    num_sequences: int = 1024
-    cache_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class FakeReport:
-    rows: Sequence[int] = ()
-    batch: FakeBatch | None = None
-    failure: Exception | None = None
-    are_rows_lost: bool = False
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The end of an engine, some seconds after an exchange began, by default the first of the step."""
-
-    after_s: float
-    loses_rows: bool = False
-    failure: Exception = field(default_factory=lambda: RuntimeError("rollout rank 0 was lost"))
-    exchange: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,66 +33,6 @@ class FakePrompts:
     @property
     def samples(self) -> list[FakeSample]:
         return [FakeSample(row // NUM_ROWS, 4) for row in range(len(self.batch))]
-
-
-@dataclass(frozen=True)
-class FakeRollout:
-    batch: FakeBatch
-    prompt_lengths: Sequence[int] = (4, 6)
-    response_lengths: Sequence[int] = (2, 8)
-
-
-@dataclass
-class World:
-    """The fake models and all that happened, as (time, what, 'start' or 'end')."""
-
-    time: VirtualTime = field(default_factory=VirtualTime)
-    durations: dict[str, float] = field(default_factory=lambda: dict(DURATIONS))
-    failing: dict[str, Exception] = field(default_factory=dict)
-    events: list[tuple[float, str, str]] = field(default_factory=list)
-    actor: float = 1.0
-    critic: float = 2.0
-    rollout: float = 1.0
-    generated: dict[int, float] = field(default_factory=dict)
-    """The engines' weights with which the responses of each step were generated."""
-    trained: list[tuple[int, int]] = field(default_factory=list)
-    """Step and prompts of each update of the actor; 0: the prompts of dynamic sampling, which `rows` names."""
-    actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    """The actor's weights after each step."""
-    engines_sleep: bool = False
-    share_of_mixed: float = 0.5
-    asleep: set[str] = field(default_factory=set)
-    losses: dict[tuple[str, int, int], Loss] = field(default_factory=dict)
-    """The engines that are lost: suffix of the pool, number, step."""
-    written: list[tuple[str, int, int, Sequence[int]]] = field(default_factory=list)
-    """What the engines reported: suffix of the pool, number, step, rows."""
-
-    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
-        """Take a phase's time, for a part of the rows its share."""
-        name = f"{what} {step}" if step else what
-        self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
-        if what in self.failing:
-            raise self.failing[what]
-        self.events.append((self.time.now, name, "end"))
-
-    def at(self, name: str, edge: str) -> float:
-        """Return when a phase started or ended."""
-        return next(time for time, what, found in self.events if (what, found) == (name, edge))
-
-    def names(self, edge: str = "start") -> list[str]:
-        """Return the phases in the order in which they started (or ended)."""
-        return [what for _, what, found in self.events if found == edge]
-
-    def overlap(self, one: str, other: str) -> bool:
-        """Whether two phases ran at the same time for a while."""
-        return self.at(one, "start") < self.at(other, "end") and self.at(other, "start") < self.at(one, "end")
-
-
-def number_of(*inputs: object) -> float:
-    """Return a number from 0 to 1 that depends on all inputs."""
-    digest = hashlib.sha256(repr(inputs).encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32
 
 
 class FakeData:
@@ -211,93 +70,6 @@ class FakeData:
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         self.restored = (step, state)
         self.position = self.positions[step] = state["position"]
-
-
-class FakeRollouts:
-    """Engines of a pool. Those of all pools draw the same. What an engine gets at once takes one duration together.
-
-    suffix: of the names of their phases, for a pool that is shared.
-    """
-
-    def __init__(self, world: World, suffix: str = "", num_engines: int = 1) -> None:
-        self.world, self.suffix = world, suffix
-        self.lost: dict[int, Exception] = {}
-        self._num_engines = num_engines
-
-    @property
-    def engines(self) -> dict[int, FakeCapacity]:
-        return {number: FakeCapacity() for number in range(self._num_engines) if number not in self.lost}
-
-    @property
-    def num_lost(self) -> int:
-        return len(self.lost)
-
-    def begin(self, step: int, *, is_validation: bool) -> FakeGenerating:
-        return FakeGenerating(self, step, is_validation)
-
-    def joined(self, batch: FakeBatch) -> FakeRollout:
-        return FakeRollout(batch, (4, 6) * (len(batch) // 2), (2, 8) * (len(batch) // 2))
-
-
-@dataclass
-class _Writing:
-    """A row that is being written; the phase of all that came with it ends at its last row."""
-
-    end: float
-    phase: asyncio.Task[None]
-    is_last: bool
-
-
-class FakeGenerating:
-    """The last of several rows is written in half of the time."""
-
-    def __init__(self, rollouts: FakeRollouts, step: int, is_validation: bool) -> None:
-        self._rollouts, self._step, self._is_validation = rollouts, step, is_validation
-        self._held: dict[int, dict[int, _Writing]] = {}
-        self._num_exchanges: dict[int, int] = {}
-        self._prompts: dict[int, tuple[int, int]] = {}
-        self._weights = rollouts.world.rollout
-
-    async def exchange(self, engine: int, rows: Sequence[int], prompts: FakeBatch | None, num_rows: int) -> FakeReport:
-        world, suffix = self._rollouts.world, self._rollouts.suffix
-        held = self._held.setdefault(engine, {})
-        if prompts is not None:
-            assert suffix not in world.asleep, "the engine released its weights when it slept"
-            assert len(prompts) == len(rows)
-            held |= self._begin(rows)
-            self._prompts |= dict(zip(rows, prompts.rows, strict=False))
-        first = sorted(held, key=lambda row: held[row].end)[:num_rows]
-        self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
-        loss = world.losses.get((suffix, engine, self._step))
-        if loss is not None and loss.exchange == self._num_exchanges[engine] and not self._rollouts.lost:
-            await world.time.sleep(loss.after_s)
-            self._rollouts.lost[engine] = loss.failure
-            return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)
-        for row in first:
-            await (held[row].phase if held[row].is_last else world.time.sleep(max(0.0, held[row].end - world.time.now)))
-        assert world.rollout == self._weights, "the engines got other weights while they generated"
-        for row in first:
-            del held[row]
-        of_what = "validation" if self._is_validation else self._step
-        world.written.append((suffix, engine, self._step, first))
-        prompts = tuple(self._prompts[row] for row in first if row in self._prompts)
-        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, prompts))
-
-    def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
-        world, what = self._rollouts.world, "validate" if self._is_validation else "generate"
-        name = f"{what}{self._rollouts.suffix}"
-        if not self._is_validation:
-            world.generated[self._step] = self._weights
-        taken = world.durations[name]
-        phase = asyncio.create_task(world.phase(name, 0 if self._is_validation else self._step))
-        early = rows[-1] if len(rows) > 1 else None
-        return {
-            row: _Writing(world.time.now + (taken / 2 if row == early else taken), phase, row != early) for row in rows
-        }
-
-    async def end(self) -> None:
-        if self._rollouts.world.engines_sleep and not self._is_validation:
-            self._rollouts.world.asleep.add(self._rollouts.suffix)
 
 
 class FakeActor:

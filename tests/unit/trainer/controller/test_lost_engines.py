@@ -14,15 +14,9 @@ from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun, Run
-from tests.unit.trainer.controller.fake_ports import (
-    FakeBatch,
-    FakeData,
-    FakePrompts,
-    FakeRollouts,
-    Loss,
-    World,
-    fake_ports,
-)
+from tests.unit.trainer.controller.fake_engines import FakeRollouts
+from tests.unit.trainer.controller.fake_ports import FakeData, FakePrompts, fake_ports
+from tests.unit.trainer.controller.fake_world import FakeBatch, Loss, World
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")

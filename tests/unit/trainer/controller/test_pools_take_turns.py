@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
-from tests.unit.trainer.controller.fake_ports import DURATIONS, World
+from tests.unit.trainer.controller.fake_world import DURATIONS, World
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 MODES: list[tuple[ScheduleMode, list[Overlap]]] = [

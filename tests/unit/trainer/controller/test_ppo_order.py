@@ -6,7 +6,7 @@ from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import DURATIONS
+from tests.unit.trainer.controller.fake_world import DURATIONS
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 WHOLE = schedule_of(OVERLAPPED, [Overlap.STREAMING])

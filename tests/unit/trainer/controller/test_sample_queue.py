@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ppojob_trainer.controller.sample_queue import LengthHistory, SampleQueue
-from tests.unit.trainer.controller.fake_ports import FakeCapacity, FakeSample
+from tests.unit.trainer.controller.fake_engines import FakeCapacity
+from tests.unit.trainer.controller.fake_ports import FakeSample
 
 ROOM = FakeCapacity()
 

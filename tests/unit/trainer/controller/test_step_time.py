@@ -12,7 +12,7 @@ from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.schedule import schedule_of
 from ppojob_trainer.controller.step_time import Layout, role_of, step_time
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import DURATIONS
+from tests.unit.trainer.controller.fake_world import DURATIONS
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic"}

@@ -1,130 +1,27 @@
-"""Replicas of several GPUs: which GPUs each is told of, and which worker of vLLM's meets which sender."""
+"""Replicas: the GPUs that each uses, the sender that each vLLM worker meets, and what a generation gets from them."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
-from ppojob_api.v1alpha1.resolve import resolve
-from ppojob_api.v1alpha1.runtime import Device
-from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.errors import EngineLostError, RolloutError, WeightSyncError
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, Receivers, WeightLink, link_plans
+from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.protocol import Keys
-from ppojob_trainer.worker_groups.errors import (
-    WorkerFailedError,
-    WorkerGroupError,
-    WorkerLostError,
-    WorkerOutOfMemoryError,
-)
-from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import StoredRows, Table
-from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-
-
-class Processes:
-    """Answers calls from a table, and remembers their arguments."""
-
-    def __init__(self, number: int, answers: dict[Any, Callable[..., Any]]) -> None:
-        self.number, self.answers = number, answers
-        self.calls: dict[Any, Any] = {}
-        self.arguments: dict[Any, tuple[Any, ...]] = {}
-
-    def only(self, *ranks: int) -> Processes:
-        part = Processes(len(ranks), self.answers)
-        part.calls, part.arguments = self.calls, self.arguments
-        return part
-
-    def __len__(self) -> int:
-        return self.number
-
-    def call(self, method: Any, *args: Any) -> asyncio.Future[Any]:
-        self.calls[method], self.arguments[method] = args[0] if args else None, args
-        answer = asyncio.get_running_loop().create_future()
-        try:
-            answer.set_result(self.answers.get(method, lambda *_: None)(*args))
-        except WorkerGroupError as failure:
-            answer.set_exception(failure)
-        return answer
-
-
-def as_group(processes: Processes) -> WorkerGroup[Any]:
-    return cast("WorkerGroup[Any]", processes)
-
-
-def group_of(spec: PPOJobSpec, replicas: Processes, holders: Processes | None = None) -> RolloutGroup:
-    """Those of the rollout's own pool."""
-    return RolloutGroup(
-        as_group(replicas), spec, spec.placement.rollout_pools[0], None if holders is None else as_group(holders)
-    )
-
-
-def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
-    return resolve(
-        parse_spec(
-            {
-                "image": "i",
-                "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
-                "reward": {"function": {"module": "r"}},
-                "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
-                "placement": placement,
-                "rollout": {"tensorParallelSize": 2},
-                "storage": {"claimName": "c"},
-            }
-        )
-    )
-
-
-@pytest.fixture
-def replicas() -> Processes:
-    """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
-    return Processes(
-        2,
-        {
-            RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)],
-            RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]],
-        },
-    )
-
-
-@pytest.fixture
-def holders() -> Processes:
-    return Processes(2, {GpuHolder.visible_gpu: lambda: ["1", "3"]})
-
-
-def receipt(version: int) -> Receipt:
-    return Receipt(version, 1, 8, (version,), is_read_back=True)
-
-
-def link(plan: LinkPlan) -> WeightLink:
-    return WeightLink(plan.backend, f"rank {plan.sender_rank}", 1, len(plan.receivers), 9)
-
-
-def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
-    return Processes(
-        4,
-        {
-            ActorWorker.open_weights: lambda plans: [[link(plan) for plan in of_rank] for of_rank in plans],
-            ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
-            ActorWorker.push_weights: lambda version: [sends(version)] * 4,
-        },
-    )
-
-
-def places_told(replicas: Processes) -> list[list[tuple[str, int]]]:
-    """For each worker of each replica the sender and the number it connects with."""
-    told = replicas.calls[RolloutWorker.connect_weights]
-    return [[(link.address, number) for link, number in each] for each in told]
+from tests.unit.trainer.worker_groups.fake_processes import (
+    Processes,
+    actor,
+    as_group,
+    group_of,
+    places_told,
+    receipt,
+    spec_of,
+)
 
 
 async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
@@ -272,134 +169,3 @@ async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_o
     assert report.batch is not None
     assert report.batch.sums[Keys.RESPONSE_MASK] == (3.0, 5.0)
     assert (await generating.exchange(1, [], None, 1)).rows == ()
-
-
-LOST = WorkerLostError("rollout rank 1 was lost during collect: the actor died")
-
-
-def failed(cause: Exception) -> WorkerFailedError:
-    error = WorkerFailedError(f"rollout rank 1 failed in collect: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("failure", "loses_rows"), [(LOST, True), (failed(EngineLostError("vLLM's engine exited")), False)]
-)
-async def test_an_engine_that_was_lost_is_reported_and_left_out_from_then_on(
-    failure: WorkerGroupError, loses_rows: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    engines = Processes(
-        2, {RolloutWorker.load: lambda: ["capacity 0", "capacity 1"], RolloutWorker.collect: raising(failure)}
-    )
-    rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
-    await rollout.load()
-    assert rollout.engines == {0: "capacity 0", 1: "capacity 1"}
-
-    with caplog.at_level(logging.WARNING):
-        report = await rollout.begin(1, is_validation=False).exchange(1, [], None, 1)
-
-    assert (report.failure, report.are_rows_lost, report.rows) == (failure, loses_rows, ())
-    assert rollout.engines == {0: "capacity 0"}
-    assert rollout.num_lost == 1
-    assert [len(group) for group in rollout.groups] == [1 if loses_rows else 2], "its process stays for its responses"
-    assert (RolloutWorker.stop in engines.calls) is not loses_rows
-    assert str(failure) in caplog.text
-    assert "Engines left in pool train: 1." in caplog.text
-
-
-@pytest.mark.parametrize(
-    "failure", [failed(RolloutError("a request was refused")), WorkerOutOfMemoryError("out of memory")]
-)
-async def test_another_failure_is_no_loss(failure: WorkerGroupError) -> None:
-    rollout = RolloutGroup(
-        as_group(Processes(2, {RolloutWorker.collect: raising(failure)})), spec_of({"actor": "train"}), "train"
-    )
-
-    with pytest.raises(type(failure)) as found:
-        await rollout.begin(1, is_validation=False).exchange(0, [], None, 1)
-
-    assert found.value is failure
-    assert rollout.num_lost == 0
-
-
-def raising(failure: Exception) -> Callable[..., Any]:
-    def answer(*_: Any) -> Any:
-        raise failure
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("placement", "left"),
-    [
-        # Ranks 0 and 1 send to the first replica's workers; ranks 2 and 3 had the second's.
-        ({"actor": "train"}, [[("rank 0", 1), ("rank 1", 1)]]),
-        ({"actor": "train", "rollout": ["write"]}, [[("rank 0", 1), ("rank 0", 2)]]),
-    ],
-)
-async def test_before_the_next_push_the_weights_are_connected_without_a_lost_engine(
-    holders: Processes, placement: dict[str, Any], left: list[Any]
-) -> None:
-    spec = spec_of(placement)
-    answers = {
-        RolloutWorker.update_weights: lambda version: [receipt(version)],
-        RolloutWorker.connect_weights: lambda places: [[{}, {}]],
-    }
-    replicas, sender = Processes(2, answers), actor()
-    rollout = group_of(spec, replicas, holders)
-    weights = WeightsGroup(as_group(sender), [rollout], spec)
-    await weights.connect()
-    replicas.calls.clear()
-
-    rollout.lose(1, LOST)
-    moved = await weights.push(1)
-    assert places_told(replicas) == left
-    assert moved["comm_read_back/update_weights"] == 2
-
-    replicas.calls.clear()
-    await weights.push(2)
-    assert RolloutWorker.connect_weights not in replicas.calls, "once for each loss"
-
-
-@pytest.mark.parametrize("failure", [LOST, failed(EngineLostError("vLLM's engine exited while it was idle"))])
-async def test_an_engine_that_was_lost_while_it_was_idle_is_found_before_a_push(
-    replicas: Processes, holders: Processes, failure: WorkerGroupError
-) -> None:
-    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
-    gone = Processes(2, {RolloutWorker.check: raising(failure)})
-    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
-    own = group_of(spec, replicas, holders)
-    weights = WeightsGroup(as_group(actor()), [own, shared], spec)
-
-    moved = await weights.push(1)
-
-    assert moved["comm_read_back/update_weights"] == 4
-    assert RolloutWorker.update_weights not in gone.calls
-    replicas.answers[RolloutWorker.check] = raising(failure)
-    with pytest.raises(type(failure)):
-        await weights.push(2)
-
-
-async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
-    spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
-    gone = Processes(2, {})
-    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
-    weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
-    for rank in (0, 1):
-        shared.lose(rank, LOST)
-
-    moved = await weights.push(1)
-
-    assert moved["comm_read_back/update_weights"] == 4
-    assert gone.calls == {}
-
-
-def test_workers_of_a_lost_engine_receive_nothing() -> None:
-    receivers = [Receivers(2, on_actor=False, lost=frozenset({0})), Receivers(3, on_actor=True, lost=frozenset({1}))]
-
-    assert link_plans(Device.CUDA, 3, receivers) == [
-        LinkPlan(0, "cuda_ipc", (2,)),
-        LinkPlan(2, "cuda_ipc", (4,)),
-        LinkPlan(0, "nccl", (1,)),
-    ]
