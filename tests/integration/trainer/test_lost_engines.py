@@ -6,6 +6,7 @@ engines pull.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ from typing import Any
 import pytest
 
 from ppojob_trainer.main import groups as groups_module
-from tests.integration.trainer.lost_engines import LOST_POOL, LOST_STEP, LosesItsProcess, LosesVllm
-from tests.integration.trainer.runs import STEPS, TASK, Run, assert_same_steps, assert_same_weights, finish, spec_of
+from tests.integration.trainer.lost_engines import LOST_POOL, LOST_STEP, LosesIdleVllm, LosesItsProcess, LosesVllm
+from tests.integration.trainer.runs import (
+    SPLIT,
+    STEPS,
+    TASK,
+    Run,
+    assert_same_steps,
+    assert_same_weights,
+    finish,
+    spec_of,
+)
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
@@ -45,16 +55,25 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finish(tmp_path_factory.mktemp("whole"), with_two_engines(model))
 
 
-def without_losses(run: Run, tmp_path: Path) -> Run:
-    """Return the run with the metrics of lost engines checked by nobody else."""
-    lines = [
+def numbers_of(run: Run, folder: Path) -> Run:
+    """Return the run without the metrics that name the loss."""
+    folder.mkdir()
+    records = [
         {name: value for name, value in record.items() if name not in OF_ENGINES} for record in run.records.values()
     ]
-    import json
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Run(folder)
 
-    tmp_path.mkdir()
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Run(tmp_path)
+
+def of_engines(run: Run, name: str) -> list[float]:
+    return [run.records[step][name] for step in range(1, STEPS + 1)]
+
+
+def assert_lost_but_equal(found: Run, whole: Run, folder: Path) -> None:
+    assert of_engines(whole, "rollout/lost_engines") == [0] * STEPS
+    assert of_engines(found, "rollout/lost_engines")[-1] == 1
+    one, two = numbers_of(found, folder / "found"), numbers_of(whole, folder / "whole")
+    assert_same_steps(one, two, rel=2e-2, absolute=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +92,41 @@ def test_the_other_engine_repeats_the_samples_and_no_number_changes(
     with caplog.at_level(logging.WARNING):
         found = finish(tmp_path / "run", with_two_engines(model, schedule={"mode": mode}))
 
-    lost = [found.records[step]["rollout/lost_engines"] for step in range(1, STEPS + 1)]
-    repeated = [found.records[step]["rollout/repeated_samples"] for step in range(1, STEPS + 1)]
-    assert lost == [0, *[1] * (STEPS - LOST_STEP + 1)]
+    assert of_engines(found, "rollout/lost_engines") == [0, *[1] * (STEPS - LOST_STEP + 1)]
+    repeated = of_engines(found, "rollout/repeated_samples")
     assert [number > 0 for number in repeated] == [step == LOST_STEP for step in range(1, STEPS + 1)]
     assert f"rollout_{LOST_POOL} rank 0" in caplog.text
-    assert_same_steps(
-        without_losses(found, tmp_path / "a"), without_losses(whole, tmp_path / "b"), rel=2e-2, absolute=2e-3
-    )
+    assert_lost_but_equal(found, whole, tmp_path)
     assert_same_weights(found, whole, model)
+
+
+def test_an_engine_that_is_lost_while_it_is_idle_is_left_out_of_the_next_push(
+    model: Path, tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_module, "RolloutWorker", LosesIdleVllm)
+
+    found = finish(tmp_path / "run", with_two_engines(model))
+
+    assert of_engines(found, "rollout/repeated_samples") == [0] * STEPS
+    assert_lost_but_equal(found, whole, tmp_path)
+    assert_same_weights(found, whole, model)
+
+
+def test_responses_that_wait_in_one_step_off_are_not_lost_with_the_process_of_their_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = with_two_engines(
+        model,
+        pools=[*SPLIT["pools"], {"name": "rollout", "gpusPerNode": 1}],
+        placement={"actor": "actor", "critic": "critic", "ref": "critic", "rollout": ["rollout", LOST_POOL]},
+        schedule={"mode": "OneStepOff"},
+    )
+    whole = finish(tmp_path / "whole", off)
+    monkeypatch.setattr(groups_module, "RolloutWorker", LosesItsProcess)
+
+    found = finish(tmp_path / "run", off)
+
+    assert sum(of_engines(found, "rollout/repeated_samples")) > 0
+    (tmp_path / "numbers").mkdir()
+    assert_lost_but_equal(found, whole, tmp_path / "numbers")
+    assert_same_weights(found, whole, model, largest=0.05)

@@ -118,7 +118,7 @@ class Reported(Protocol[B_co]):
 
     @property
     def rows(self) -> Sequence[int]:
-        """Row numbers of the finished responses; empty if none was finished in time."""
+        """Row numbers of the finished responses; empty if too few were finished in time."""
         ...
 
     @property
@@ -148,7 +148,7 @@ class Generating(Protocol[B]):
         Args:
             rows: numbers under which the engine reports the responses to `prompts`.
             prompts: None: no more work.
-            num_rows: wait for so many responses, or for some seconds.
+            num_rows: return when so many responses are finished, or after some seconds without any.
         """
         ...
 

@@ -131,29 +131,38 @@ async def test_one_step_off_continues_with_the_engines_that_are_left(make_run: M
     assert data.num_kept == 6, "of each step: an engine that is lost later does not take them"
 
 
-async def test_parts_that_wait_for_a_busy_chain_are_dropped_and_come_again() -> None:
-    gate, seen = asyncio.Event(), list[tuple[str, int]]()
+async def test_rows_that_were_lost_are_computed_again_whether_they_waited_or_were_computed_or_between() -> None:
+    gates = {"done": asyncio.Event(), "inside": asyncio.Event(), "waits": asyncio.Event()}
+    seen: list[tuple[str, tuple[tuple[int, int], ...]]] = []
 
-    def phase(name: str, ready: asyncio.Event) -> ForwardPhase[FakeBatch]:
+    def phase(name: str, ready: asyncio.Event, done: asyncio.Event) -> ForwardPhase[FakeBatch]:
         async def compute(batch: FakeBatch) -> FakeBatch:
-            seen.append((name, len(batch)))
-            return FakeBatch(len(batch), {name: 1.0})
+            seen.append((name, batch.rows))
+            await done.wait()
+            return FakeBatch(len(batch), {name: 1.0}, batch.rows)
 
         return ForwardPhase(name, compute, lambda _: {}, ready.wait)
 
-    at_once = asyncio.Event()
-    at_once.set()
-    phases = {"free": phase("free", at_once), "busy": phase("busy", gate)}
-    streamed = StreamedPhases(phases, [["free"], ["busy"]])
-    streamed.add([0, 1], FakeBatch(2, {}))
+    opened = gates["done"]
+    opened.set()
+    phases = {
+        "done": phase("done", opened, opened),
+        "inside": phase("inside", opened, gates["inside"]),
+        "waits": phase("waits", gates["waits"], opened),
+    }
+    streamed = StreamedPhases(phases, [[name] for name in phases])
+    first, again = (1, 0), (1, 1)
+    streamed.add([0, 1], FakeBatch(2, {}, ((0, 0), first)))
     for _ in range(10):
         await asyncio.sleep(0)
 
-    streamed.drop([1, 2])
-    streamed.add([2, 1], FakeBatch(2, {}))
+    streamed.drop([1])
+    streamed.add([2, 1], FakeBatch(2, {}, ((2, 0), again)))
     streamed.end()
-    gate.set()
+    for gate in gates.values():
+        gate.set()
     found = await streamed.found()
 
-    assert sorted(seen) == [("busy", 3), ("free", 1), ("free", 2)], "what was computed is not computed again"
-    assert {name: len(batch) for name, batch in found.items()} == {"free": 3, "busy": 3}
+    whole = ((0, 0), again, (2, 0))
+    assert {name: columns.rows for name, columns in found.items()} == dict.fromkeys(phases, whole)
+    assert [rows for name, rows in seen if name == "waits"] == [((0, 0), (2, 0), again)], "lost rows are not read"

@@ -51,7 +51,7 @@ _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE_S = 2.0
-"""Seconds after which a replica reports what is finished, however little: the controller may have more work for it."""
+"""Seconds after which a replica answers though too little is finished: the controller may have more work for it."""
 _PAD_TOKEN = 0
 """Padding token; packing drops padding before a model reads it."""
 
@@ -78,11 +78,16 @@ class Collected:
 
 @dataclass
 class _Drawn:
-    """The responses of one generation in a replica: the unfinished prompts by number, and what is not collected yet."""
+    """The responses of one generation in a replica.
+
+    prompts: by number, of the responses that are not collected. finished: comes from the engine's thread. ready: taken
+    from there, and too few to be collected.
+    """
 
     number: int
     prompts: dict[int, list[int]] = field(default_factory=dict)
     finished: queue.SimpleQueue[_Written | Exception] = field(default_factory=queue.SimpleQueue)
+    ready: list[_Written] = field(default_factory=list)
 
 
 class RolloutWorker:
@@ -153,19 +158,20 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def collect(self, num_rows: int) -> Collected | None:
-        """Return finished responses when there are `num_rows`, or after `PATIENCE_S`; None if none is finished.
+        """Return what is finished as soon as it is `num_rows` responses; None if it is fewer after `PATIENCE_S`.
 
         Raises:
             EngineLostError: vLLM's processes exited; everything that was finished before has been returned.
             RolloutError: the engine failed otherwise.
         """
-        drawn, found = self._drawn, list[_Written]()
+        drawn, found = self._drawn, self._drawn.ready
         deadline = time.monotonic() + PATIENCE_S
         while len(found) < num_rows or not drawn.finished.empty():
             try:
                 one = drawn.finished.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                break
+                # They stay, because a part costs each of its readers a fetch.
+                return None
             if isinstance(one, Exception):
                 if not found:
                     raise self._explained(one)
@@ -173,8 +179,7 @@ class RolloutWorker:
                 drawn.finished.put(one)
                 break
             found.append(one)
-        if not found:
-            return None
+        drawn.ready = []
         prompts = [drawn.prompts.pop(number) for number, _ in found]
         batch = self._batch(prompts, [generation for _, generation in found])
         return Collected(tuple(number for number, _ in found), store_rows(batch))
