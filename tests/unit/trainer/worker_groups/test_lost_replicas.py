@@ -137,6 +137,17 @@ async def test_an_engine_that_was_lost_while_it_was_idle_is_found_before_a_push(
         await weights.push(2)
 
 
+async def test_an_engine_that_is_lost_before_it_sleeps_fails_nothing() -> None:
+    failure = failed(EngineLostError("vLLM's engine exited before it slept"))
+    rollout = RolloutGroup(
+        as_group(Processes(2, {RolloutWorker.sleep: raising(failure)})), spec_of({"actor": "train"}), "train"
+    )
+
+    await rollout.begin(1, is_validation=False).end()
+
+    assert rollout.lost == {0: failure, 1: failure}
+
+
 async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     gone = Processes(2, {})

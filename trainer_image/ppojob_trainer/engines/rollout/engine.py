@@ -192,7 +192,10 @@ class RolloutEngine:
         if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
             return
         self._refuse_while_running("the engine cannot sleep now")
-        await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
+        try:
+            await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited before it slept: {error}") from error
         self._is_asleep, self._has_weights = True, False
 
     async def wake(self, part: str | None = None) -> None:

@@ -17,13 +17,15 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
 from ppojob_trainer.engines.rollout.options import Capacity
 from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
+from ppojob_trainer.worker_groups.futures import Future
 from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -31,6 +33,9 @@ from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 __all__ = ["Report", "RolloutGroup", "RolloutOfStep"]
 
 logger = logging.getLogger(__name__)
+
+Command: TypeAlias = RemoteMethod[RolloutWorker, [], None, [], Future[list[None]]]
+"""A method of a replica without arguments or answer."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +153,22 @@ class RolloutGroup:
         """Find the engines that were lost while they were idle.
 
         Raises:
-            WorkerGroupError: a replica failed otherwise.
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
         """
-        await asyncio.gather(*(self._check(rank) for rank in self.ranks))
+        await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.check) for rank in self.ranks))
 
-    async def _check(self, rank: int) -> None:
+    async def sleep(self) -> None:
+        """Let the engines release their memory if they share their GPUs.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        if self.sleeps:
+            await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.sleep) for rank in self.ranks))
+
+    async def _unless_lost(self, rank: int, method: Command) -> None:
         try:
-            await self.one(rank).call(RolloutWorker.check)
+            await self.one(rank).call(method)
         except WorkerGroupError as error:
             if not is_loss(error):
                 raise
@@ -197,5 +211,5 @@ class EnginesOfGeneration:
 
     async def end(self) -> None:
         """See `Generating`: engines that share their GPU sleep, except after a validation."""
-        if self._rollout.sleeps and self._rollout.ranks and not self._is_validation:
-            await self._rollout.group.call(RolloutWorker.sleep)
+        if not self._is_validation:
+            await self._rollout.sleep()
