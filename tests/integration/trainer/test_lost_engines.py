@@ -16,7 +16,6 @@ import pytest
 from ppojob_trainer.main import groups as groups_module
 from tests.integration.trainer.lost_engines import LOST_POOL, LOST_STEP, LosesIdleVllm, LosesItsProcess, LosesVllm
 from tests.integration.trainer.runs import (
-    SPLIT,
     STEPS,
     TASK,
     Run,
@@ -117,9 +116,11 @@ def test_responses_that_wait_in_one_step_off_are_not_lost_with_the_process_of_th
 ) -> None:
     off = with_two_engines(
         model,
-        pools=[*SPLIT["pools"], {"name": "rollout", "gpusPerNode": 1}],
-        placement={"actor": "actor", "critic": "critic", "ref": "critic", "rollout": ["rollout", LOST_POOL]},
+        # Two pools of nothing but an engine.
+        pools=[{"name": name, "gpusPerNode": 1} for name in ("actor", "rollout", LOST_POOL)],
+        placement={"actor": "actor", "critic": "actor", "ref": "actor", "rollout": ["rollout", LOST_POOL]},
         schedule={"mode": "OneStepOff"},
+        algorithm={"rolloutCorrection": {"method": "Truncate"}},
     )
     whole = finish(tmp_path / "whole", off)
     monkeypatch.setattr(groups_module, "RolloutWorker", LosesItsProcess)
