@@ -97,8 +97,8 @@ class FakeGenerating:
             del held[row]
         of_what = "validation" if self._is_validation else self._step
         world.written.append((suffix, engine, self._step, first))
-        prompts = tuple(self._prompts[row] for row in first if row in self._prompts)
-        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, prompts))
+        known = tuple(self._prompts[row] for row in first if row in self._prompts)
+        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, known))
 
     def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
         world, what = self._rollouts.world, "validate" if self._is_validation else "generate"
