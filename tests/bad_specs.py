@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.bad_algorithms import BAD_ALGORITHMS
 from tests.bad_checkpoints import BAD_CHECKPOINTS
+from tests.bad_divisions import BAD_DIVISIONS
 from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
@@ -69,6 +70,14 @@ BAD_SPECS = (
             "spec.pools[0].name", "pattern", shows="'Actor'"),
     BadSpec("memory that is not a quantity", {_spec("pools", 0, "resourcesPerGPU"): {"memory": "64 gigabytes"}},
             "spec.pools[0].resourcesPerGPU.memory", "pattern", shows="'64 gigabytes'"),
+    # The topology of a pool.
+    BadSpec("topology that is required and preferred",
+            {_spec("pools", 0, "topology"): {"required": "example.com/rack", "preferred": "example.com/block"}},
+            "spec.pools[0].topology", "set exactly one of required and preferred", shows="example.com/rack"),
+    BadSpec("empty topology", {_spec("pools", 0, "topology"): {}},
+            "spec.pools[0].topology", "set exactly one of required and preferred", shows="{}"),
+    BadSpec("topology that is no label", {_spec("pools", 0, "topology"): {"required": "example.com/rack/1"}},
+            "spec.pools[0].topology.required", "pattern", shows="'example.com/rack/1'"),
     # The network of a pool.
     BadSpec("variable of another kind in a pool's network",
             {_spec("pools", 0, "network"): {"nccl": {"NCLL_DEBUG": "INFO"}}},
@@ -236,32 +245,11 @@ BAD_SPECS = (
             "spec.telemetry.profile.roles[0]", "'actor'", shows="'rollout'"),
     BadSpec("too many samples", {_spec("telemetry"): {"samplesPerStep": 65}},
             "spec.telemetry.samplesPerStep", "less than or equal to 64", shows="65"),
-    # Tensor and sequence parallelism. The actor's pool has 2 GPUs, the critic's one.
-    BadSpec("tensor parallel size that does not divide the pool", {_spec("actor", "tensorParallelSize"): 3},
-            "spec.actor.tensorParallelSize", "does not divide the 2 GPUs of pool actor", shows="3"),
-    BadSpec("critic's slices for more GPUs than it has", {_spec("critic", "sequenceParallelSize"): 2},
-            "spec.critic.sequenceParallelSize", "does not divide the 1 GPUs of pool critic", shows="2"),
-    BadSpec("reference divided over a pool too small",
-            {_spec("actor", "sequenceParallelSize"): 2, _spec("algorithm"): {"kl": {"inReward": True}}},
-            "spec.actor.sequenceParallelSize", "set placement.ref to actor", shows="2", server_refuses=False),
+    *BAD_DIVISIONS,
     BadSpec("overlaps that the mode has not",
             {_spec("schedule", "mode"): "Serial", _spec("schedule", "disabledOverlaps"): ["Values"]},
             "spec.schedule.disabledOverlaps", "use Overlapped", shows="Values"),
     *BAD_OFF_POLICY,
-    BadSpec("both kinds of peers",
-            {_spec("actor", "tensorParallelSize"): 2, _spec("actor", "sequenceParallelSize"): 2,
-             _spec("pools", 0, "gpusPerNode"): 4},
-            "spec.actor.sequenceParallelSize", "set one of them to 1", shows="2"),
-    BadSpec("adapters on divided layers",
-            {_spec("actor", "tensorParallelSize"): 2, _spec("model", "actor", "lora"): {"rank": 8}},
-            "spec.actor.tensorParallelSize", "cannot be combined with model.actor.lora", shows="2"),
-    BadSpec("replica on more GPUs than a node has",
-            {_spec("rollout"): {"tensorParallelSize": 4}, _spec("pools", 0, "nodes"): 2},
-            "spec.rollout.tensorParallelSize", "does not divide the 2 GPUs of a node of pool actor", shows="4"),
-    BadSpec("replica divided over CPUs", {_spec("device"): "CPU", _spec("rollout"): {"tensorParallelSize": 2}},
-            "spec.rollout.tensorParallelSize", "set it to 1", shows="2"),
-    BadSpec("no peers at all", {_spec("actor", "sequenceParallelSize"): 0},
-            "spec.actor.sequenceParallelSize", "greater than or equal to 1", shows="0"),
     *BAD_ALGORITHMS,
     *BAD_PATHS,
     # What pods get.

@@ -73,8 +73,9 @@ class Observer:
         return await self._with_workloads(job, observed)
 
     async def _with_workloads(self, job: Job, observed: Observed) -> Observed:
-        """Add Kueue's Workloads if the job has a queue."""
-        if not isinstance(job.spec, PPOJobSpec) or job.spec.run_policy.queue_name is None:
+        """Add Kueue's Workloads if the job has a queue, or if Kueue may have taken a RayCluster without one."""
+        has_queue = isinstance(job.spec, PPOJobSpec) and job.spec.run_policy.queue_name is not None
+        if not has_queue and not any(cluster.queue or cluster.is_suspended for cluster in observed.clusters):
             return observed
         owners = [cluster.uid for cluster in observed.clusters if cluster.uid]
         found = await self._cluster.list_workloads(job.key, owners)

@@ -121,6 +121,10 @@ class Cluster:
     """Its live spec."""
     created_from: str | None = None
     """Digest of the spec that it was created from. None: it has no such annotation."""
+    queue: str | None = None
+    """Kueue's LocalQueue in its label, which Kueue writes for its default queue. None: it has no such label."""
+    managed_by: str | None = None
+    """`spec.managedBy`: who creates its pods. None: KubeRay."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,10 @@ class FetchJob:
     """creationTimestamp, by the API server's clock."""
     is_deleting: bool = False
     """It is being deleted."""
+    is_suspended: bool = False
+    """`spec.suspend` is true, which only Kueue sets."""
+    queue: str | None = None
+    """Kueue's LocalQueue in its label. None: it has no such label."""
     is_complete: bool = False
     failure: str | None = None
     """Kubernetes' message why it has failed for good. None: it has not."""
@@ -263,7 +271,7 @@ class Observed:
     """The Job that fetches models and data. None: there is none, or nothing is to be fetched."""
     fetch_pods: tuple[FetchPod, ...] = ()
     workloads: tuple[Workload, ...] | None = ()
-    """Those of the RayClusters if the job has a queue. None: the API server does not serve Kueue's Workload."""
+    """Those of the RayClusters, if Kueue may manage them. None: the API server does not serve Kueue's Workload."""
     config: Mapping[str, str] | None = None
     """Data of the job's ConfigMap."""
     ray: Ray | None = None

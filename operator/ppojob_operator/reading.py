@@ -72,7 +72,7 @@ def requested_owner(raw: Manifest) -> str | None:
 
 
 def queue_label(metadata: Mapping[str, Any]) -> str | None:
-    """Return the queue in the label of a PPOJob; None: it has no such label."""
+    """Return the queue in the label of an object; None: it has no such label."""
     labels = metadata.get("labels")
     return labels.get(constants.LABEL_QUEUE) if isinstance(labels, Mapping) else None
 
@@ -111,6 +111,8 @@ def read_cluster(raw: Manifest) -> Cluster:
         generation=metadata.get("generation", 1),
         spec=raw.get("spec", {}),
         created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
+        queue=queue_label(metadata),
+        managed_by=raw.get("spec", {}).get("managedBy"),
     )
 
 
@@ -135,6 +137,8 @@ def read_fetch_job(raw: Manifest) -> FetchJob:
         created_from=metadata.get("annotations", {}).get(constants.ANNOTATION_MADE_OF),
         created=parse_time(metadata.get("creationTimestamp")),
         is_deleting="deletionTimestamp" in metadata,
+        is_suspended=raw.get("spec", {}).get("suspend") is True,
+        queue=queue_label(metadata),
         is_complete=complete.get("status") == "True",
         failure=str(failed.get("message", "")) if failed.get("status") == "True" else None,
     )

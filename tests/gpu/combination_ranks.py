@@ -25,8 +25,8 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
 VOCABULARY, NUM_SEQUENCES, NUM_UPDATES = 512, 16, 2
@@ -36,18 +36,17 @@ VOCABULARY, NUM_SEQUENCES, NUM_UPDATES = 512, 16, 2
 class Division:
     """How the ranks divide the work; `stays_gathered` as of `PolicyEngine`."""
 
-    world_size: int
-    sizes: PeerSizes = field(default_factory=PeerSizes)
+    dims: ParallelDims = field(default_factory=ParallelDims)
     stays_gathered: bool = False
 
 
 DIVISIONS = {
-    "one rank": Division(1),
-    "FSDP 2": Division(2),
-    "FSDP 2, gathered": Division(2, stays_gathered=True),
-    "sequence 2": Division(2, PeerSizes(sequence=2)),
-    "sequence 2, gathered": Division(2, PeerSizes(sequence=2), stays_gathered=True),
-    "tensor 2": Division(2, PeerSizes(tensor=2)),
+    "one rank": Division(),
+    "FSDP 2": Division(ParallelDims(shard=2)),
+    "FSDP 2, gathered": Division(ParallelDims(shard=2), stays_gathered=True),
+    "sequence 2": Division(ParallelDims(sequence=2)),
+    "sequence 2, gathered": Division(ParallelDims(sequence=2), stays_gathered=True),
+    "tensor 2": Division(ParallelDims(tensor=2)),
 }
 OFFLOADS: dict[str, dict[str, Any]] = {
     "nothing offloaded": {},
@@ -97,7 +96,7 @@ def combinations_of(name: str) -> Iterator[Combination]:
     Tensor parallelism refuses adapters. What stays gathered changes nothing in how a layer is offloaded.
     """
     division = DIVISIONS[name]
-    loras = (False,) if division.sizes.tensor > 1 else (False, True)
+    loras = (False,) if division.dims.tensor > 1 else (False, True)
     offloads = list(OFFLOADS)[:1] if division.stays_gathered else list(OFFLOADS)
     for lora, compiled, checkpointing, offload in itertools.product(loras, (False, True), (False, True), offloads):
         yield Combination(name, compiled, checkpointing, offload, lora)
@@ -137,11 +136,11 @@ def make_batch() -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
 
 
-def run(parallel: DataParallel, model: Path, combination: Combination) -> dict[str, Any]:
+def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[str, Any]:
     """Return what two updates of one combination compute; log-probs are those of the rank's first sequences."""
     division = DIVISIONS[combination.division]
-    peers = division.sizes.peers
-    batch = make_batch().split(NUM_SEQUENCES * peers // division.world_size)[parallel.rank // peers]
+    peers = division.dims.model_parallel
+    batch = make_batch().split(NUM_SEQUENCES * peers // division.dims.world_size)[parallel.rank // peers]
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=256)
     engine = PolicyEngine(
         parallel,
@@ -168,9 +167,9 @@ def main() -> None:
     rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     found: dict[str, Any] = {}
     for (name, division), port in zip(DIVISIONS.items(), sys.argv[5:], strict=True):
-        if rank >= division.world_size:
+        if rank >= division.dims.world_size:
             continue
-        parallel = init_process_group(device, rank, division.world_size, "127.0.0.1", int(port), 120, division.sizes)
+        parallel = init_process_group(device, rank, division.dims, "127.0.0.1", int(port), 120)
         for combination in combinations_of(name):
             torch.compiler.reset()
             try:

@@ -19,20 +19,21 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
 VOCABULARY, HIDDEN = 151_936, 896
 NUM_SEQUENCES, PROMPT, RESPONSE = 8, 256, 3840
 MAX_TOKENS_PER_GPU = 16_384
 LAYOUTS = {
-    "one GPU": (1, PeerSizes(), {}),
-    "data 2": (2, PeerSizes(), {}),
-    "sequence 2": (2, PeerSizes(sequence=2), {}),
-    "sequence 2, compiled": (2, PeerSizes(sequence=2), {"compile": True}),
-    "tensor 2": (2, PeerSizes(tensor=2), {}),
-    "tensor 2, compiled": (2, PeerSizes(tensor=2), {"compile": True}),
+    "one GPU": (ParallelDims(), {}),
+    "data 2": (ParallelDims(shard=2), {}),
+    "replicate 2": (ParallelDims(replicate=2), {}),
+    "sequence 2": (ParallelDims(sequence=2), {}),
+    "sequence 2, compiled": (ParallelDims(sequence=2), {"compile": True}),
+    "tensor 2": (ParallelDims(tensor=2), {}),
+    "tensor 2, compiled": (ParallelDims(tensor=2), {"compile": True}),
 }
 
 
@@ -70,7 +71,7 @@ def make_batch() -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
 
 
-def run(parallel: DataParallel, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
+def run(parallel: ParallelMesh, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
     training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=MAX_TOKENS_PER_GPU)
     actor = ActorModel(path=str(model), **options)
     engine = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10)
@@ -100,11 +101,11 @@ def shard_of(batch: DataProto, number: int, num_shards: int) -> DataProto:
 def main() -> None:
     rank, model, out, ports = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
     found: dict[str, Any] = {}
-    for (name, (world_size, sizes, options)), port in zip(LAYOUTS.items(), ports, strict=True):
-        if rank >= world_size:
+    for (name, (dims, options)), port in zip(LAYOUTS.items(), ports, strict=True):
+        if rank >= dims.world_size:
             continue
-        parallel = init_process_group(Device.CUDA, rank, world_size, "127.0.0.1", int(port), 120, sizes)
-        shard = shard_of(make_batch(), rank // sizes.peers, world_size // sizes.peers)
+        parallel = init_process_group(Device.CUDA, rank, dims, "127.0.0.1", int(port), 120)
+        shard = shard_of(make_batch(), rank // dims.model_parallel, dims.world_size // dims.model_parallel)
         try:
             found[name] = run(parallel, model, shard, options)
         except Exception:  # noqa: BLE001 - the other layouts are to be seen all the same; the test fails on this one

@@ -21,8 +21,8 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.models.smollm2 import prepare
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
@@ -43,13 +43,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parallel() -> Iterator[DataParallel]:
-    group = init_process_group(Device.CUDA, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+def parallel() -> Iterator[ParallelMesh]:
+    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield group
     group.destroy()
 
 
-def make_policy(parallel: DataParallel, path: Path, dtype: torch.dtype, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, dtype: torch.dtype, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=model.pop("max_tokens", 4096))
     actor = ActorModel(path=str(path), **model)
     return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=dtype)
@@ -67,7 +67,7 @@ def make_batch() -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1})
 
 
-def test_log_probs_equal_those_of_plain_transformers(parallel: DataParallel, model_path: Path) -> None:
+def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, model_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     batch = make_batch()
@@ -85,7 +85,7 @@ def test_log_probs_equal_those_of_plain_transformers(parallel: DataParallel, mod
 
 @pytest.mark.parametrize("model", [{"max_tokens": 80}, {"gradient_checkpointing": False}, {"compile": True}])
 def test_how_it_is_computed_hardly_changes_an_update(
-    parallel: DataParallel, model_path: Path, model: dict[str, Any]
+    parallel: ParallelMesh, model_path: Path, model: dict[str, Any]
 ) -> None:
     batch = make_batch()
     plain, other = (make_policy(parallel, model_path, torch.bfloat16, **options) for options in ({}, dict(model)))
@@ -96,7 +96,7 @@ def test_how_it_is_computed_hardly_changes_an_update(
     assert 0 < metrics["perf/mfu/actor"] < 1
 
 
-def test_a_step_that_is_not_finite_is_skipped(parallel: DataParallel, model_path: Path) -> None:
+def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path: Path) -> None:
     policy = make_policy(parallel, model_path, torch.bfloat16)
     batch = make_batch()
     batch = batch.union(policy.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
@@ -107,7 +107,7 @@ def test_a_step_that_is_not_finite_is_skipped(parallel: DataParallel, model_path
     assert all(map(torch.equal, before, policy.weights().gather()))
 
 
-def test_a_checkpoint_is_read_back(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     batch = make_batch()
     saved, resumed = (make_policy(parallel, model_path, torch.bfloat16) for _ in range(2))
     batch = batch.union(saved.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))

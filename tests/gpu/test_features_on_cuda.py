@@ -26,8 +26,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
 pytestmark = [
@@ -87,14 +87,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parallel() -> Iterator[DataParallel]:
-    group = init_process_group(Device.CUDA, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+def parallel() -> Iterator[ParallelMesh]:
+    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield group
     group.destroy()
 
 
 @pytest.fixture(scope="module")
-def seen(parallel: DataParallel, model_path: Path) -> dict[str, Seen]:
+def seen(parallel: ParallelMesh, model_path: Path) -> dict[str, Seen]:
     return {name: measure(parallel, model_path, settings) for name, settings in FEATURES.items()}
 
 
@@ -112,7 +112,7 @@ def make_batch() -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1})
 
 
-def measure(parallel: DataParallel, path: Path, settings: dict[str, Any]) -> Seen:
+def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> Seen:
     """Run the steps; speed is that of the last."""
     _forget()
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=16_384)
@@ -196,14 +196,14 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     assert seen["checkpointing, LoRA, all offloads"].idle < 200
 
 
-def make_engine(parallel: DataParallel, path: Path, *, stays_gathered: bool = False, **settings: Any) -> PolicyEngine:
+def make_engine(parallel: ParallelMesh, path: Path, *, stays_gathered: bool = False, **settings: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
     model = ActorModel(path=str(path), **settings)
     return PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=STEPS, stays_gathered=stays_gathered)
 
 
 @pytest.mark.parametrize("stays_gathered", [False, True])
-def test_after_a_warmup_a_step_compiles_nothing(parallel: DataParallel, model_path: Path, stays_gathered: bool) -> None:
+def test_after_a_warmup_a_step_compiles_nothing(parallel: ParallelMesh, model_path: Path, stays_gathered: bool) -> None:
     from torch._dynamo.utils import counters
 
     _forget()
@@ -217,7 +217,7 @@ def test_after_a_warmup_a_step_compiles_nothing(parallel: DataParallel, model_pa
 
 
 def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(
-    parallel: DataParallel, model_path: Path, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path
 ) -> None:
     saved, resumed = make_engine(parallel, model_path, offload=BOTH), make_engine(parallel, model_path)
     batch = make_batch()
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(
         assert all(torch.equal(*pair) for pair in zip(resumed.weights().gather(), expected, strict=True))
 
 
-def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: DataParallel, tmp_path: Path) -> None:
+def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: ParallelMesh, tmp_path: Path) -> None:
     """With a small vocabulary the layers' inputs are most of the peak; with a large one the output layer hides them."""
     torch.manual_seed(7)
     layers, width, sequences, length = 24, 512, 64, 1024

@@ -16,9 +16,9 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import Keys, response_part
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
@@ -29,8 +29,8 @@ BATCH = make_batch(8)
 
 
 @pytest.fixture(scope="module")
-def parallel() -> Iterator[DataParallel]:
-    group = init_process_group(Device.CPU, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+def parallel() -> Iterator[ParallelMesh]:
+    group = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield group
     group.destroy()
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(parallel: DataParallel, folder: Path) -> PolicyEngine:
+def engine(parallel: ParallelMesh, folder: Path) -> PolicyEngine:
     """With adapters that two updates have moved."""
     actor = ActorModel(path=str(save_tiny_model(folder / "tiny")), lora=LoRA(rank=4, alpha=12.0))
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)

@@ -1,12 +1,13 @@
-"""Kueue, an optional part of the cluster: its controller as a pod, its CRDs and webhooks. Only RayClusters are queued.
+"""Kueue, an optional part of the cluster: its controller as a pod, its CRDs and webhooks.
 
-Called by the command `kueue` and by the tests that need it, which take it away again: its webhooks stand in the way of
-every RayCluster of the cluster, and of all of them as long as its pod does not run.
+Called by the command `kueue` and by the tests that need it. The tests remove it: its webhooks are called for every
+RayCluster of the cluster, and none can be created while its pod does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,8 @@ from tools.cluster.waiting import wait_until
 
 NAMESPACE = "kueue-system"
 _DEPLOYMENT = "kueue-controller-manager"
+_CONFIG_MAP = "kueue-manager-config"
+_CONFIG_FILE = "controller_manager_config.yaml"
 _PROGRAM = "/manager"
 _OWN_KINDS = "localqueues,clusterqueues,workloads,resourceflavors,workloadpriorityclasses"
 
@@ -32,6 +35,11 @@ def install(layout: Layout) -> None:
     definitions = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
     apply(layout, *definitions)
     apply(layout, *(each for each in objects if each not in definitions))
+    _wait(layout)
+
+
+def _wait(layout: Layout) -> None:
+    """Wait until the Deployment is rolled out and the webhooks answer."""
     kubectl(
         layout,
         "rollout",
@@ -45,7 +53,7 @@ def install(layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
-    """Take Kueue away with all that it kept; what it had suspended stays so."""
+    """Delete Kueue with its objects. RayClusters that it has suspended stay suspended."""
     if kubectl_succeeds(layout, "get", "crd", "workloads.kueue.x-k8s.io"):
         # Their finalizers need the controller.
         kubectl(layout, "delete", _OWN_KINDS, "--all", "--all-namespaces", "--timeout=60s", limit=120)
@@ -55,7 +63,7 @@ def remove(layout: Layout) -> None:
 
 @contextmanager
 def installed(layout: Layout) -> Iterator[None]:
-    """Have Kueue for a while."""
+    """Install Kueue, and remove it at the end."""
     try:
         install(layout)
         yield
@@ -63,14 +71,41 @@ def installed(layout: Layout) -> Iterator[None]:
         remove(layout)
 
 
+@contextmanager
+def configured(layout: Layout, **settings: Any) -> Iterator[None]:
+    """Give the installed Kueue other settings in its configuration file, and restore it at the end."""
+    try:
+        _configure(layout, settings)
+        yield
+    finally:
+        _configure(layout, {})
+
+
+def _configure(layout: Layout, settings: Mapping[str, Any]) -> None:
+    """Write the configuration file with these settings, and restart Kueue if that changes its Deployment."""
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in _objects(layout)}
+    config, deployment = objects["ConfigMap", _CONFIG_MAP], objects["Deployment", _DEPLOYMENT]
+    text = yaml.safe_dump({**yaml.safe_load(config["data"][_CONFIG_FILE]), **settings}, sort_keys=True)
+    config["data"][_CONFIG_FILE] = text
+    _with_image(deployment, ensure_static_image(layout, binaries.KUEUE.name, path=_PROGRAM))
+    metadata = deployment["spec"]["template"]["metadata"]
+    # A pod reads the file when it starts.
+    metadata["annotations"] = {
+        **metadata.get("annotations", {}),
+        "ppojob.dev/config": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+    apply(layout, config, deployment)
+    _wait(layout)
+
+
 def _objects(layout: Layout) -> list[dict[str, Any]]:
-    """The manifests that the module ships."""
+    """Return the manifests of the Go module."""
     folder = binaries.upstream_folder(binaries.KUEUE) / "config" / "default"
     return [each for each in yaml.safe_load_all(kubectl(layout, "kustomize", str(folder))) if each]
 
 
 def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
-    """The manager's Deployment with our image, and with no more of the small node than it needs."""
+    """Return the manifest; the manager's Deployment gets our image and small requests."""
     if manifest["kind"] == "Deployment" and manifest["metadata"]["name"] == _DEPLOYMENT:
         [container] = manifest["spec"]["template"]["spec"]["containers"]
         container |= {"image": image, "imagePullPolicy": "IfNotPresent"}
@@ -79,7 +114,7 @@ def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
 
 
 def _unanswered(layout: Layout) -> str:
-    """Why no object of Kueue can be made yet; "" if it can: all of them pass a webhook."""
+    """Return what is missing until Kueue's webhook answers; empty: it answers."""
     flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "webhook-check"}}
     is_taken = kubectl_succeeds(
         layout, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(flavor), limit=20

@@ -55,6 +55,10 @@ LABEL_QUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUED_UID = "kueue.x-k8s.io/job-uid"
 """Kueue's labels: by the first two it takes a RayCluster into a queue, the third is its Workload's."""
 
+ANNOTATION_REQUIRED_TOPOLOGY = "kueue.x-k8s.io/podset-required-topology"
+ANNOTATION_PREFERRED_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
+"""Kueue's annotations of a pod template: the label whose value all nodes of the pods share."""
+
 METRICS_PORT_NAME = "ppojob-metrics"
 """Name of the head's port where the trainer serves `/metrics`."""
 

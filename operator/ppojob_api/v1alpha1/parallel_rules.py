@@ -1,7 +1,7 @@
-"""Rules of `tensorParallelSize` and `sequenceParallelSize`: against the GPUs of pools, and what is not computed.
+"""Rules of `tensorParallelSize`, `sequenceParallelSize` and `fsdpSize`: against the GPUs of nodes and pools.
 
-`rules.py` puts them beside the others, each in CEL and in Python. Whether they divide the model's heads only the
-trainer can say, which reads the model's configuration before it loads anything.
+`rules.py` puts them beside the others, each in CEL and in Python. Only the trainer can check whether they divide the
+model's heads: it reads the model's configuration before it loads anything.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import NEEDS_CRITIC
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
+from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
@@ -16,10 +17,7 @@ from ppojob_api.v1alpha1.training import Trained
 _TRAINED = ("actor", "critic")
 _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
-    "critic": (
-        CRITIC_POOL,
-        f"!{NEEDS_CRITIC} || ",
-    ),
+    "critic": (CRITIC_POOL, f"!{NEEDS_CRITIC} || "),
 }
 """The pool of a trained role, and when it has none."""
 
@@ -28,21 +26,31 @@ PARALLEL_RULES = [
         Rule(
             rule=(
                 f"{is_idle}self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize == 1 || "
-                f"self.pools.all(p, p.name != {pool} || (p.nodes * p.gpusPerNode) % "
+                f"self.pools.all(p, p.name != {pool} || p.gpusPerNode % "
                 f"(self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize) == 0)"
             ),
-            message=f"{role}.tensorParallelSize times sequenceParallelSize must divide the GPUs of the {role}'s pool",
+            message=(
+                f"{role}.tensorParallelSize times sequenceParallelSize must divide gpusPerNode of the {role}'s pool"
+            ),
             field_path=f".{role}",
         )
         for role, (pool, is_idle) in _POOL_OF.items()
     ),
     *(
         Rule(
-            rule=f"self.{role}.tensorParallelSize == 1 || self.{role}.sequenceParallelSize == 1",
-            message="tensorParallelSize and sequenceParallelSize cannot both be above 1: set one of them to 1",
-            field_path=f".{role}.sequenceParallelSize",
+            rule=(
+                f"{is_idle}!has(self.{role}.fsdpSize) || "
+                f"(self.{role}.fsdpSize % self.{role}.sequenceParallelSize == 0 && "
+                f"self.pools.all(p, p.name != {pool} || (p.nodes * p.gpusPerNode) % "
+                f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize) == 0))"
+            ),
+            message=(
+                f"{role}.fsdpSize must be a multiple of sequenceParallelSize, and times tensorParallelSize it must "
+                f"divide the GPUs of the {role}'s pool"
+            ),
+            field_path=f".{role}.fsdpSize",
         )
-        for role in _TRAINED
+        for role, (pool, is_idle) in _POOL_OF.items()
     ),
     *(
         Rule(
@@ -74,36 +82,56 @@ PARALLEL_RULES = [
 ]
 
 
-def _peers_divide_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
-    pools = {pool.name: pool.gpus for pool in spec.pools}
-    critic = (spec.placement.critic or spec.placement.actor) if spec.algorithm.needs_critic else None
-    for role, training, pool in (("actor", spec.actor, spec.placement.actor), ("critic", spec.critic, critic)):
-        if pool in pools and pools[pool] % training.num_peers:
+def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
+    """Ranks that work on the same sequences communicate in every layer, so a node has all of them."""
+    for role, training, pool in _placed(spec):
+        if pool.gpus_per_node % training.num_peers:
             field, value = _larger(training)
-            remedy = f"does not divide the {pools[pool]} GPUs of pool {pool}: use a divisor, or give the pool more GPUs"
-            yield f"{role}.{field}", value, remedy
+            size = f"tensorParallelSize x sequenceParallelSize = {training.num_peers}"
+            why = f"does not divide the {pool.gpus_per_node} GPUs of a node of pool {pool.name}"
+            if role == "ref":
+                remedy = f"set placement.ref to {spec.placement.actor}, or give its nodes more GPUs"
+                yield f"actor.{field}", value, f"the reference is divided like the actor, and {size} {why}: {remedy}"
+            else:
+                yield f"{role}.{field}", value, f"{size} {why}: use divisors, or give its nodes more GPUs"
+
+
+def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
+    for role, training, pool in _placed(spec):
+        size, tensor, sequence = training.fsdp_size, training.tensor_parallel_size, training.sequence_parallel_size
+        if size is None:
+            continue
+        field = f"{'actor' if role == 'ref' else role}.fsdpSize"
+        if size % sequence:
+            yield field, size, f"sequenceParallelSize is {sequence}: use a multiple of it, or remove the field"
+        elif pool.gpus % (size * tensor):
+            product = f"times tensorParallelSize {tensor} it" if tensor > 1 else "it"
+            of_ref = "the reference is divided like the actor, and " if role == "ref" else ""
+            remedy = f"set placement.ref to {spec.placement.actor}, or " if role == "ref" else ""
+            why = f"{product} does not divide the {pool.gpus} GPUs of pool {pool.name}"
+            yield field, size, f"{of_ref}{why}: {remedy}use a divisor, or remove the field"
+
+
+def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
+    """Yield the roles that are divided, with their sizes and pools; the reference if its pool is not the actor's."""
+    placement, pools = spec.placement, {pool.name: pool for pool in spec.pools}
+    critic = (placement.critic or placement.actor) if spec.algorithm.needs_critic else None
     has_copy = spec.algorithm.needs_reference and not spec.model.reference_is_actor
-    ref = spec.placement.ref or critic or spec.placement.actor
-    if has_copy and ref != spec.placement.actor and ref in pools and pools[ref] % spec.actor.num_peers:
-        field, value = _larger(spec.actor)
-        yield (
-            f"actor.{field}",
-            value,
-            f"the reference is sharded like the actor, and this value does not divide the {pools[ref]} GPUs of "
-            "its pool "
-            f"{ref}: set placement.ref to {spec.placement.actor}, or give the pool more GPUs",
-        )
+    ref = (placement.ref or critic or placement.actor) if has_copy else None
+    found = [("actor", spec.actor, placement.actor), ("critic", spec.critic, critic)]
+    if ref != placement.actor:
+        found.append(("ref", spec.actor, ref))
+    for role, training, name in found:
+        if name in pools:
+            yield role, training, pools[name]
 
 
-def _peers_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
+def _layers_are_divided_alone(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, training, model in (
         ("actor", spec.actor, spec.model.actor),
         ("critic", spec.critic, spec.model.critic),
     ):
-        tensor, sequence = training.tensor_parallel_size, training.sequence_parallel_size
-        if tensor > 1 and sequence > 1:
-            remedy = f"tensorParallelSize is {tensor}, and only one of the two may be above 1: set one of them to 1"
-            yield f"{role}.sequenceParallelSize", sequence, remedy
+        tensor = training.tensor_parallel_size
         for name, is_asked in (("lora", model.lora is not None), ("activationOffload", model.activation_offload)):
             if tensor > 1 and is_asked:
                 remedy = (
@@ -126,10 +154,15 @@ def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _larger(training: Trained) -> tuple[str, int]:
-    """The field that is to blame."""
+    """Return the size to name in the error."""
     if training.tensor_parallel_size >= training.sequence_parallel_size:
         return "tensorParallelSize", training.tensor_parallel_size
     return "sequenceParallelSize", training.sequence_parallel_size
 
 
-PARALLEL_CHECKS = (_peers_divide_the_pools, _peers_are_of_one_kind, _replicas_fit_their_nodes)
+PARALLEL_CHECKS = (
+    _groups_fit_their_nodes,
+    _copies_fill_the_pools,
+    _layers_are_divided_alone,
+    _replicas_fit_their_nodes,
+)

@@ -9,6 +9,7 @@ from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.quantities import (
     DNSLabel,
+    NodeLabel,
     ObjectName,
     Quantity,
     RawObject,
@@ -67,6 +68,17 @@ class ResourceClaim(ApiModel):
     """ResourceClaimTemplate in the job's namespace."""
 
 
+class Topology(ApiModel):
+    """Nodes that are near each other, for Kueue's topology-aware scheduling: those with the same value of a label."""
+
+    required: NodeLabel | None = None
+    """Label of the nodes, a level of the queue's Topology. Kueue admits the job when all pods of the pool fit on nodes
+    with the same value, such as one rack."""
+    preferred: NodeLabel | None = None
+    """The same if possible. Else the pods run on nodes with the same value of a higher level, or on as few as
+    possible."""
+
+
 class Pool(Scheduling):
     """GPUs of one kind: nodes x gpusPerNode."""
 
@@ -95,6 +107,8 @@ class Pool(Scheduling):
     """CPU and memory per GPU."""
     spread: Spread = Spread.PREFERRED
     """Required: each pod runs on its own host. Preferred: if possible."""
+    topology: Topology | None = None
+    """Where Kueue places the pool's pods. It has an effect only in a queue with a Topology. Absent: anywhere."""
     network: PoolNetwork = PoolNetwork()
     """Network to other hosts."""
 

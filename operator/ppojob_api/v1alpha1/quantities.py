@@ -28,6 +28,16 @@ DNSLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_len
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", min_length=1, max_length=253)]
 """Name of another object in the job's namespace."""
 
+NodeLabel = Annotated[
+    str,
+    Field(
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?$",
+        min_length=1,
+        max_length=317,
+    ),
+]
+"""Key of a node's label."""
+
 Text = Annotated[str, Field(max_length=1024)]
 ShortText = Annotated[str, Field(max_length=253)]
 Path = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", min_length=1, max_length=4096)]

@@ -1,4 +1,4 @@
-"""Rules of the queues in `spec.runPolicy`: what Kueue and the gang schedulers ask of a job.
+"""Rules of the queues in `spec.runPolicy` and of `pools[].topology`: what Kueue and the gang schedulers ask of a job.
 
 `rules.py` puts the CEL into the schema and the Python beside the other checks. Kueue takes at most eight sets of pods;
 the head and the seven pools that a spec may have are just so many. The queue may also come from a label of the job,
@@ -35,6 +35,17 @@ QUEUE_RULES = [
     ),
 ]
 
+TOPOLOGY_RULES = [
+    Rule(rule="has(self.required) != has(self.preferred)", message="set exactly one of required and preferred")
+]
+
+
+def _topologies_are_required_or_preferred(spec: PPOJobSpec) -> Iterator[Problem]:
+    for index, pool in enumerate(spec.pools):
+        topology = pool.topology
+        if topology is not None and (topology.required is None) == (topology.preferred is None):
+            yield f"pools[{index}].topology", topology.to_wire(), "set exactly one of required and preferred"
+
 
 def _no_pool_has_kueues_name_for_the_head(spec: PPOJobSpec) -> Iterator[Problem]:
     for index, pool in enumerate(spec.pools):
@@ -67,4 +78,5 @@ QUEUE_CHECKS = (
     _no_pool_has_kueues_name_for_the_head,
     _priority_is_of_a_queue,
     _gang_scheduler_and_its_queue_belong_together,
+    _topologies_are_required_or_preferred,
 )

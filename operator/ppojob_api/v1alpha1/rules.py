@@ -36,8 +36,8 @@ from ppojob_api.v1alpha1.placement_rules import (
     PLACEMENT_RULES,
 )
 from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
-from ppojob_api.v1alpha1.pools import Placement, Pool
-from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES
+from ppojob_api.v1alpha1.pools import Placement, Pool, Topology
+from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES, TOPOLOGY_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import CheckpointSpec, ScheduleMode, ScheduleSpec
@@ -122,6 +122,7 @@ RULES_OF: dict[type[ApiModel], list[Rule]] = {
     Placement: [DISTINCT_POOLS_RULE],
     Pool: DEVICE_RULES,
     PoolNetwork: NETWORK_RULES,
+    Topology: TOPOLOGY_RULES,
     CheckpointSpec: EXPORT_RULES,
     ScheduleSpec: STALENESS_RULES,
     RolloutCorrection: CORRECTION_RULES,

@@ -74,7 +74,7 @@ class RunPolicy(ApiModel):
     queue_name: QueueName | None = None
     """Kueue's LocalQueue in the job's namespace. The job has pods only while it is admitted. If the queue pre-empts it,
     the job saves a checkpoint and resumes when it is admitted again. Absent: the value of the job's label
-    kueue.x-k8s.io/queue-name, else no queue."""
+    kueue.x-k8s.io/queue-name, else Kueue's default queue in the namespace, else no queue."""
     queue_priority_class: QueueName | None = None
     """Kueue's WorkloadPriorityClass, which decides admission and pre-emption. Absent: the queue's default."""
     gang_scheduler: GangScheduler = GangScheduler.NONE

@@ -28,6 +28,8 @@ def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _reward_limit_is_no_limit(spec)
     yield from _gspo_is_hardly_clipped(spec)
     yield from _is_off_policy(spec)
+    yield from _copies_cross_nodes(spec)
+    yield from _topology_without_a_queue(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
             yield from _kinds_are_mixed(pool, f"spec.pools[{index}]")
@@ -75,6 +77,29 @@ def _is_off_policy(spec: PPOJobSpec) -> Iterator[FieldError]:
             f"{'s' * (steps > 1)} old; for on-policy training, use Auto"
         )
         yield FieldError("spec.schedule.mode", mode.value, remedy)
+
+
+def _copies_cross_nodes(spec: PPOJobSpec) -> Iterator[FieldError]:
+    pools = {pool.name: pool for pool in spec.pools}
+    critic = spec.placement.critic if spec.algorithm.needs_critic else None
+    for role, training, name in (("actor", spec.actor, spec.placement.actor), ("critic", spec.critic, critic)):
+        pool = pools.get(name or "")
+        if pool is None or training.fsdp_size is None:
+            continue
+        copy, node = training.gpus_of_a_copy(pool.gpus), pool.gpus_per_node
+        if copy % node and node % copy:
+            remedy = (
+                f"a copy of the model has {copy} GPUs, and nodes of pool {pool.name} have {node}, so some copies are "
+                "gathered across nodes: let one divide the other"
+            )
+            yield FieldError(f"spec.{role}.fsdpSize", training.fsdp_size, remedy)
+
+
+def _topology_without_a_queue(spec: PPOJobSpec) -> Iterator[FieldError]:
+    for index, pool in enumerate(spec.pools):
+        if pool.topology is not None and spec.run_policy.queue_name is None:
+            remedy = "only Kueue reads it, and the job names no queue: set runPolicy.queueName"
+            yield FieldError(f"spec.pools[{index}].topology", pool.topology.to_wire(), remedy)
 
 
 def _nothing_to_balance(spec: PPOJobSpec) -> Iterator[FieldError]:

@@ -325,8 +325,8 @@ class PPOJobStatus(ApiModel):
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
     queue_name: Name | None = None
-    """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name. It cannot
-    change once the job is accepted. Absent: no queue."""
+    """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
+    or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]

@@ -51,11 +51,20 @@ class Trained(ApiModel):
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
     """Sequence parallelism (Ulysses): GPUs that each compute a slice of every sequence. Must divide the heads. For long
     sequences: together the GPUs take this many times maxTokensPerGPU."""
+    fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
+    """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, or of its tensor-parallel part. The
+    other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A multiple of
+    sequenceParallelSize. For pools of several nodes with a slow network: the GPUs of a node, divided by
+    tensorParallelSize, so weights are gathered within a node."""
 
     @property
     def num_peers(self) -> int:
         """GPUs that work on the same sequences."""
         return self.tensor_parallel_size * self.sequence_parallel_size
+
+    def gpus_of_a_copy(self, gpus: int) -> int:
+        """Return over how many of the role's GPUs one copy of the model is divided."""
+        return gpus if self.fsdp_size is None else self.fsdp_size * self.tensor_parallel_size
 
 
 class ActorSpec(Trained):
@@ -136,8 +145,7 @@ class RolloutSpec(ApiModel):
     """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
     log_probs: bool = True
     """The engine reports log-probs, which the trainer compares with its own. The default is true because a difference
-    shows wrong weights or kernels. false makes generation faster, by up to a quarter for a small model with many short
-    steps. Set it to false once training/rollout_probs_diff_mean is known to be small."""
+    shows wrong weights or kernels, and because it costs little: a twentieth of the generation of a small model."""
     sleep: bool = True
     """Release GPU memory after each generation if a trained role shares the GPU. The default is true because it needs
     the least memory. false keeps it, which is faster. Set it to false if gpuMemoryUtilization leaves enough memory for

@@ -1,8 +1,8 @@
 """The batch/v1 Job that fetches models and data into the storage, before any pod with GPUs exists.
 
 Its pod is the head's without Ray: the same image, environment, ServiceAccount, scheduling and pod security, and with
-them the user's pod template, but no other containers. It carries no label of a queue, so Kueue holds it back only where
-it manages Jobs without one (`manageJobsWithoutQueueName`).
+them the user's pod template, but no other containers. The operator gives it no queue. Kueue suspends it only in a
+namespace with a default queue, or where it manages Jobs without a queue (`manageJobsWithoutQueueName`).
 """
 
 import hashlib

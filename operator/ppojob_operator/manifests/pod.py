@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.quantity import times
+from ppojob_operator.manifests.queues import topology_annotations
 from ppojob_operator.plan import JobKey
 
 STORAGE_GROUP = 1000
@@ -76,7 +77,10 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
         pod |= _spread(pool, cluster)
     if pool.network.host_network:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return {"metadata": {"labels": {**naming.labels(key.name), constants.LABEL_POOL: pool.name}}, "spec": pod}
+    metadata: dict[str, Any] = {"labels": {**naming.labels(key.name), constants.LABEL_POOL: pool.name}}
+    if pool.topology is not None:
+        metadata["annotations"] = topology_annotations(pool.topology)
+    return {"metadata": metadata, "spec": pod}
 
 
 def _pod_spec(spec: PPOJobSpec, scheduling: Pool | Head, key: JobKey, container: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,8 @@ RESERVED_ENV = frozenset({
 
 _KUBERAY_INIT = "wait-gcs-ready"
 """KubeRay's init container, which waits for the head."""
+_TOPOLOGY = (constants.ANNOTATION_REQUIRED_TOPOLOGY, constants.ANNOTATION_PREFERRED_TOPOLOGY)
+_TOPOLOGY_REMEDY = "use topology of the pool; the head is one pod and needs none"
 _RESERVED_PREFIXES = ("ray.io/", f"{constants.GROUP}/", constants.LABEL_MANAGED_BY)
 _REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose another"
 
@@ -93,6 +95,8 @@ def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[Field
             yield FieldError(f"{path}.{kind}", given, "must be an object of names and strings")
             continue
         for name, value in given.items():
+            if name in _TOPOLOGY:
+                yield FieldError(f"{path}.{kind}.{name}", value, _TOPOLOGY_REMEDY)
             if str(name).startswith(_RESERVED_PREFIXES):
                 yield FieldError(f"{path}.{kind}.{name}", value, _REMEDY_RESERVED)
 

@@ -1,4 +1,4 @@
-"""Labels and annotations of a RayCluster for Kueue and gang schedulers.
+"""Labels and annotations of a RayCluster and its pods for Kueue and gang schedulers.
 
 Kueue reads its labels from the RayCluster. KubeRay 1.6's batch scheduler plugins copy theirs to the pods and set
 `schedulerName`; the scheduler is a setting of KubeRay, not of this operator.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.pools import Topology
 from ppojob_api.v1alpha1.runtime import GangScheduler, RunPolicy
 from ppojob_operator.plan import Manifest
 
@@ -30,16 +31,24 @@ def queue_labels(policy: RunPolicy, cluster: str) -> dict[str, str]:
     return {label: value for label, value in labels.items() if value is not None}
 
 
-def queue_annotations(policy: RunPolicy, spec: Manifest) -> dict[str, dict[str, str]]:
-    """Return the annotation of a RayCluster in a queue: the digest of the spec that it was created from.
+def topology_annotations(topology: Topology) -> dict[str, str]:
+    """Return the annotation of a pod template from which Kueue reads where the pods may be."""
+    levels = {
+        constants.ANNOTATION_REQUIRED_TOPOLOGY: topology.required,
+        constants.ANNOTATION_PREFERRED_TOPOLOGY: topology.preferred,
+    }
+    return {name: label for name, label in levels.items() if label is not None}
+
+
+def made_of(spec: Manifest) -> dict[str, str]:
+    """Return the annotation of a RayCluster: the digest of the spec that it was created from.
 
     Kueue changes the spec, and evicts RayClusters that others change. An operator of another version may render another
-    spec; the digest shows that the difference is not an edit to revert.
+    spec; the digest shows that the difference is not an edit to revert. Every RayCluster has it, because Kueue may put
+    it into a default queue.
     """
-    if policy.queue_name is None:
-        return {}
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
-    return {"annotations": {constants.ANNOTATION_MADE_OF: digest}}
+    return {constants.ANNOTATION_MADE_OF: digest}
 
 
 def with_kueue_fields(desired: Manifest, found: Manifest) -> Manifest:
@@ -49,7 +58,7 @@ def with_kueue_fields(desired: Manifest, found: Manifest) -> Manifest:
     worker groups is one field, so it would remove them. With the resourceVersion, the API server rejects the write if
     Kueue has changed the object since.
     """
-    if constants.LABEL_QUEUE not in desired["metadata"]["labels"]:
+    if constants.LABEL_QUEUE not in {**found["metadata"].get("labels", {}), **desired["metadata"]["labels"]}:
         return desired
     spec, live = desired["spec"], found["spec"]
     groups = {group["groupName"]: group for group in live.get("workerGroupSpecs", [])}

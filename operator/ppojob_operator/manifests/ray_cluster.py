@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 from ppojob_operator.manifests import naming, pod_template
 from ppojob_operator.manifests.pod import head_template, pool_template
-from ppojob_operator.manifests.queues import queue_annotations, queue_labels
+from ppojob_operator.manifests.queues import made_of, queue_labels
 from ppojob_operator.plan import JobKey
 
 API_VERSION = "ray.io/v1"
@@ -42,7 +42,7 @@ def ray_cluster(spec: PPOJobSpec, key: JobKey, uid: str, name: str) -> dict[str,
         "workerGroupSpecs": [_worker_group(spec, pool, key, name) for pool in spec.pools],
     }
     metadata = naming.metadata(name, key, uid, queue_labels(spec.run_policy, name))
-    metadata |= queue_annotations(spec.run_policy, desired)
+    metadata["annotations"] = made_of(desired)
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": desired}
 
 

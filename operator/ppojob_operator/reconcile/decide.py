@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus, Retries
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
-from ppojob_operator.reconcile import attempts, deadlines, layout, objects, pods, progress, suspension
+from ppojob_operator.reconcile import attempts, deadlines, layout, objects, pods, progress, queueing, suspension
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
@@ -53,7 +53,7 @@ def _missing_observation(a: Assessment) -> Plan | None:
     if a.observed.dry_run is None and a.situation.desired is not None and layout.is_stop_due(a.situation):
         # Before the trainer is stopped: a rejected RayCluster would leave the job without pods.
         return Plan(dry_run=layout.next_cluster(a.situation, a.situation.desired))
-    if progress.complete(a.situation) or not attempts.is_log_needed(a.situation):
+    if a.complete or not attempts.is_log_needed(a.situation):
         return None
     has_ended = a.deadline is not None or a.failure is not None
     return Plan(read_log_of=a.situation.submission_id) if has_ended else None
@@ -163,9 +163,8 @@ def _failed(a: Assessment, event: Event) -> Plan:
 
 
 def _succeeded(a: Assessment, event: Event) -> Plan:
-    complete = progress.complete(a.situation)
-    assert complete is not None
-    return _ended(a, {Condition.COMPLETE: complete})
+    assert a.complete is not None
+    return _ended(a, {Condition.COMPLETE: a.complete})
 
 
 def _after_the_end(a: Assessment, event: Event) -> Plan:
@@ -267,7 +266,7 @@ def _ended(a: Assessment, over: Mapping[str, Finding], last_failure: LastFailure
 def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsFinding) -> PPOJobStatus:
     """Return the operator's part of the status, with the findings."""
     old, job = situation.status, situation.job
-    is_due, is_queued = situation.now >= situation.due, suspension.is_queued(situation)
+    is_due, is_queued = situation.now >= situation.due, queueing.is_queued(situation)
     cluster = _cluster_status(situation) if is_due else old.ray_cluster
     return PPOJobStatus(
         operator=old.operator,
@@ -331,8 +330,8 @@ def _interval(situation: Situation, found: PoolsFinding) -> float:
         progress = situation.status.progress
         is_ending = progress is not None and situation.reported_at and progress.activity == Activity.FINISHED
         interval = _SOON if is_ending else _RUNNING_INTERVAL
-    elif suspension.is_queued(situation) and situation.cluster is not None:
-        return _QUEUED_INTERVAL if suspension.knows_why(situation) else _ASKING_INTERVAL
+    elif queueing.is_queued(situation) and situation.cluster is not None:
+        return _QUEUED_INTERVAL if queueing.knows_why(situation) else _ASKING_INTERVAL
     else:
         interval = _ASKING_INTERVAL if found.is_ready else _STARTING_INTERVAL
     deadline = deadlines.next_deadline(situation, found.finding)

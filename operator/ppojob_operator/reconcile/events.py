@@ -21,6 +21,7 @@ from ppojob_operator.reconcile import (
     objects,
     pods,
     progress,
+    queueing,
     suspension,
 )
 from ppojob_operator.reconcile.attempts import Verdict
@@ -68,6 +69,7 @@ class Assessment:
         assert spec is not None, "a job without a valid spec is not accepted"
         desired = self.job.spec if isinstance(self.job.spec, PPOJobSpec) and not refusal else None
         situation = Situation(self.job, spec, self.observed, self.now, desired, refusal)
+        situation = queueing.with_default_queue(situation)
         if self.observed.dry_run and layout.is_stop_due(situation):
             return replace(situation, desired=None, refusal=self.observed.dry_run)
         return situation
@@ -114,9 +116,15 @@ class Assessment:
         return deadlines.delay(self.situation, self.found.finding, self.step)
 
     @cached_property
+    def complete(self) -> Finding | None:
+        """Condition Complete. None: the trainer has not succeeded."""
+        is_lost = self.failure is not None or queueing.is_evicted(self.situation)
+        return progress.complete(self.situation) or (progress.complete_without_ray(self.situation) if is_lost else None)
+
+    @cached_property
     def failure(self) -> Failure | None:
         """Why the attempt has ended without success. An eviction by the queue is no failure."""
-        if suspension.is_evicted(self.situation):
+        if queueing.is_evicted(self.situation):
             return None
         return attempts.failure_of(self.situation) or progress.stall(self.situation)
 
@@ -136,7 +144,7 @@ class Assessment:
         findings: dict[str, Finding | None] = {
             Condition.ACCEPTED: self.accepted,
             Condition.SOURCES_FETCHED: self.fetch.finding if self.fetch is not None else None,
-            Condition.ADMITTED: suspension.admitted(situation),
+            Condition.ADMITTED: queueing.admitted(situation),
             Condition.POOLS_READY: self.found.finding,
             Condition.SUBMITTED: self.step.finding,
             Condition.PROGRESSING: self.delay or progress.progressing(situation),
@@ -177,7 +185,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.NOT_ACCEPTED: lambda a: a.accepted.status != "True" and not a.has_started,
     Event.REFUSED: lambda a: _is_refused(a, is_started=True),
     Event.NOT_JUDGED: lambda a: a.accepted.status == "Unknown" and a.has_started,
-    Event.SUCCEEDED: lambda a: progress.complete(a.situation) is not None,
+    Event.SUCCEEDED: lambda a: a.complete is not None,
     Event.FETCH_FAILED: lambda a: a.fetch is not None and a.fetch.failure is not None,
     Event.DEADLINE_EXCEEDED: lambda a: a.deadline is not None,
     Event.RETRIES_EXHAUSTED: lambda a: a.verdict is not None and a.verdict.is_final,
@@ -187,7 +195,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     ),
     Event.STOPPED: lambda a: suspension.is_stopped(a.situation, a.failure),
     Event.STOPPING: lambda a: True,
-    Event.EVICTED: lambda a: suspension.is_evicted(a.situation),
+    Event.EVICTED: lambda a: queueing.is_evicted(a.situation),
     Event.SUSPENSION_REQUESTED: lambda a: a.situation.spec.run_policy.suspend,
     Event.FETCH_DUE: lambda a: a.is_fetching,
     Event.LAYOUT_CHANGED: lambda a: bool(layout.change(a.situation)),
@@ -196,7 +204,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     ),
     Event.PARTIAL_PODS: lambda a: deadlines.has_partial_pods_too_long(a.situation, a.found),
     Event.BACKOFF: lambda a: a.now < a.situation.due,
-    Event.NOT_ADMITTED: lambda a: suspension.is_queued(a.situation),
+    Event.NOT_ADMITTED: lambda a: queueing.is_queued(a.situation),
     Event.PODS_NOT_READY: _needs_pods,
     Event.RAY_NOT_READY: lambda a: a.step.submission is None,
     Event.RAY_READY: lambda a: True,

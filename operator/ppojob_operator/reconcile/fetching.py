@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import FetchStatus
+from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.plan import FetchJob, FetchPod, Job, Manifest
 from ppojob_operator.reconcile.objects import fetch_dependencies
@@ -74,11 +75,27 @@ def _on_the_way(situation: Situation, job: FetchJob | None) -> Fetch:
     if error:
         finding = Finding("False", Reason.FETCHING, f"the Job that fetches models and data cannot be created: {error}")
     else:
-        finding = Finding("False", Reason.FETCHING, _words(situation))
+        finding = Finding("False", Reason.FETCHING, _waits_for_kueue(situation, job) or _words(situation))
     if job is None:
         return Fetch(finding, apply=(*fetch_dependencies(situation), wanted))
     is_same = job.created_from == wanted["metadata"]["annotations"][constants.ANNOTATION_MADE_OF]
     return Fetch(finding, is_job_deleted=not is_same and not job.is_deleting)
+
+
+def _waits_for_kueue(situation: Situation, job: FetchJob | None) -> str:
+    """Return what a Job waits for that Kueue has suspended; empty: it has not.
+
+    Kueue does so in a namespace with a default queue, and where it manages Jobs without a queue.
+    """
+    if job is None or not job.is_suspended:
+        return ""
+    if job.queue is not None:
+        return f"the Job that fetches models and data waits in Kueue's queue {job.queue}"
+    name = naming.fetch_job_name(situation.job.key.name)
+    return (
+        "Kueue has suspended the Job that fetches models and data, because it manages Jobs without a queue "
+        f"(manageJobsWithoutQueueName): name a queue with `kubectl label job {name} {constants.LABEL_QUEUE}=QUEUE`"
+    )
 
 
 def _words(situation: Situation) -> str:
@@ -115,7 +132,12 @@ def _failed(situation: Situation, words: str) -> Fetch:
 
 
 def _late(situation: Situation, job: FetchJob | None) -> Fetch | None:
-    """Return the end of a job whose pod could not be started in time. How long a fetch may take has no limit."""
+    """Return the end of a job whose pod could not be started in time. How long a fetch may take has no limit.
+
+    No time runs while Kueue has suspended the Job.
+    """
+    if job is not None and job.is_suspended:
+        return None
     limit = timedelta(seconds=situation.spec.run_policy.startup_deadline_seconds)
     # In a queue, `due` does not pass before the RayCluster is let in.
     moments = (job.created if job else situation.due, situation.observed.leading_since)

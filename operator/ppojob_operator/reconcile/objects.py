@@ -81,7 +81,7 @@ def _before_submission(situation: Situation, pools: PoolsFinding) -> Step:
         created = (*_pod_dependencies(situation), *_objects(situation, text))
         return Step(_waiting("the pools are not ready"), apply=created)
     changed = _objects(situation, text)[:1] if _is_config_old(situation, text) else ()
-    repair = _pod_dependencies(situation) if situation.cluster.problem else ()
+    repair = _pod_dependencies(situation) if situation.cluster.problem or _lacks_secret(situation) else ()
     if not pools.is_ready:
         return Step(_waiting("the pools are not ready"), apply=(*repair, *changed))
     if obstacle := _obstacle(situation):
@@ -94,6 +94,12 @@ def _before_submission(situation: Situation, pools: PoolsFinding) -> Step:
         pods={pool.name: situation.pod_names(pool.name) for pool in situation.spec.pools},
     )
     return Step(_submitted(situation), apply=changed, submission=sent)
+
+
+def _lacks_secret(situation: Situation) -> bool:
+    """Return whether the kubelet does not find the Secret of the RayCluster, which somebody has deleted."""
+    secret = naming.dashboard_secret_name(situation.cluster_name)
+    return any(pod.trouble is not None and secret in pod.trouble.message for pod in situation.pods)
 
 
 def _obstacle(situation: Situation) -> str:
@@ -223,7 +229,8 @@ def restored(situation: Situation) -> Restoration | None:
     if cluster is None or cluster.generation <= _FIRST_GENERATION:
         return None
     desired = ray_cluster(situation.spec, situation.job.key, situation.job.uid, cluster.name)
-    if desired["metadata"].get("annotations", {}).get(constants.ANNOTATION_MADE_OF) not in (None, cluster.created_from):
+    is_in_queue = situation.spec.run_policy.queue_name is not None
+    if is_in_queue and desired["metadata"]["annotations"][constants.ANNOTATION_MADE_OF] != cluster.created_from:
         return None
     found = [*edits(desired["spec"], cluster.spec, "spec"), *_added_groups(desired["spec"], cluster.spec)]
     if not found:

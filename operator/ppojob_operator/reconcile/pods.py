@@ -14,6 +14,7 @@ from ppojob_api.v1alpha1.status import PoolStatus
 from ppojob_operator.manifests.quantity import times
 from ppojob_operator.manifests.submission import pods_digest, pods_key
 from ppojob_operator.plan import ALIVE, Cluster, Pod, RayJob, Trouble
+from ppojob_operator.reconcile import queueing
 from ppojob_operator.reconcile.situation import Finding, Situation
 
 _MAX_WORDS = 1000
@@ -30,6 +31,9 @@ CAPACITY_REASONS = (Reason.INSUFFICIENT_GPUS, Reason.UNSCHEDULABLE)
 """Reasons that pods of an earlier attempt may cause until they are deleted."""
 SILENCE = timedelta(seconds=120)
 """Time without responses of dashboard and trainer after which the head counts as lost."""
+_KUBERAY = "ray.io/kuberay-operator"
+"""KubeRay's own name in `spec.managedBy` of a RayCluster."""
+_MULTIKUEUE = "MultiKueue is not supported, so create the job in a queue whose ClusterQueue does not use it"
 _TAKEN = (Reason.PREEMPTED, Reason.NODE_LOST)
 
 
@@ -82,8 +86,8 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if cluster is None:
         words = f"the RayCluster {situation.cluster_name} is being created"
         return Finding("False", Reason.CLUSTER_REFUSED, error) if error else _waiting(words)
-    if cluster.is_suspended:
-        return _suspended(situation, cluster)
+    if without_pods := _without_pods(situation, cluster):
+        return without_pods
     if head is not None and head.trouble is not None and not head.is_ready:
         troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.message}"), *troubles]
     not_ready = _not_ready(situation, num_ready)
@@ -102,9 +106,14 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
 
 
-def _suspended(situation: Situation, cluster: Cluster) -> Finding:
-    if situation.spec.run_policy.queue_name is not None:
-        return _waiting(f"the RayCluster {cluster.name} is suspended by the job's queue: see the condition Admitted")
+def _without_pods(situation: Situation, cluster: Cluster) -> Finding | None:
+    """Return why KubeRay creates no pods for the RayCluster; None: it does."""
+    if cluster.managed_by not in (None, _KUBERAY):
+        return _waiting(f"the RayCluster is managed by {cluster.managed_by}, so KubeRay creates no pods: {_MULTIKUEUE}")
+    if not cluster.is_suspended:
+        return None
+    if queueing.is_managed(situation):
+        return _waiting(f"the RayCluster {cluster.name} is suspended by Kueue: see the condition Admitted")
     words = f"the RayCluster {cluster.name} is suspended: somebody set its spec.suspend"
     return Finding("False", Reason.CLUSTER_SUSPENDED, words)
 

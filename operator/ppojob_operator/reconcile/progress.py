@@ -122,11 +122,24 @@ def stalled(failure: Failure | None) -> Finding:
 
 
 def complete(situation: Situation) -> Finding | None:
-    """Return condition Complete if the trainer succeeded, else None."""
+    """Return condition Complete if Ray reports that the trainer succeeded, else None."""
     ray_job = situation.ray_job
     if ray_job is None or ray_job.state is not RayState.SUCCEEDED:
         return None
     return Finding("True", Reason.TRAINER_SUCCEEDED, "the trainer completed; see status.model and the storage")
+
+
+def complete_without_ray(situation: Situation) -> Finding | None:
+    """Return condition Complete of an attempt that is lost after its trainer's last report, else None.
+
+    The trainer sends this report when the last step is saved, exported and uploaded.
+    """
+    progress = situation.status.progress
+    is_current = situation.submitted_at is not None and progress is not None and progress.attempt == situation.attempt
+    if not is_current or progress is None or progress.activity != Activity.FINISHED:
+        return None
+    words = "the trainer reported that it has finished, and was lost before Ray did; see status.model"
+    return Finding("True", Reason.TRAINER_SUCCEEDED, words)
 
 
 def model_uploaded(situation: Situation) -> Finding | None:

@@ -62,7 +62,10 @@ class Event(_Described):
     NOT_ACCEPTED = "NotAccepted", "the spec, the claim or the cluster does not allow the job, which has not started"
     REFUSED = "Refused", "this operator cannot run the spec of a job that has started"
     NOT_JUDGED = "NotJudged", "this operator cannot judge a job that has started: it is too old, or KubeRay is missing"
-    SUCCEEDED = "TrainerSucceeded", "Ray reports that the trainer has completed"
+    SUCCEEDED = (
+        "TrainerSucceeded",
+        "Ray, or the last report of a trainer that is lost, says that it has completed",
+    )
     FETCH_FAILED = "FetchFailed", "models or data cannot be fetched"
     DEADLINE_EXCEEDED = "DeadlineExceeded", "`startupDeadlineSeconds` or `activeDeadlineSeconds` has passed"
     RETRIES_EXHAUSTED = "RetriesExhausted", "the attempt has failed, and another one cannot help or is not allowed"

@@ -1,4 +1,4 @@
-"""Policy: Kueue's admission, and the graceful stop of an attempt. Conditions Admitted and Suspended.
+"""Policy: the graceful stop of an attempt. Condition Suspended.
 
 A stop is for a suspension, another layout or an eviction:
 
@@ -9,9 +9,8 @@ A requested stop cannot be cancelled, because nobody knows whether the trainer h
 attempt, which is no retry, because submissions and the fencing of checkpoints know only attempts. A failure during the
 stop counts as a failure.
 
-Only Kueue writes `spec.suspend` of a RayCluster in a queue. The RayCluster is kept, so the job keeps its place. If the
-queue evicts the job, its pods are deleted at once, delayed by their preStop hook. The attempt has stopped when they are
-deleted, and the next attempt waits in the queue. No deadline runs while the job is queued.
+If the queue evicts the job (`queueing.py`), its pods are deleted at once, delayed by their preStop hook. The attempt
+has stopped when they are deleted, and the next attempt waits in the queue.
 """
 
 from collections.abc import Mapping
@@ -22,89 +21,17 @@ from typing import Any
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import layout_of
 from ppojob_api.v1alpha1.status import StopStatus
-from ppojob_operator.plan import EventRecord, Workload
+from ppojob_operator.plan import EventRecord
 from ppojob_operator.reading import parse_time, with_nodes
-from ppojob_operator.reconcile import layout, pods
+from ppojob_operator.reconcile import layout, pods, queueing
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.progress import stalled
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import format_time
 
-_MAX_WORDS = 1500
 _STOPPING_INTERVAL = 3.0
 _SOON = 1.0
 _HOW_TO_RESUME = "set spec.runPolicy.suspend to false to resume from its last checkpoint"
-
-
-def is_queued(situation: Situation) -> bool:
-    """Return whether the job is waiting in its queue, without a trainer."""
-    if situation.spec.run_policy.queue_name is None or situation.submitted_at is not None:
-        return False
-    return situation.cluster is None or situation.cluster.is_suspended
-
-
-def is_evicted(situation: Situation) -> bool:
-    """Return whether the queue evicts an attempt with a trainer.
-
-    This remains true if Kueue admits the RayCluster again before the operator has seen the end of the trainer.
-    """
-    if situation.spec.run_policy.queue_name is None or situation.submitted_at is None or situation.cluster is None:
-        return False
-    stop = situation.open_stop
-    return situation.cluster.is_suspended or (stop is not None and stop.reason == Reason.PREEMPTED)
-
-
-def has_lost_all(situation: Situation) -> bool:
-    """Return whether the pods of an evicted attempt are deleted."""
-    is_suspended = situation.cluster is not None and situation.cluster.is_suspended
-    own = (pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name)
-    # In a RayCluster that was admitted again, the remaining pods are those of the next attempt.
-    return not any(pod.is_deleting or is_suspended for pod in own)
-
-
-def admitted(situation: Situation) -> Finding | None:
-    """Return condition Admitted; None: the job has no queue."""
-    queue, cluster = situation.spec.run_policy.queue_name, situation.cluster
-    if queue is None:
-        return None
-    workload = _workload(situation)
-    if is_evicted(situation):
-        words = f": {workload.eviction[:_MAX_WORDS]}" if workload and workload.eviction else ""
-        return Finding("False", Reason.PREEMPTED, f"the queue {queue} has evicted the job{words}")
-    if cluster is None:
-        return Finding("False", Reason.QUEUED, f"the job is being added to the queue {queue}")
-    if cluster.is_suspended:
-        return Finding("False", Reason.QUEUED, f"the job waits in the queue {queue}{_waits_for(workload)}")
-    if workload is None and not _was_admitted(situation):
-        words = (
-            "Kueue does not manage the RayCluster, so the job runs without a queue: "
-            "turn on its integration ray.io/raycluster"
-        )
-        return Finding("Unknown", Reason.NOT_QUEUED, words)
-    return Finding("True", Reason.ADMITTED, f"the queue {queue} has admitted the job")
-
-
-def knows_why(situation: Situation) -> bool:
-    """Return whether Kueue has a message about what a queued job waits for."""
-    workload = _workload(situation)
-    return workload is not None and bool(workload.waits_for)
-
-
-def _workload(situation: Situation) -> Workload | None:
-    owner = situation.cluster.uid if situation.cluster else ""
-    return next((each for each in situation.observed.workloads or () if each.owner == owner), None)
-
-
-def _waits_for(workload: Workload | None) -> str:
-    if workload is None or not workload.waits_for:
-        return ""
-    before = f"; it was admitted before: {workload.eviction[:_MAX_WORDS]}" if workload.eviction else ""
-    return f": {workload.waits_for[:_MAX_WORDS]}{before}"
-
-
-def _was_admitted(situation: Situation) -> bool:
-    admitted = situation.condition(Condition.ADMITTED)
-    return admitted is not None and admitted.status == "True"
 
 
 @dataclass(frozen=True)
@@ -122,7 +49,7 @@ class Interruption:
 def is_paused(situation: Situation) -> bool:
     """Return whether the job is suspended or queued, without a trainer; no deadline runs then."""
     is_suspended = situation.spec.run_policy.suspend and situation.submitted_at is None
-    return is_suspended or is_queued(situation)
+    return is_suspended or queueing.is_queued(situation)
 
 
 def is_stopped(situation: Situation, failure: Failure | None) -> bool:
@@ -175,7 +102,7 @@ def stopped(situation: Situation, found: PoolsFinding, failure: Failure | None) 
     if situation.spec.run_policy.suspend:
         return suspended(situation, done, event)
     # In a queue, the RayCluster keeps its place, and its pods are re-created.
-    is_there = is_evicted(situation) or (is_in_time and found.is_ready)
+    is_there = queueing.is_evicted(situation) or (is_in_time and found.is_ready)
     keeps_pods = is_there and not layout.needs_other_pods(situation)
     return _next_attempt(situation, found, done, event, keeps_pods=keeps_pods)
 
@@ -198,12 +125,12 @@ def _deadline(situation: Situation, stop: StopStatus) -> datetime:
 
 def _has_ended(situation: Situation, failure: Failure | None) -> bool:
     """Return whether the trainer has ended because of the stop; an evicted one may end with its pods."""
-    return is_graceful(situation, failure) or (is_evicted(situation) and has_lost_all(situation))
+    return is_graceful(situation, failure) or (queueing.is_evicted(situation) and queueing.has_lost_all(situation))
 
 
 def _stop_request(situation: Situation) -> StopStatus:
     """Return the stop to request now. One stop serves a suspension and a new layout."""
-    if is_evicted(situation):
+    if queueing.is_evicted(situation):
         reason = Reason.PREEMPTED
     else:
         reason = Reason.SUSPENDING if situation.spec.run_policy.suspend else Reason.REALLOCATING
@@ -305,7 +232,7 @@ def suspended(situation: Situation, stop: StopStatus | None = None, *events: Eve
         Condition.PROGRESSING: held,
         Condition.SUSPENDED: Finding("True", Reason.SUSPENDED, words),
     }
-    if situation.spec.run_policy.queue_name is not None:
+    if queueing.is_managed(situation):
         findings[Condition.ADMITTED] = held
     if situation.condition(Condition.STALLED) is not None:
         findings[Condition.STALLED] = stalled(None)

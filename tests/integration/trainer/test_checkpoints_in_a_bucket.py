@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import BucketRefusedError, CheckpointUnreadableError, FencedOutError, open_store
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from tests.integration.trainer import bucket_ranks
 from tests.integration.trainer.runs import (
     STEPS,
@@ -40,8 +40,8 @@ LIMIT_S = 700.0
 
 
 @pytest.fixture
-def parallel() -> Iterator[DataParallel]:
-    found = init_process_group(Device.CPU, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+def parallel() -> Iterator[ParallelMesh]:
+    found = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield found
     found.destroy()
 
@@ -56,7 +56,7 @@ def until(is_so: Callable[[], bool], ranks: list[subprocess.Popen[bytes]], out: 
 
 
 def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_save(
-    server: S3Server, parallel: DataParallel, tmp_path: Path
+    server: S3Server, parallel: ParallelMesh, tmp_path: Path
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     store = open_store("s3://bucket/ranks", uid="u", attempt=0)

@@ -51,11 +51,11 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.train.fsdp.mesh import init_process_group
     from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
 
-    parallel = init_process_group(device, 0, 1, "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
+    parallel = init_process_group(device, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
     policy = PolicyEngine(parallel, ActorModel(path=path), training, AlgorithmSpec(), total_steps=10)
     plan = LinkPlan(0, backend, (0,))

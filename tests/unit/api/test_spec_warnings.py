@@ -21,6 +21,8 @@ OFF = {
     "placement": {"actor": "actor", "critic": "critic", "rollout": ["rollout"]},
 }
 GPU = "nvidia.com/gpu.product"
+SIX = {"miniBatchSize": 8}
+"""Minibatches that six GPUs divide."""
 
 
 def among(*products: str) -> dict[str, Any]:
@@ -55,6 +57,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             "spec.autoBalance.enabled: True: autoBalance does not resize pools of a job in a queue",
         ),
         (
+            {"pools": [{**POOL, "topology": {"required": "rack"}}, CRITIC], "device": "CPU"},
+            "spec.pools[0].topology: {'required': 'rack'}: only Kueue reads it, and the job names no queue",
+        ),
+        (
             {"pools": [POOL, CRITIC]},
             "spec.pools[0].nodeSelector: no node selector chooses the kind of GPU for the 2 pods",
         ),
@@ -65,6 +71,10 @@ def said_of(spec: dict[str, Any]) -> list[str]:
         (
             {**OFF, "schedule": {"mode": "OneStepOff", "maxStaleness": 4}},
             "spec.schedule.mode: 'OneStepOff': this job is not trained on-policy: responses come from weights up to 4",
+        ),
+        (
+            {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 3}},
+            "spec.actor.fsdpSize: 3: a copy of the model has 3 GPUs, and nodes of pool actor have 2",
         ),
         (
             {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},
@@ -91,7 +101,15 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {"pools": [{**POOL, "podTemplate": among("H200")}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"nodeSelector": {GPU: "H200"}}}}, CRITIC]},
         {"pools": [{**POOL, "gpusPerNode": 1, "gpuResourceName": "nvidia.com/mig-1g.10gb"}, CRITIC]},
+        {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 1}},
+        {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 2}},
+        {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 6}},
         {"pools": [POOL, CRITIC], "device": "CPU"},
+        {
+            "pools": [{**POOL, "topology": {"required": "rack"}}, CRITIC],
+            "device": "CPU",
+            "runPolicy": {"queueName": "gpus"},
+        },
         {"autoBalance": {"enabled": True}, "device": "CPU", "pools": [{**POOL, "maxNodes": 3}, CRITIC]},
         {"pools": [{**POOL, "podTemplate": {"spec": {"affinity": "none", "nodeSelector": {"a": "b"}}}}, CRITIC]},
     ],

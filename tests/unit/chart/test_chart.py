@@ -25,6 +25,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "monitored": {"metrics.serviceMonitor.enabled": True, "metrics.serviceMonitor.labels": {"team": "rl"}},
     "observed": {
         "metrics.podMonitor.enabled": True,
+        "jobNetworkPolicy.metricsNamespace": "monitoring",
         "metrics.alerts.enabled": True,
         "metrics.dashboards.enabled": True,
         "logFormat": "JSON",
@@ -32,7 +33,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "asked": {"webhook.enabled": True},
     "not limited to owned objects": {"admissionPolicy.enabled": False},
     "guarded": {"networkPolicy.enabled": True},
-    "guarded jobs": {"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"},
+    "jobs without a network policy": {"jobNetworkPolicy.enabled": False},
     "asleep": {"replicas": 0},
     "alone": {"replicas": 1},
 }
@@ -267,9 +268,9 @@ def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     assert one["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
 
 
-def test_jobs_get_a_network_policy_by_choice_and_the_right_to_make_it_comes_with_it(helm: Any) -> None:
-    with_it = helm.objects({"jobNetworkPolicy.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"})
-    without = helm.objects({})
+def test_jobs_get_a_network_policy_unless_it_is_off_and_the_right_to_create_it_comes_with_it(helm: Any) -> None:
+    with_it = helm.objects({"jobNetworkPolicy.metricsNamespace": "monitoring"})
+    without = helm.objects({"jobNetworkPolicy.enabled": False})
     settings = Settings.from_environment(environment_of(with_it))
 
     assert settings.job_network_policy
@@ -278,6 +279,14 @@ def test_jobs_get_a_network_policy_by_choice_and_the_right_to_make_it_comes_with
     assert not Settings.from_environment(environment_of(without)).job_network_policy
     rules = [[rule["resources"] for rule in role_of(each, "system-ppojob")["rules"]] for each in (with_it, without)]
     assert [["networkpolicies"] in resources for resources in rules] == [True, False]
+
+
+def test_a_pod_monitor_that_the_network_policies_of_jobs_would_block_is_refused(helm: Any) -> None:
+    done = helm.template({"metrics.podMonitor.enabled": True})
+
+    assert done.returncode != 0
+    assert "set jobNetworkPolicy.metricsNamespace to its namespace" in done.stderr
+    assert helm.objects({"metrics.podMonitor.enabled": True, "jobNetworkPolicy.enabled": False})
 
 
 @pytest.mark.parametrize("values", [{}, {"watchNamespace": "rl-team"}], ids=["everywhere", "one namespace"])

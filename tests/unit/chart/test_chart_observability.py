@@ -27,7 +27,8 @@ def test_the_service_monitor_finds_the_service(helm: Any) -> None:
 def test_the_pod_monitor_finds_the_ports_of_the_jobs_pods(
     helm: Any, values: dict[str, Any], where: dict[str, Any]
 ) -> None:
-    spec = only(helm.objects({**values, "metrics.podMonitor.enabled": True}), "PodMonitor")["spec"]
+    monitored = {"metrics.podMonitor.enabled": True, "jobNetworkPolicy.metricsNamespace": "monitoring"}
+    spec = only(helm.objects({**values, **monitored}), "PodMonitor")["spec"]
 
     assert spec["namespaceSelector"] == where
     assert spec["selector"]["matchExpressions"] == [{"key": constants.LABEL_JOB, "operator": "Exists"}]

@@ -221,6 +221,7 @@ def test_the_matrix_says_which_options_are_refused(option: str, column: int) -> 
     assert (row[1 + column] == "refused") == is_refused(OPTIONS[option], SIZES[column])
 
 
-def test_the_matrix_says_that_both_kinds_of_parallelism_are_refused() -> None:
+def test_the_matrix_says_that_a_group_needs_a_node() -> None:
     assert is_refused({}, {"tensorParallelSize": 2, "sequenceParallelSize": 2})
-    assert not is_refused({}, {})
+    assert not is_refused({}, {"tensorParallelSize": 2, "sequenceParallelSize": 1})
+    assert is_refused({}, {"fsdpSize": 2, "tensorParallelSize": 2})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.api_server import Answer, ApiRefused, ApiUnavailable
@@ -123,6 +124,22 @@ async def test_a_cluster_in_a_queue_keeps_what_kueue_has_put_into_its_pods() -> 
     template["spec"]["containers"][0]["image"] = "trainer:1"
     assert written["metadata"] == {**QUEUED["metadata"], "resourceVersion": "42"}
     assert written["spec"] == {**QUEUED["spec"], "workerGroupSpecs": live["spec"]["workerGroupSpecs"]}
+
+
+async def test_a_cluster_in_the_default_queue_keeps_what_kueue_has_put_into_its_pods() -> None:
+    wanted = deepcopy(QUEUED)
+    del wanted["metadata"]["labels"][constants.LABEL_QUEUE]
+    live = {**owned_by({**OTHER, "uid": "uid-1"}), "spec": deepcopy(wanted["spec"])}
+    live["metadata"] |= {"resourceVersion": "42", "labels": {constants.LABEL_QUEUE: "default"}}
+    live["spec"]["workerGroupSpecs"][0]["template"]["spec"]["nodeSelector"] = {"flavor": "h200"}
+    server = Server(live)
+
+    await Cluster(server, reporter="pod-1").apply(wanted)  # type: ignore[arg-type]
+
+    [written] = server.written
+    assert written["spec"]["workerGroupSpecs"] == live["spec"]["workerGroupSpecs"]
+    assert written["metadata"]["resourceVersion"] == "42"
+    assert constants.LABEL_QUEUE not in written["metadata"]["labels"], "the label stays Kueue's"
 
 
 async def test_what_kueue_writes_meanwhile_is_waited_for() -> None:

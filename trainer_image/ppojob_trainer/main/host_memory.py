@@ -14,6 +14,7 @@ from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.main.memory_fit import gpus_of_a_copy
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = ["HostNeed", "host_needs", "saves_in_background"]
@@ -45,7 +46,7 @@ def host_needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, li
     pool_of = pools_of_roles(spec)
     for role, size in sizes.items():
         pool = spec.pool(pool_of[role])
-        share = size.num_parameters * pool.gpus_per_node / pool.gpus
+        share = size.num_parameters * pool.gpus_per_node / gpus_of_a_copy(spec, role, pool.gpus)
         offloaded, staged = _bytes(spec, role)
         need = HostNeed(role, share * offloaded, share * staged, pool.gpus_per_node)
         found.setdefault(size.host, []).append(need)

@@ -1,10 +1,10 @@
 """Checks whether the models fit on the GPUs of their pools, before any of them is loaded.
 
 A job is refused only if it could never run: the check counts the least that a role needs, which is weights, gradients
-and AdamW's two moments, divided over the pool's GPUs, and vLLM's share. The memory of activations depends on how full
-the micro-batches are, so it is estimated for full ones, and a pool that is too small for it gets a warning. If there is
-room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called by `groups` on CUDA.
-Pure.
+and AdamW's two moments, divided over the GPUs of a copy of the model, and vLLM's share. The memory of activations
+depends on how full the micro-batches are, so it is estimated for full ones, and a pool that is too small for it gets a
+warning. If there is room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called
+by `groups` on CUDA. Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["Need", "check_memory", "needs", "stay_gathered"]
+__all__ = ["Need", "check_memory", "gpus_of_a_copy", "needs", "stay_gathered"]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
@@ -68,7 +68,8 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
     for role, size in sizes.items():
         pool = pool_of[role]
         gpus = spec.pool(pool).gpus
-        share, tokens = size.num_parameters / gpus, partial(_tokens, spec, gpus)
+        tokens = partial(_tokens, spec, gpus)
+        share = size.num_parameters / gpus_of_a_copy(spec, role, gpus)
         if role in trained:
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
@@ -84,6 +85,13 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
         found.setdefault(pool, []).append(need)
     return found
+
+
+def gpus_of_a_copy(spec: PPOJobSpec, role: str, gpus: int) -> int:
+    """Return over how many of its GPUs a role's model is divided; with HSDP there are several copies."""
+    # The reference is divided like the actor.
+    dividing = {"actor": spec.actor, "ref": spec.actor, "critic": spec.critic}
+    return dividing[role].gpus_of_a_copy(gpus) if role in dividing else gpus
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:

@@ -84,6 +84,7 @@ def test_of_a_pod_matters_what_the_policies_see(path: str, value: object, is_new
         ("status.state", "ready", False),
         ("status.head", {"serviceName": "head"}, True),
         ("spec", {"suspend": True}, True),
+        ("metadata.labels", {"kueue.x-k8s.io/queue-name": "default"}, True),
     ],
 )
 def test_of_a_cluster_matters_what_the_policies_see(path: str, value: object, is_new: bool) -> None:
@@ -96,6 +97,7 @@ def test_of_a_cluster_matters_what_the_policies_see(path: str, value: object, is
         ("status.active", 2, False),
         ("status.conditions", [{"type": "Complete", "status": "True"}], True),
         ("status.conditions", [{"type": "Failed", "status": "True", "message": "no"}], True),
+        ("spec", {"suspend": True}, True),
         ("metadata.deletionTimestamp", "2026-01-01T00:00:00Z", True),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the loop reads of Kueue: nothing for a job without a queue."""
+"""What the loop reads of Kueue: nothing for a job without a queue, unless Kueue has suspended its RayCluster."""
 
 import pytest
 
@@ -34,3 +34,22 @@ async def test_without_kueue_a_job_with_a_queue_says_so_and_another_one_does_not
 
     assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.KUEUE_MISSING
     assert ("list_workloads", BAD) not in cluster.calls
+
+
+@pytest.mark.parametrize("labels", [{"kueue.x-k8s.io/queue-name": "default"}, {}], ids=["default queue", "no queue"])
+async def test_kueue_is_asked_of_a_job_without_a_queue_whose_cluster_is_suspended(labels: dict[str, str]) -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    await loop.reconcile(GOOD)
+    assert ("list_workloads", GOOD) not in cluster.calls
+    [created] = cluster.clusters[GOOD]
+    metadata = {**created["metadata"], "uid": "uid-of-the-cluster", "labels": labels}
+    cluster.clusters[GOOD] = [{**created, "metadata": metadata, "spec": {"suspend": True}}]
+    condition = {"type": "QuotaReserved", "status": "False", "message": "no room"}
+    workload = {"labels": {"kueue.x-k8s.io/job-uid": "uid-of-the-cluster"}}
+    cluster.workloads = [{"metadata": workload, "status": {"conditions": [condition]}}]
+
+    await loop.reconcile(GOOD)
+
+    reason, words = cluster.verdict(GOOD, Condition.ADMITTED)
+    assert (reason, words.endswith(": no room")) == (Reason.QUEUED, True)
+    assert cluster.jobs[GOOD]["status"].get("queueName") == labels.get("kueue.x-k8s.io/queue-name")

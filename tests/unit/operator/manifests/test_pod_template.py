@@ -175,6 +175,11 @@ def ray_container(**fields: Any) -> dict[str, Any]:
         ({"metadata": {"labels": {"ray.io/cluster": "x"}}}, "metadata.labels.ray.io/cluster", "choose another"),
         ({"metadata": {"labels": {"ppojob.dev/job": "x"}}}, "metadata.labels.ppojob.dev/job", "choose another"),
         (
+            {"metadata": {"annotations": {"kueue.x-k8s.io/podset-required-topology": "rack"}}},
+            "metadata.annotations.kueue.x-k8s.io/podset-required-topology",
+            "use topology of the pool",
+        ),
+        (
             {"metadata": {"annotations": {"ray.io/overwrite-container-cmd": "true"}}},
             "metadata.annotations.ray.io/overwrite-container-cmd",
             "choose another",

@@ -283,6 +283,17 @@ def test_a_user_may_send_rays_usage_statistics(make_spec: MakeSpec) -> None:
     assert [variable["value"] for variable in env if variable["name"] == "RAY_USAGE_STATS_ENABLED"] == ["1"]
 
 
+@pytest.mark.parametrize("kind", ["required", "preferred"])
+def test_kueue_reads_the_topology_of_a_pool_from_its_pod_template(make_spec: MakeSpec, kind: str) -> None:
+    template = {"metadata": {"annotations": {"own": "note"}}}
+    spec = one_pool(make_spec, nodes=2, topology={kind: "example.com/rack"}, podTemplate=template)
+
+    annotations = group(spec)["template"]["metadata"]["annotations"]
+
+    assert annotations == {f"kueue.x-k8s.io/podset-{kind}-topology": "example.com/rack", "own": "note"}
+    assert "annotations" not in group(one_pool(make_spec))["template"]["metadata"]
+
+
 def test_a_pool_of_one_is_not_spread(make_spec: MakeSpec) -> None:
     found = pod(one_pool(make_spec, spread="Required"))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
-from ppojob_operator.plan import FetchPod, Ray, RayState, Trouble
+from ppojob_operator.plan import FetchPod, Ray, RayState, Trouble, Workload
 from ppojob_operator.reconcile.states import State
 from tests.unit.operator.reconcile.worlds import World
 
@@ -81,8 +81,21 @@ def _pods(*, ready: bool, pool: str = "", trouble: Trouble | None = None) -> Hap
 
 def _kueue(*, admits: bool) -> Happening:
     def change(world: World) -> None:
-        if "queueName" in world.spec["runPolicy"]:
-            world.see(clusters=tuple(replace(each, is_suspended=not admits) for each in world.observed.clusters))
+        clusters = world.observed.clusters
+        if "queueName" in world.spec["runPolicy"] or any(each.queue for each in clusters):
+            world.see(clusters=tuple(replace(each, is_suspended=not admits) for each in clusters))
+
+    return change
+
+
+def _kueue_takes(queue: str | None) -> Happening:
+    """Let Kueue suspend the RayClusters of a job that names no queue; None: it gives them none either."""
+
+    def change(world: World) -> None:
+        clusters = tuple(
+            replace(each, is_suspended=True, queue=queue or each.queue) for each in world.observed.clusters
+        )
+        world.see(clusters=clusters, workloads=tuple(Workload(each.uid, "no quota") for each in clusters))
 
     return change
 
@@ -165,6 +178,9 @@ OTHERS: Mapping[str, Happening] = {
     "the trainer stops gracefully": _stops,
     "the trainer completes": lambda world: _ray(world, RayState.SUCCEEDED),
     "the queue admits": _kueue(admits=True),
+    "Kueue's default queue takes it": _kueue_takes("default"),
+    "Kueue manages jobs without a queue": _kueue_takes(None),
+    "Kueue has no Workloads": lambda world: world.see(workloads=()),
     "the fetch pod starts": _fetch_pod,
     "the fetch completes": _fetch(is_complete=True),
     "a moment passes": lambda world: world.wait(20),

@@ -2,7 +2,7 @@
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import RayState
-from tests.unit.operator.reconcile.test_admission import Queue
+from tests.unit.operator.reconcile.queues import Queue
 from tests.unit.operator.reconcile.worlds import START, World
 
 EXCEEDED = ("True", Reason.ACTIVE_DEADLINE_EXCEEDED)

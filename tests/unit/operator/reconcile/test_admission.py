@@ -1,61 +1,14 @@
 """A job with a queue: it waits without a deadline, begins when it is let in, and comes back after an eviction."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
-from ppojob_operator.plan import Plan, Ray, RayState, Workload
+from ppojob_operator.plan import Plan, Ray, RayState
+from tests.unit.operator.reconcile.queues import NO_RETRIES, NO_ROOM, PREEMPTED, Queue
 from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
-
-NO_RETRIES = {"user": 0, "infrastructure": 0, "total": 0}
-NO_ROOM = "couldn't assign flavors to pod set actor: insufficient unused quota for nvidia.com/gpu, 2 more needed"
-PREEMPTED = "Preempted to accommodate a workload (UID: 1, JobUID: 2) due to prioritization in the ClusterQueue"
-
-
-class Queue:
-    """A job in the queue `gpus`, and what Kueue does with it."""
-
-    def __init__(self, **policy: Any) -> None:
-        self.world = World(runPolicy={"queueName": "gpus", **policy}).settle()
-
-    def says(self, waits_for: str = "", eviction: str = "") -> "Queue":
-        """Let Kueue say something of the RayCluster."""
-        cluster = self.world.observed.clusters[0]
-        self.world.see(workloads=(Workload(cluster.uid, waits_for, eviction),))
-        return self
-
-    def lets_in(self) -> "Queue":
-        """Let Kueue give the RayCluster its quota."""
-        self._suspend(False)
-        return self.says()
-
-    def runs(self) -> "Queue":
-        """Bring the job to a trainer that reports."""
-        self.lets_in().world.run()
-        return self
-
-    def evicts(self) -> "Queue":
-        """Let Kueue take the quota away: KubeRay deletes the pods, and their hooks hold them."""
-        self._suspend(True)
-        pods = tuple(replace(pod, is_deleting=True) for pod in self.world.observed.pods)
-        self.world.see(pods=pods)
-        return self.says(eviction=PREEMPTED)
-
-    def pods_are_gone(self) -> "Queue":
-        """Let the hooks end."""
-        self.world.see(pods=())
-        return self
-
-    def _suspend(self, wish: bool) -> None:
-        clusters = tuple(replace(cluster, is_suspended=wish) for cluster in self.world.observed.clusters)
-        self.world.see(clusters=clusters)
-
-    def settle(self) -> World:
-        """Look until nothing changes."""
-        return self.world.settle()
 
 
 def test_a_job_waits_in_its_queue_and_says_what_for() -> None:

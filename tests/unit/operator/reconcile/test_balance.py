@@ -136,10 +136,10 @@ def test_which_advice_is_taken(given: list[dict[str, Any]], critic: dict[str, An
 
 
 def test_advice_that_the_rules_refuse_is_not_taken() -> None:
-    """Three GPUs cannot be divided over slices of two."""
+    """Three GPUs cannot hold copies of the model on two each."""
     auto = {"enabled": True, "intervalMinutes": 10}
-    sliced = {"miniBatchSize": 8, "sequenceParallelSize": 2}
-    world = start(World(pools=pools(), autoBalance=auto, critic=sliced).settle())
+    copied = {"miniBatchSize": 8, "fsdpSize": 2}
+    world = start(World(pools=pools(), autoBalance=auto, critic=copied).settle())
     world.status["layoutAdvice"] = [advice(-12, critic=3)]
 
     report(world.wait(11 * MINUTE)).settle()

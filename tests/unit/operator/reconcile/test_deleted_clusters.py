@@ -5,7 +5,7 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import Ray
-from tests.unit.operator.reconcile.test_admission import Queue
+from tests.unit.operator.reconcile.queues import Queue
 from tests.unit.operator.reconcile.worlds import World, first_cluster
 
 

@@ -208,6 +208,24 @@ def test_the_active_deadline_ends_a_download_and_its_job() -> None:
     assert world.observed.fetch_job is None
 
 
+@pytest.mark.parametrize(
+    ("queue", "words"),
+    [
+        ("default", "waits in Kueue's queue default"),
+        (None, "kubectl label job arithmetic-fetch kueue.x-k8s.io/queue-name=QUEUE"),
+    ],
+)
+def test_a_job_that_kueue_suspends_waits_without_a_deadline(queue: str | None, words: str) -> None:
+    world = World(model=MODEL, runPolicy={"startupDeadlineSeconds": 60}).settle()
+    assert world.observed.fetch_job is not None
+    world.see(fetch_job=replace(world.observed.fetch_job, is_suspended=True, queue=queue)).settle()
+
+    world.wait(10_000).settle()
+
+    assert world.status["phase"] == Phase.FETCHING
+    assert words in world.condition(Condition.SOURCES_FETCHED).message
+
+
 def test_a_job_that_cannot_be_created_is_named() -> None:
     world = World(model=MODEL).see(last_error="jobs.batch is forbidden: exceeded quota")
 
@@ -227,10 +245,12 @@ def test_a_job_that_cannot_be_created_is_named() -> None:
 )
 def test_a_job_as_the_api_server_has_it(status: dict[str, Any], is_complete: bool, failure: str | None) -> None:
     metadata = {"name": "x", "annotations": {"ppojob.dev/made-of": "d"}, "creationTimestamp": "2026-03-01T12:00:00Z"}
+    labels = {"kueue.x-k8s.io/queue-name": "default"}
 
-    job = read_fetch_job({"metadata": metadata, "status": status})
+    job = read_fetch_job({"metadata": {**metadata, "labels": labels}, "spec": {"suspend": True}, "status": status})
 
     assert (job.is_complete, job.failure, job.created_from) == (is_complete, failure, "d")
+    assert (job.is_suspended, job.queue) == (True, "default")
 
 
 def test_a_pod_that_failed_has_its_termination_message() -> None:

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import Cluster, Ray, RayState
-from tests.unit.operator.reconcile.worlds import World, first_cluster
+from tests.unit.operator.reconcile.worlds import UID, World, first_cluster
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
     ],
 )
 def test_a_lost_cluster_ends_the_attempt(clusters: tuple[Cluster, ...], reason: str, words: str) -> None:
-    world = World().run().see(clusters=clusters)
+    world = World().run().see(clusters=clusters, workloads=None)
 
     world.look()
 
@@ -99,3 +99,32 @@ def test_a_trainer_that_ray_lost_is_the_clusters_fault() -> None:
 
     assert world.status["lastFailure"]["message"].startswith("Ray lost the trainer: The actor died; ")
     assert world.status["retries"]["infrastructure"] == 1
+
+
+@pytest.mark.parametrize("loss", ["head", "cluster", "Ray"])
+def test_a_trainer_that_has_reported_its_end_has_succeeded_whatever_is_lost_then(loss: str) -> None:
+    world = World().run().trainer_reports("Finished", 8).settle()
+    assert world.status["phase"] == Phase.RUNNING, "Ray has the last word while it answers"
+
+    if loss == "head":
+        world.pod_is_gone("head")
+    elif loss == "cluster":
+        world.see(clusters=())
+    else:
+        world.ray_says(RayState.FAILED, message="the driver's node was lost")
+    world.settle()
+
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.SUCCEEDED, 0)
+    assert "lastFailure" not in world.status
+    assert "reported that it has finished" in world.condition(Condition.COMPLETE).message
+
+
+def test_the_end_that_an_earlier_attempt_has_reported_is_not_that_of_the_next() -> None:
+    world = World().run().pod_is_gone("head").settle()
+    world.status["progress"] |= {"activity": "Finished"}
+    world.wait(600).settle().pods_become(ready=True).see(ray=Ray()).settle()
+    assert (world.status["submissionId"], world.status["progress"]["attempt"]) == (f"ppojob-{UID}-1", 0)
+
+    world.pod_is_gone("head").settle()
+
+    assert (world.status["phase"], world.status["attempt"]) == (Phase.RESTARTING, 2)

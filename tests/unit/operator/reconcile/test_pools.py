@@ -180,6 +180,16 @@ def test_a_suspended_cluster_says_so() -> None:
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.CLUSTER_SUSPENDED)
 
 
+def test_a_cluster_of_multikueue_says_that_its_pods_run_elsewhere() -> None:
+    elsewhere = Cluster(first_cluster(), is_suspended=True, managed_by="kueue.x-k8s.io/multikueue")
+    world = World(runPolicy={"queueName": "gpus"}).settle().see(clusters=(elsewhere,))
+
+    world.look()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.WAITING_FOR_PODS)
+    assert "managed by kueue.x-k8s.io/multikueue" in world.condition(Condition.POOLS_READY).message
+
+
 def test_pods_of_another_cluster_do_not_count() -> None:
     world = starting().pods_become(ready=True)
     world.status["rayCluster"]["name"] = "arithmetic-00000"

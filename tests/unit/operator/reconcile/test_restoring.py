@@ -245,3 +245,22 @@ def test_in_a_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> 
     # As an older operator made it, or before runPolicy was edited: Kueue would evict it for the difference.
     world.see(clusters=(replace(cluster, spec=spec, created_from="other"),))
     assert world.plan().apply == ()
+
+
+def test_in_the_default_queue_what_kueue_adds_is_left_to_kueue_and_an_edit_is_undone() -> None:
+    world = World()
+    world.default_queue = "default"
+    world.settle()
+    [created] = world.made
+    [cluster] = world.observed.clusters
+    spec = {**created["spec"], "suspend": False}
+    world.see(clusters=(replace(cluster, spec=spec, generation=2),))
+    assert world.settle().plan().apply == ()
+
+    world.see(clusters=(replace(cluster, spec={**spec, "authOptions": {"mode": "disabled"}}, generation=2),))
+    [restored] = world.plan().apply
+    assert restored["spec"] == created["spec"]
+    assert restored["metadata"]["annotations"] == created["metadata"]["annotations"]
+
+    world.see(clusters=(replace(cluster, spec=spec, generation=2, created_from="of an older operator"),))
+    assert world.plan().apply == ()

@@ -7,7 +7,7 @@ import pytest
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.resolve import JobFile
-from ppojob_operator.plan import JobNetwork, Ray, RayState, Surroundings
+from ppojob_operator.plan import JobNetwork, Ray, RayState, Surroundings, Trouble
 from tests.unit.operator.reconcile.worlds import SURROUNDINGS, UID, World, first_cluster
 
 
@@ -227,3 +227,28 @@ def test_a_finished_job_never_starts_again() -> None:
 
     assert plan.status is None
     assert plan.apply == ()
+
+
+def test_a_secret_that_the_kubelet_does_not_find_is_created_again() -> None:
+    world = (
+        World()
+        .settle()
+        .pods_become(ready=True)
+        .pods_become(
+            ready=False,
+            pool="critic",
+            trouble=Trouble(
+                Reason.POD_FAILED,
+                f'container ray-worker: CreateContainerConfigError: secret "{first_cluster()}-ray" not found',
+            ),
+        )
+    )
+
+    assert [manifest["kind"] for manifest in world.plan().apply] == ["ServiceAccount", "Secret"]
+
+
+def test_a_pod_with_another_trouble_repairs_no_secret() -> None:
+    trouble = Trouble(Reason.POD_FAILED, 'container own: CreateContainerConfigError: secret "own" not found')
+    world = World().settle().pods_become(ready=False, pool="critic", trouble=trouble)
+
+    assert world.plan().apply == ()

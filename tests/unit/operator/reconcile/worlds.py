@@ -74,6 +74,8 @@ class World:
         self.log: str = ""
         self.refusal = ""
         """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
+        self.default_queue: str | None = None
+        """Queue that Kueue gives to RayClusters without one. Empty: it suspends them without. None: it does neither."""
         self.is_deleting = False
         self.is_deleted = False
         self.hangs = False
@@ -179,7 +181,7 @@ class World:
         if plan.read_log_of:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
         assert not plan.read_log_of, "a log that was read is wanted again"
-        self._follow(plan)
+        self._follow(plan, observed)
         return plan
 
     def look(self) -> Plan:
@@ -211,13 +213,16 @@ class World:
         self.words += [event.message for event in plan.events]
         return plan
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan, observed: Observed) -> None:
         """Check the plan against the table: its transition is declared, and its status has the next state."""
         state, event, after = State(plan.state), Event(plan.event), State(plan.next_state)
         assert TRANSITIONS[state].get(event) == after, f"{state} --{event}--> {after} is not in the table"
         written = PPOJobStatus.model_validate(self.status if plan.status is None else plan.status, extra="ignore")
         if event != Event.DELETED:
-            found = state_of(written, is_submitted=plan.submission is not None)
+            # Ray may have a trainer of which no status could be written.
+            in_ray = [each.submission_id for each in observed.ray.jobs] if observed.ray else []
+            is_known = naming.submission_id(UID, written.attempt or 0) in in_ray
+            found = state_of(written, is_submitted=plan.submission is not None or is_known)
             assert found == after, f"{state} --{event}--> {after}, but the status says {found}"
             assert written.phase == after.phase(written.attempt or 0)
         self.transitions.append((state, event, after))
@@ -242,8 +247,16 @@ class World:
         name = manifest["metadata"]["name"]
         if manifest["kind"] == "RayCluster" and name not in [cluster.name for cluster in self.observed.clusters]:
             # Kueue suspends what comes into one of its queues.
-            is_queued = constants.LABEL_QUEUE in manifest["metadata"]["labels"]
-            fresh = Cluster(name, is_suspended=is_queued, head_service=f"{name}-head-svc", uid=f"uid of {name}")
+            queue = manifest["metadata"]["labels"].get(constants.LABEL_QUEUE, self.default_queue)
+            fresh = Cluster(
+                name,
+                is_suspended=queue is not None,
+                created=self.now,
+                head_service=f"{name}-head-svc",
+                uid=f"uid of {name}",
+                created_from=manifest["metadata"]["annotations"][constants.ANNOTATION_MADE_OF],
+                queue=queue or None,
+            )
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
             self.made.append(dict(manifest))
         if manifest["kind"] == "Job":

@@ -10,7 +10,7 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
@@ -21,9 +21,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def parallel() -> Iterator[DataParallel]:
+def parallel() -> Iterator[ParallelMesh]:
     torch.set_num_threads(1)
-    group = init_process_group(Device.CPU, 0, 1, "127.0.0.1", free_port("127.0.0.1"), 60)
+    group = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield group
     group.destroy()
 

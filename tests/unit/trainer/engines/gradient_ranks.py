@@ -14,8 +14,8 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Meta
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
@@ -51,7 +51,7 @@ def whole_batch() -> DataProto:
     return batch
 
 
-def one_step(parallel: DataParallel, model: Path, role: str, way: Way, aggregation: LossAggregation) -> dict[str, Any]:
+def one_step(parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation) -> dict[str, Any]:
     """Return the gradient before clipping and the weights after the step, whole and in float32, and the metrics."""
     part = ROWS // parallel.world_size
     batch = whole_batch()[list(way.order[parallel.rank * part : (parallel.rank + 1) * part])]
@@ -69,7 +69,7 @@ def one_step(parallel: DataParallel, model: Path, role: str, way: Way, aggregati
     return {"gradients": gradients, "before": before, "weights": _weights(engine.module), "metrics": metrics}
 
 
-def all_ways(parallel: DataParallel, model: Path, _batch: DataProto, _folder: Path) -> dict[str, Any]:
+def all_ways(parallel: ParallelMesh, model: Path, _batch: DataProto, _folder: Path) -> dict[str, Any]:
     """What every way gives, by role, aggregation and name."""
     return {
         f"{role} {aggregation.value} {name}": one_step(parallel, model, role, way, aggregation)
@@ -80,7 +80,7 @@ def all_ways(parallel: DataParallel, model: Path, _batch: DataProto, _folder: Pa
 
 
 def _engine(
-    parallel: DataParallel, model: Path, role: str, way: Way, aggregation: LossAggregation
+    parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation
 ) -> PolicyEngine | CriticEngine:
     settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": way.max_tokens, "loss_aggregation": aggregation}
     run: dict[str, Any] = {"total_steps": 10, "dtype": torch.float32}

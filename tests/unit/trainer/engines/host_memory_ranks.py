@@ -18,7 +18,7 @@ from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_policy
 
 SHARD_BYTES = 16 * 10**6
@@ -47,11 +47,13 @@ def wait_for(saves: BackgroundSaves) -> None:
         time.sleep(0.05)
 
 
-def measure(parallel: DataParallel, model: Path, out: Path) -> dict[str, int]:
+def measure(parallel: ParallelMesh, model: Path, out: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     found["background, moments offloaded"] = of_background(parallel, model, out / "moments", Offload(optimizer=True))
     both = Offload(optimizer=True, parameters=True)
     found["background, both offloaded"] = of_background(parallel, model, out / "both", both)
+    # Not the first one, for which Python imports the model's code.
+    found["build"] = most_taken(lambda: make_policy(parallel, model))
     policy = make_policy(parallel, model, offload=Offload(optimizer=True))
     policy.save(out / "before")
     found["save, moments offloaded"] = most_taken(lambda: policy.save(out / "save"))
@@ -59,7 +61,7 @@ def measure(parallel: DataParallel, model: Path, out: Path) -> dict[str, int]:
     return found
 
 
-def of_background(parallel: DataParallel, model: Path, out: Path, offload: Offload) -> int:
+def of_background(parallel: ParallelMesh, model: Path, out: Path, offload: Offload) -> int:
     policy, saves = make_policy(parallel, model, offload=offload), BackgroundSaves()
     # torch makes the moments for the first save; later ones find them where they are.
     policy.save(out / "first", saves)
@@ -76,7 +78,7 @@ def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     export_module.SHARD_BYTES = SHARD_BYTES  # type: ignore[misc]
-    parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 120)
+    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 120)
     found = measure(parallel, model, out)
     resumed = make_policy(parallel, model)
     found["load"] = most_taken(lambda: resumed.load(out / "save"))

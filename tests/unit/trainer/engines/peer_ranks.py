@@ -12,13 +12,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
 
 MINIBATCHES = 2
-Work = Callable[[DataParallel, Path, DataProto, Path], dict[str, Any]]
+Work = Callable[[ParallelMesh, Path, DataProto, Path], dict[str, Any]]
 
 
 def whole_batch() -> DataProto:
@@ -31,7 +31,7 @@ def rows_of(number: int, num_shards: int) -> list[int]:
     return [4 * minibatch + part * number + row for minibatch in range(MINIBATCHES) for row in range(part)]
 
 
-def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and many."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
     log_probs = policy.compute_log_prob(batch).tensor("old_log_probs")
@@ -57,19 +57,19 @@ def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> 
     }
 
 
-def resume(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+def resume(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Go on from the checkpoint of another layout, which is the folder's `saved`."""
     policy = make_policy(parallel, model)
     policy.load(folder / "saved")
     return {"second": policy.update(batch)}
 
 
-def run_rank(rank: int, world_size: int, port: int, sizes: PeerSizes, model: Path, out: Path, work: Work = run) -> None:
+def run_rank(rank: int, port: int, dims: ParallelDims, model: Path, out: Path, work: Work = run) -> None:
     """What one process does; it leaves `rank-<rank>.pt`, or the reason why not in `rank-<rank>.txt`."""
     torch.set_num_threads(1)
     try:
-        parallel = init_process_group(Device.CPU, rank, world_size, "127.0.0.1", port, 120, sizes)
-        shard = whole_batch()[rows_of(rank // sizes.peers, world_size // sizes.peers)]
+        parallel = init_process_group(Device.CPU, rank, dims, "127.0.0.1", port, 120)
+        shard = whole_batch()[rows_of(rank // dims.model_parallel, dims.world_size // dims.model_parallel)]
         torch.save(work(parallel, model, shard, out), out / f"rank-{rank}.pt")
         parallel.destroy()
     except BaseException:

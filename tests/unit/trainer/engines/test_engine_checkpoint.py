@@ -19,14 +19,14 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.bench.bench_host_memory import compare_export
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
-def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path) -> PolicyEngine:
     training = ActorSpec(
         learning_rate=1e-3, max_tokens_per_gpu=1000, learning_rate_schedule=LearningRateSchedule.LINEAR
     )
@@ -36,7 +36,7 @@ def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
 
 
 def test_an_update_after_loading_equals_the_one_after_saving(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     saved = make_policy(parallel, model_path)
     saved.update(batch)
@@ -54,7 +54,7 @@ def test_an_update_after_loading_equals_the_one_after_saving(
 
 
 def test_a_save_before_the_first_update_changes_nothing(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     plain, saved, resumed = (make_policy(parallel, model_path) for _ in range(3))
     saved.save(tmp_path / "step-0")
@@ -65,7 +65,7 @@ def test_a_save_before_the_first_update_changes_nothing(
 
 
 def test_a_save_in_the_background_holds_the_models_of_its_start(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     engine, saves = make_policy(parallel, model_path), BackgroundSaves()
     engine.update(batch)
@@ -81,7 +81,7 @@ def test_a_save_in_the_background_holds_the_models_of_its_start(
 
 
 def test_a_save_that_fails_in_the_background_is_told_once_by_name(
-    parallel: DataParallel, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
@@ -103,7 +103,7 @@ def wait_for(saves: BackgroundSaves) -> None:
         time.sleep(0.02)
 
 
-def test_a_folder_that_exists_is_not_written_into(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+def test_a_folder_that_exists_is_not_written_into(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "stale").touch()
     engine = make_policy(parallel, model_path)
     for write in (engine.save, engine.export):
@@ -111,7 +111,7 @@ def test_a_folder_that_exists_is_not_written_into(parallel: DataParallel, model_
             write(tmp_path)
 
 
-def test_what_cannot_be_read_is_refused_by_name(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused_by_name(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     engine = make_policy(parallel, model_path)
     with pytest.raises(CheckpointUnreadableError, match=r"nothing is not complete: it has no \.metadata"):
         engine.load(tmp_path / "nothing")
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_refused_by_name(parallel: DataParallel, model_pa
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
-    parallel: DataParallel, batch: DataProto, tmp_path: Path, is_tied: bool
+    parallel: ParallelMesh, batch: DataProto, tmp_path: Path, is_tied: bool
 ) -> None:
     source = save_tiny_model(tmp_path / "source", tie_word_embeddings=is_tied)
     engine = make_policy(parallel, source)
@@ -150,7 +150,7 @@ def test_the_export_is_the_policy_in_bfloat16_with_its_tokenizer(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_large_model_is_exported_in_files_with_an_index(
-    parallel: DataParallel, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
+    parallel: ParallelMesh, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
 ) -> None:
     monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.export.SHARD_BYTES", 30_000)
     engine = make_policy(parallel, save_tiny_model(tmp_path / "source", tie_word_embeddings=is_tied))
@@ -179,7 +179,7 @@ def test_a_large_model_is_exported_in_files_with_an_index(
     assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
 
 
-def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: DataParallel, tmp_path: Path) -> None:
+def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: ParallelMesh, tmp_path: Path) -> None:
     """Transformers fuses a layer's experts, and no file has them so."""
     torch.manual_seed(7)
     config = MixtralConfig(

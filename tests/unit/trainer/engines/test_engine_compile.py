@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
 pytestmark = [
@@ -38,7 +38,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def update(
-    deep_model: Path, parallel: DataParallel, monkeypatch: pytest.MonkeyPatch
+    deep_model: Path, parallel: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[float, int]]:
     """Return an update's gradient norm, and how many graphs were compiled for it."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))

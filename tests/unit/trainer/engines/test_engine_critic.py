@@ -12,12 +12,12 @@ from transformers import AutoModel
 from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.training import CriticSpec
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
-def make_critic(parallel: DataParallel, model_path: Path, seed: int = 1, **training: object) -> CriticEngine:
+def make_critic(parallel: ParallelMesh, model_path: Path, seed: int = 1, **training: object) -> CriticEngine:
     settings = {"learning_rate": 1e-2, "max_tokens_per_gpu": 1000, "clip_range_value": 10.0, **training}
     return CriticEngine(
         parallel,
@@ -30,7 +30,7 @@ def make_critic(parallel: DataParallel, model_path: Path, seed: int = 1, **train
     )
 
 
-def test_a_new_value_head_follows_the_seed(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_a_new_value_head_follows_the_seed(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     first, again, other = (
         make_critic(parallel, model_path, seed).compute_values(batch).tensor(Keys.VALUES) for seed in (1, 1, 2)
     )
@@ -40,7 +40,7 @@ def test_a_new_value_head_follows_the_seed(parallel: DataParallel, model_path: P
     assert (first[batch.tensor(Keys.RESPONSE_MASK) == 0] == 0).all()
 
 
-def test_the_value_of_a_token_is_read_before_it(parallel: DataParallel, tmp_path: Path, batch: DataProto) -> None:
+def test_the_value_of_a_token_is_read_before_it(parallel: ParallelMesh, tmp_path: Path, batch: DataProto) -> None:
     path = save_tiny_model(tmp_path / "with-head")
     weight, bias = torch.randn(1, 48, generator=torch.Generator().manual_seed(5)), torch.tensor([0.25])
     save_file({"score.weight": weight, "score.bias": bias}, path / "value_head.safetensors")
@@ -54,7 +54,7 @@ def test_the_value_of_a_token_is_read_before_it(parallel: DataParallel, tmp_path
     torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_updates_bring_values_to_the_returns(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_updates_bring_values_to_the_returns(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     critic = make_critic(parallel, model_path)
     mask = batch.tensor(Keys.RESPONSE_MASK).float()
     wanted = batch.with_fields({Keys.RETURNS: 0.8 * mask})
@@ -65,7 +65,7 @@ def test_updates_bring_values_to_the_returns(parallel: DataParallel, model_path:
 
 
 def test_explained_variance_is_of_the_values_before_the_update(
-    parallel: DataParallel, model_path: Path, batch: DataProto
+    parallel: ParallelMesh, model_path: Path, batch: DataProto
 ) -> None:
     perfect = batch.with_fields({Keys.VALUES: batch.tensor(Keys.RETURNS)})
     assert make_critic(parallel, model_path).update(perfect)["critic/vf_explained_var"] == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_explained_variance_is_of_the_values_before_the_update(
     assert make_critic(parallel, model_path).update(constant)["critic/vf_explained_var"] == pytest.approx(0.0)
 
 
-def test_micro_batches_do_not_change_an_update(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_micro_batches_do_not_change_an_update(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     whole, cut = make_critic(parallel, model_path), make_critic(parallel, model_path, max_tokens_per_gpu=16)
     assert cut.update(batch) == pytest.approx(whole.update(batch), rel=1e-4, abs=1e-6)
     values, values_of_cut = (engine.compute_values(batch).tensor(Keys.VALUES) for engine in (whole, cut))

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
-from ppojob_trainer.engines.train.fsdp.mesh import PeerSizes, init_process_group
 
 
 def llama(**settings: Any) -> PretrainedConfig:
@@ -24,6 +22,7 @@ def llama(**settings: Any) -> PretrainedConfig:
     [
         {"actor.tensorParallelSize": 4, "actor.sequenceParallelSize": 1},
         {"actor.sequenceParallelSize": 2},
+        {"actor.tensorParallelSize": 2, "actor.sequenceParallelSize": 2},
         # Each key head on three ranks.
         {"critic.sequenceParallelSize": 12},
         # vLLM repeats key heads.
@@ -47,6 +46,16 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
         (llama(), {"critic.sequenceParallelSize": 5}, "critic.sequenceParallelSize 5 .* num_attention_heads 12"),
         (llama(), {"actor.sequenceParallelSize": 6}, "num_key_value_heads 4 nor is divided by it"),
         (llama(), {"rollout.tensorParallelSize": 5}, "rollout.tensorParallelSize 5"),
+        (
+            llama(),
+            {"actor.tensorParallelSize": 4, "actor.sequenceParallelSize": 2},
+            "actor.sequenceParallelSize 2 .* num_attention_heads 12 with tensorParallelSize 4",
+        ),
+        (
+            llama(num_attention_heads=24, num_key_value_heads=6),
+            {"critic.tensorParallelSize": 2, "critic.sequenceParallelSize": 4},
+            "critic.sequenceParallelSize 4 does not divide this llama's num_key_value_heads 3",
+        ),
         (Phi3Config(), {"actor.tensorParallelSize": 2}, "how phi3 is divided is not computed here"),
         (PretrainedConfig(num_attention_heads=4), {"actor.tensorParallelSize": 2}, "no plan.*use sequenceParallelSize"),
     ],
@@ -60,12 +69,3 @@ def test_a_size_that_does_not_divide_is_refused_by_its_field(
 
 def test_norms_of_heads_are_part_of_a_plan_that_is_computed() -> None:
     check_divisions(Qwen3Config(num_attention_heads=4, num_key_value_heads=2), {"actor.tensorParallelSize": 2})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [(PeerSizes(2, 2), "cannot be combined"), (PeerSizes(tensor=3), "3 peers do not divide 4 ranks")],
-)
-def test_peers_that_do_not_fit_the_ranks_are_refused_before_the_rendezvous(sizes: PeerSizes, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        init_process_group(Device.CPU, 0, 4, "127.0.0.1", 1, 1, sizes)

@@ -16,8 +16,8 @@ from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 
@@ -84,7 +84,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def make_policy(parallel: DataParallel, path: Path) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
     return PolicyEngine(
         parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=9, dtype=torch.float32
@@ -99,7 +99,7 @@ def plain(auto: Any, path: Path, batch: DataProto) -> Any:
         return model(**{key: batch.tensor(key) for key in keys}, use_cache=False)
 
 
-def test_log_probs_equal_those_of_the_familys_own_logits(parallel: DataParallel, path: Path, batch: DataProto) -> None:
+def test_log_probs_equal_those_of_the_familys_own_logits(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
     responses, mask = batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK)
     logits = plain(AutoModelForCausalLM, path, batch).logits
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
@@ -115,7 +115,7 @@ def test_log_probs_equal_those_of_the_familys_own_logits(parallel: DataParallel,
     assert not unchanged
 
 
-def test_values_are_of_the_same_backbone(parallel: DataParallel, path: Path, batch: DataProto) -> None:
+def test_values_are_of_the_same_backbone(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
     weight = torch.randn(1, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(5))
     head = path / "value_head.safetensors"
     save_file({"score.weight": weight}, head)
@@ -136,7 +136,7 @@ def test_values_are_of_the_same_backbone(parallel: DataParallel, path: Path, bat
 
 
 def test_the_export_is_read_back_by_transformers(
-    parallel: DataParallel, path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     make_policy(parallel, path).export(tmp_path / "export")
     rounded = tmp_path / "rounded"

@@ -1,4 +1,4 @@
-"""What saving, exporting and resuming take of the host's memory, as multiples of a rank's parameters in float32.
+"""What loading, saving, exporting and resuming take of the host's memory, as multiples of a rank's float32 parameters.
 
 Two processes with a model of 40 million parameters. Python and torch take some 10 MB here and there, hence the margins.
 """
@@ -65,6 +65,8 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("call", "most"),
     [
+        # The parameters, and as much of the file, whose pages the kernel keeps as long as there is room.
+        ("build", 2.8),
         # What is on the host is written from there: nothing, the parameters, nothing.
         ("save, moments offloaded", 0.5),
         ("background, moments offloaded", 1.5),

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import LossAggregation
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.log_probs import plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, entropy_bonus, kl_loss, policy_loss
@@ -33,14 +33,14 @@ REFERENCE = "one micro-batch"
 
 
 @pytest.fixture(scope="module")
-def of_one(parallel: DataParallel, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def of_one(parallel: ParallelMesh, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return gradient_ranks.all_ways(parallel, model_path, gradient_ranks.whole_batch(), tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
 def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("two")
-    run_ranks(2, PeerSizes(), model_path, folder, gradient_ranks.all_ways)
+    run_ranks(ParallelDims(shard=2), model_path, folder, gradient_ranks.all_ways)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
 
 

@@ -21,16 +21,16 @@ from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupp
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
 from ppojob_trainer.engines.train.fsdp.lora import LoRALinear, adapters_off, is_adapter
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.fsdp.update import UpdateResult
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, response_part
 
 ADAPTERS = LoRA(rank=4, alpha=12.0)
 
 
-def make_policy(parallel: DataParallel, path: Path, lora: LoRA | None = ADAPTERS, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = ADAPTERS, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
     actor = ActorModel(path=str(path), lora=lora, **model)
     return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
@@ -66,7 +66,7 @@ def test_a_layer_computes_the_sum_and_trains_the_adapter_alone() -> None:
 
 
 def test_it_begins_as_the_model_and_the_reference_stays_so(
-    parallel: DataParallel, model_path: Path, batch: DataProto
+    parallel: ParallelMesh, model_path: Path, batch: DataProto
 ) -> None:
     plain = log_probs(make_policy(parallel, model_path, None), batch)
     engine = make_policy(parallel, model_path)
@@ -78,7 +78,7 @@ def test_it_begins_as_the_model_and_the_reference_stays_so(
     assert torch.equal(reference.tensor(Keys.REF_LOG_PROB), plain)
 
 
-def test_only_adapters_have_gradients_and_moments(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_only_adapters_have_gradients_and_moments(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     engine = make_policy(parallel, model_path)
     before = {name: value.detach().full_tensor().clone() for name, value in engine.module.named_parameters()}
     engine.update(batch)
@@ -90,7 +90,7 @@ def test_only_adapters_have_gradients_and_moments(parallel: DataParallel, model_
     assert len(changed) == len(engine.optimizer.adamw.state) == 28
 
 
-def test_the_rollout_gets_the_sum(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_the_rollout_gets_the_sum(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     engine = make_policy(parallel, model_path)
     engine.update(batch)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -106,7 +106,7 @@ def test_the_rollout_gets_the_sum(parallel: DataParallel, model_path: Path, batc
 
 
 def test_the_export_is_the_sum_with_the_adapters_beside_it(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     engine = make_policy(parallel, model_path, LoRA(rank=4, alpha=12.0, target_modules=["q_proj", "down_proj"]))
     engine.update(batch)
@@ -125,7 +125,7 @@ def test_the_export_is_the_sum_with_the_adapters_beside_it(
 
 
 def test_a_run_goes_on_exactly_from_adapters_alone(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     offload = Offload(parameters=True, optimizer=True)
     saved, resumed = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=offload)
@@ -139,7 +139,7 @@ def test_a_run_goes_on_exactly_from_adapters_alone(
 
 
 def test_checkpoints_with_and_without_adapters_are_not_mixed_up(
-    parallel: DataParallel, model_path: Path, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path
 ) -> None:
     whole, adapted = make_policy(parallel, model_path, None), make_policy(parallel, model_path)
     whole.save(tmp_path / "whole")
@@ -149,12 +149,12 @@ def test_checkpoints_with_and_without_adapters_are_not_mixed_up(
             engine.load(tmp_path / other)
 
 
-def test_targets_that_do_not_exist_are_refused(parallel: DataParallel, model_path: Path) -> None:
+def test_targets_that_do_not_exist_are_refused(parallel: ParallelMesh, model_path: Path) -> None:
     with pytest.raises(ModelUnsupportedError, match=r"\['query'\] are no linear layers .* there are down_proj, "):
         make_policy(parallel, model_path, LoRA(target_modules=["query", "q_proj"]))
 
 
-def test_a_critic_trains_its_value_head_too(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_a_critic_trains_its_value_head_too(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     model, training = TrainedModel(lora=ADAPTERS), CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
     critic = CriticEngine(parallel, model, str(model_path), training, total_steps=9, seed=1, dtype=torch.float32)
     trained = {name for name, value in critic.module.named_parameters() if value.requires_grad}
@@ -165,7 +165,7 @@ def test_a_critic_trains_its_value_head_too(parallel: DataParallel, model_path: 
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_frozen_weights_have_no_gradient_of_their_own_to_count(parallel: DataParallel, model_path: Path) -> None:
+def test_frozen_weights_have_no_gradient_of_their_own_to_count(parallel: ParallelMesh, model_path: Path) -> None:
     result = UpdateResult(1, 0, 0.0, num_tokens=10.0, num_policy_tokens=5.0)
     backbones = [make_policy(parallel, model_path, lora).module.backbone for lora in (None, ADAPTERS)]
     matrices, adapters = (
@@ -178,7 +178,7 @@ def test_frozen_weights_have_no_gradient_of_their_own_to_count(parallel: DataPar
     assert adapted == 4 * (10 * matrices + 5 * output) + 6 * 10 * adapters
 
 
-def test_frozen_weights_keep_the_dtype_of_their_file(parallel: DataParallel, model_path: Path, tmp_path: Path) -> None:
+def test_frozen_weights_keep_the_dtype_of_their_file(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "bfloat16"
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(path)
     actor = ActorModel(path=str(path), lora=ADAPTERS)

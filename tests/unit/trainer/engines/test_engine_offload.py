@@ -15,14 +15,14 @@ from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload, Offload, Traine
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 
 BOTH = Offload(parameters=True, optimizer=True)
 
 
-def make_policy(parallel: DataParallel, path: Path, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, **model: Any) -> PolicyEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
     actor = ActorModel(path=str(path), **model)
     return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
@@ -45,7 +45,7 @@ def weights(engine: PolicyEngine) -> list[torch.Tensor]:
     "offload", [BOTH, Offload(parameters=True), Offload(optimizer=True)], ids=["both", "parameters", "optimizer"]
 )
 def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, offload: Offload
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path, offload: Offload
 ) -> None:
     plain, offloaded = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=offload)
 
@@ -69,7 +69,7 @@ def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
 
 
 def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloaded, plain = make_policy(parallel, model_path, offload=BOTH), make_policy(parallel, model_path)
     offloaded.save(tmp_path / "before-the-first-update")
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
 
 
 def test_an_offloaded_run_resumes_from_a_checkpoint(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     saved, resumed = make_policy(parallel, model_path), make_policy(parallel, model_path, offload=BOTH)
     resumed.update(batch)
@@ -106,7 +106,7 @@ def test_an_offloaded_run_resumes_from_a_checkpoint(
 
 
 def test_a_background_save_has_the_tensors_that_are_offloaded_meanwhile(
-    parallel: DataParallel, model_path: Path, batch: DataProto, tmp_path: Path
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     saved, resumed = (make_policy(parallel, model_path, offload=BOTH) for _ in range(2))
     saved.update(batch)
@@ -121,7 +121,7 @@ def test_a_background_save_has_the_tensors_that_are_offloaded_meanwhile(
     assert resumed.update(batch) == metrics
 
 
-def test_a_critic_and_a_reference(parallel: DataParallel, model_path: Path, batch: DataProto) -> None:
+def test_a_critic_and_a_reference(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
     critics = [
         CriticEngine(parallel, TrainedModel(offload=offload), str(model_path), training, total_steps=9, seed=1)
@@ -140,7 +140,7 @@ def test_a_critic_and_a_reference(parallel: DataParallel, model_path: Path, batc
 
 
 def test_activations_on_the_host_change_nothing(
-    parallel: DataParallel, model_path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, offloaded = (make_policy(parallel, model_path, activation_offload=is_asked) for is_asked in (False, True))
     assert offloaded.update(batch) == plain.update(batch)

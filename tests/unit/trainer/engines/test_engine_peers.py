@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, PeerSizes
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.engines.two_ranks import make_policy
@@ -24,13 +24,23 @@ pytestmark = pytest.mark.slow
 
 LIMIT_SECONDS = 240
 
-# World size, peers, and the model: tied embeddings; biases and untied ones; norms of single heads.
+# The model: tied embeddings; biases and untied ones; norms of single heads.
 LAYOUTS = {
-    "data 2 x sequence 2": (4, PeerSizes(sequence=2), "llama"),
-    "sequence 4 with 2 key heads": (4, PeerSizes(sequence=4), "llama"),
-    "data 2 x tensor 2": (4, PeerSizes(tensor=2), "llama"),
-    "tensor 2 of qwen2": (2, PeerSizes(tensor=2), "qwen2"),
-    "tensor 2 of qwen3": (2, PeerSizes(tensor=2), "qwen3"),
+    "shard 2 x sequence 2": (ParallelDims(shard=2, sequence=2), "llama"),
+    "sequence 4 with 2 key heads": (ParallelDims(sequence=4), "llama"),
+    "shard 2 x tensor 2": (ParallelDims(shard=2, tensor=2), "llama"),
+    "tensor 2 of qwen2": (ParallelDims(tensor=2), "qwen2"),
+    "tensor 2 of qwen3": (ParallelDims(tensor=2), "qwen3"),
+    "replicate 2 x shard 2": (ParallelDims(replicate=2, shard=2), "llama"),
+    "replicate 2, not sharded": (ParallelDims(replicate=2), "qwen3"),
+    "replicate 2 x sequence 2": (ParallelDims(replicate=2, sequence=2), "qwen2"),
+    "replicate 2 x tensor 2": (ParallelDims(replicate=2, tensor=2), "llama"),
+    "sequence 2 x tensor 2": (ParallelDims(sequence=2, tensor=2), "qwen3"),
+}
+EIGHT_RANKS = {
+    "replicate 2 x shard 2 x tensor 2": (ParallelDims(2, 2, 1, 2), "llama"),
+    "replicate 2 x sequence 2 x tensor 2": (ParallelDims(2, 1, 2, 2), "qwen2"),
+    "shard 2 x sequence 2 x tensor 2": (ParallelDims(1, 2, 2, 2), "llama"),
 }
 UNTIED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -69,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[s
 
 @pytest.fixture(scope="module")
 def alone(
-    parallel: DataParallel, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    parallel: ParallelMesh, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
     def compute(family: str) -> dict[str, Any]:
         return peer_ranks.run(parallel, models[family], peer_ranks.whole_batch(), tmp_path_factory.mktemp("one"))
@@ -77,30 +87,31 @@ def alone(
     return functools.cache(compute)
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(
+    scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in EIGHT_RANKS)]
+)
 def seen(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     models: dict[str, Path],
     alone: Callable[[str], dict[str, Any]],
 ) -> Seen:
-    world_size, sizes, family = LAYOUTS[request.param]
+    dims, family = (LAYOUTS | EIGHT_RANKS)[request.param]
     folder = tmp_path_factory.mktemp("peers")
-    run_ranks(world_size, sizes, models[family], folder)
-    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(world_size)]
-    return Seen(folder, world_size // sizes.peers, sizes.peers, models[family], ranks, alone(family))
+    run_ranks(dims, models[family], folder)
+    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(dims.world_size)]
+    num_shards = dims.world_size // dims.model_parallel
+    return Seen(folder, num_shards, dims.model_parallel, models[family], ranks, alone(family))
 
 
-def run_ranks(
-    world_size: int, sizes: PeerSizes, model_path: Path, folder: Path, work: peer_ranks.Work = peer_ranks.run
-) -> None:
+def run_ranks(dims: ParallelDims, model_path: Path, folder: Path, work: peer_ranks.Work = peer_ranks.run) -> None:
     # Forked from one process that has torch and transformers loaded: a rank starts in no time.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([peer_ranks.__name__, "transformers.models.llama.modeling_llama"])
     port = free_port("127.0.0.1")
     ranks = [
-        context.Process(target=peer_ranks.run_rank, args=(rank, world_size, port, sizes, model_path, folder, work))
-        for rank in range(world_size)
+        context.Process(target=peer_ranks.run_rank, args=(rank, port, dims, model_path, folder, work))
+        for rank in range(dims.world_size)
     ]
     deadline = time.monotonic() + LIMIT_SECONDS
     for process in ranks:
@@ -113,7 +124,7 @@ def run_ranks(
             process.kill()
             process.join(10)
     reasons = [file.read_text() for file in folder.glob("rank-*.txt")]
-    assert [process.exitcode for process in ranks] == [0] * world_size, "\n".join(reasons)
+    assert [process.exitcode for process in ranks] == [0] * dims.world_size, "\n".join(reasons)
 
 
 def test_peers_agree_on_all_that_they_compute(seen: Seen) -> None:
@@ -154,7 +165,7 @@ def test_the_update_is_that_of_one_rank(seen: Seen) -> None:
     assert seen.ranks[0]["second"] == pytest.approx(seen.of_one["second"], rel=1e-3, abs=1e-4)
 
 
-def test_its_checkpoint_is_read_by_one_rank(seen: Seen, parallel: DataParallel) -> None:
+def test_its_checkpoint_is_read_by_one_rank(seen: Seen, parallel: ParallelMesh) -> None:
     policy = make_policy(parallel, seen.model)
     policy.load(seen.folder / "checkpoint")
     weights = [tensor.float().clone() for tensor in policy.weights().gather()]
@@ -172,20 +183,22 @@ def test_its_export_is_the_whole_model(seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [
-        (PeerSizes(tensor=2), PeerSizes()),
-        (PeerSizes(tensor=2), PeerSizes(sequence=2)),
-        (PeerSizes(), PeerSizes(tensor=2)),
+        (ParallelDims(tensor=2), ParallelDims(shard=2)),
+        (ParallelDims(tensor=2), ParallelDims(sequence=2)),
+        (ParallelDims(shard=2), ParallelDims(tensor=2)),
+        (ParallelDims(replicate=2, shard=2), ParallelDims(tensor=2)),
+        (ParallelDims(tensor=2), ParallelDims(replicate=2, shard=2)),
     ],
     ids=str,
 )
-def test_a_checkpoint_is_read_by_another_layout_of_two_ranks(
-    saved_by: PeerSizes, resumed_by: PeerSizes, model_path: Path, tmp_path: Path
+def test_a_checkpoint_is_read_by_another_layout(
+    saved_by: ParallelDims, resumed_by: ParallelDims, model_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "first").mkdir()
-    run_ranks(2, saved_by, model_path, tmp_path / "first")
+    run_ranks(saved_by, model_path, tmp_path / "first")
     (tmp_path / "second").mkdir()
     (tmp_path / "first" / "checkpoint").rename(tmp_path / "second" / "saved")
-    run_ranks(2, resumed_by, model_path, tmp_path / "second", peer_ranks.resume)
+    run_ranks(resumed_by, model_path, tmp_path / "second", peer_ranks.resume)
     went_on = torch.load(tmp_path / "first" / "rank-0.pt")["second"]
     resumed = torch.load(tmp_path / "second" / "rank-0.pt")["second"]
     assert resumed == pytest.approx(went_on, rel=1e-3, abs=1e-4)

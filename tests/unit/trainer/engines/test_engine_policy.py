@@ -15,8 +15,8 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates
 
@@ -24,7 +24,7 @@ Parameters = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., PolicyEngine]:
+def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., PolicyEngine]:
     def make(algorithm: AlgorithmSpec | None = None, checkpointing: bool = False, **training: object) -> PolicyEngine:
         settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": 1000, **training}
         return PolicyEngine(
@@ -70,7 +70,7 @@ def test_log_probs_and_entropies_equal_those_of_plain_transformers(
 
 
 def test_the_reference_equals_the_policy_before_training(
-    make_policy: Callable[..., PolicyEngine], model_path: Path, parallel: DataParallel, batch: DataProto
+    make_policy: Callable[..., PolicyEngine], model_path: Path, parallel: ParallelMesh, batch: DataProto
 ) -> None:
     reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
     computed = reference.compute_ref_log_prob(batch)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
@@ -61,7 +61,7 @@ def of_two(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_one(parallel: DataParallel, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def of_one(parallel: ParallelMesh, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return two_ranks.run(parallel, model_path, two_ranks.whole_batch(), tmp_path_factory.mktemp("one-rank"))
 
 
@@ -128,7 +128,7 @@ def test_models_that_stay_gathered_send_fewer_messages(of_two: list[dict[str, An
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(
-    out: Path, of_two: list[dict[str, Any]], parallel: DataParallel, model_path: Path
+    out: Path, of_two: list[dict[str, Any]], parallel: ParallelMesh, model_path: Path
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)
     policy.load(out / "checkpoint")
@@ -148,8 +148,9 @@ def test_two_ranks_export_a_whole_model(out: Path, of_two: list[dict[str, Any]])
 def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
     script = (
         "from ppojob_api.v1alpha1.runtime import Device\n"
-        "from ppojob_trainer.engines.train.fsdp.mesh import init_process_group\n"
-        f"init_process_group(Device('{Device.CPU.value}'), 1, 2, '127.0.0.1', {free_port('127.0.0.1')}, 2)\n"
+        "from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group\n"
+        f"two, port = ParallelDims(shard=2), {free_port('127.0.0.1')}\n"
+        f"init_process_group(Device('{Device.CPU.value}'), 1, two, '127.0.0.1', port, 2)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode != 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import two_ranks, two_ranks_resume
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ LIMIT_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
-def out(parallel: DataParallel, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(parallel: ParallelMesh, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint `one` of one rank, after an update of both models."""
     folder, batch = tmp_path_factory.mktemp("resume"), two_ranks.whole_batch()
     policy, critic = two_ranks.make_policy(parallel, model_path), two_ranks.make_critic(parallel, model_path)
@@ -34,7 +34,7 @@ def out(parallel: DataParallel, model_path: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def of_one(out: Path, parallel: DataParallel, model_path: Path) -> dict[str, Any]:
+def of_one(out: Path, parallel: ParallelMesh, model_path: Path) -> dict[str, Any]:
     seen = two_ranks_resume.go_on(parallel, model_path, two_ranks.whole_batch(), out)
     return seen | {"second": seen["policy"].update(two_ranks.whole_batch())}
 
@@ -68,7 +68,7 @@ def test_two_ranks_go_on_from_one_as_one_does(of_two: list[dict[str, Any]], of_o
 
 
 def test_one_goes_on_from_what_two_saved_while_they_trained(
-    out: Path, of_two: list[dict[str, Any]], parallel: DataParallel, model_path: Path
+    out: Path, of_two: list[dict[str, Any]], parallel: ParallelMesh, model_path: Path
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)
     policy.load(out / "background")

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine, check_reward_model, padded_parts
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY, save_tiny_model
 
 
@@ -66,14 +66,14 @@ def alone(path: Path, tokens: list[int], label: int = 0) -> float:
         return float(model(torch.tensor([tokens])).logits[0, label])
 
 
-def engine_of(parallel: DataParallel, path: Path, **options: Any) -> RewardModelEngine:
+def engine_of(parallel: ParallelMesh, path: Path, **options: Any) -> RewardModelEngine:
     given = {"max_tokens_per_gpu": 64, "dtype": torch.float32, **options}
     return RewardModelEngine(parallel, str(path), **given)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pad_token_id": 0}, {"pad_token_id": 7}], ids=["no pad", "pad 0", "pad 7"])
 def test_a_decoders_scores_are_those_of_each_sequence_alone(
-    parallel: DataParallel, tmp_path: Path, settings: dict[str, Any]
+    parallel: ParallelMesh, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     path = save_llama(tmp_path, **settings)
     # With pad token 7, transformers reads the score before a 7 at the end.
@@ -88,7 +88,7 @@ def test_a_decoders_scores_are_those_of_each_sequence_alone(
         assert expected[-1] == pytest.approx(expected[-2], rel=1e-4, abs=1e-5)
 
 
-def test_an_encoder_and_a_chosen_label(parallel: DataParallel, tmp_path: Path) -> None:
+def test_an_encoder_and_a_chosen_label(parallel: ParallelMesh, tmp_path: Path) -> None:
     path, rows = save_bert(tmp_path), sequences()
 
     scores = engine_of(parallel, path, label=2).score(rows)
@@ -96,7 +96,7 @@ def test_an_encoder_and_a_chosen_label(parallel: DataParallel, tmp_path: Path) -
     torch.testing.assert_close(scores, torch.tensor([alone(path, row, 2) for row in rows]), atol=1e-5, rtol=1e-4)
 
 
-def test_the_size_of_a_pass_changes_no_score(parallel: DataParallel, tmp_path: Path) -> None:
+def test_the_size_of_a_pass_changes_no_score(parallel: ParallelMesh, tmp_path: Path) -> None:
     path, rows = save_llama(tmp_path), sequences()
 
     one, many = (engine_of(parallel, path, max_tokens_per_gpu=size).score(rows) for size in (1, 4096))
@@ -104,7 +104,7 @@ def test_the_size_of_a_pass_changes_no_score(parallel: DataParallel, tmp_path: P
     torch.testing.assert_close(one, many, atol=1e-5, rtol=1e-4)
 
 
-def test_weights_are_bfloat16_and_the_head_computes_in_float32(parallel: DataParallel, tmp_path: Path) -> None:
+def test_weights_are_bfloat16_and_the_head_computes_in_float32(parallel: ParallelMesh, tmp_path: Path) -> None:
     path, rows = save_llama(tmp_path), sequences()
 
     engine = engine_of(parallel, path, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_weights_are_bfloat16_and_the_head_computes_in_float32(parallel: DataPar
     assert (scores.bfloat16().float() != scores).any(), "scores are finer than bfloat16"
 
 
-def test_a_model_without_a_trained_head_is_refused(parallel: DataParallel, tmp_path: Path) -> None:
+def test_a_model_without_a_trained_head_is_refused(parallel: ParallelMesh, tmp_path: Path) -> None:
     causal = save_tiny_model(tmp_path / "causal")
     with pytest.raises(ModelUnsupportedError, match=r"is a LlamaForCausalLM: a reward model is a sequence classifier"):
         check_reward_model(str(causal), 0, False)
@@ -135,7 +135,7 @@ def test_a_missing_folder_and_a_label_that_is_not_there_are_named(tmp_path: Path
         check_reward_model(str(save_llama(tmp_path)), 1, False)
 
 
-def test_a_folder_without_weights_is_no_model(parallel: DataParallel, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_no_model(parallel: ParallelMesh, tmp_path: Path) -> None:
     path = save_llama(tmp_path)
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match="holds no weights that can be read"):

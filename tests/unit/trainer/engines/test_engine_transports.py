@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.engines.transports import NcclLog, log_connections, transports_of
 
 NVLINK = """\
@@ -68,7 +68,8 @@ def test_each_rank_that_is_sent_to_is_counted_once() -> None:
 
 
 def test_without_a_gpu_gloo_connects_each_rank_to_all_others() -> None:
-    alone, three = (DataParallel(torch.device("cpu"), cast(DeviceMesh, None), 0, size) for size in (1, 3))
+    sizes = (ParallelDims(), ParallelDims(shard=3))
+    alone, three = (ParallelMesh(torch.device("cpu"), cast(DeviceMesh, None), 0, dims) for dims in sizes)
 
     assert (alone.connect(), three.connect()) == ({}, {"GLOO/TCP": 2})
 

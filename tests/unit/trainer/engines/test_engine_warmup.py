@@ -13,16 +13,16 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 
 PROMPT, RESPONSE = 12, 9
 
 
 @pytest.fixture
-def make_policy(model_path: Path, parallel: DataParallel) -> Callable[..., PolicyEngine]:
+def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., PolicyEngine]:
     def make(**model: Any) -> PolicyEngine:
         actor = ActorModel(path=str(model_path), **model)
         training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=PROMPT + RESPONSE)
@@ -68,7 +68,7 @@ def test_a_warmup_runs_forward_and_backward(
     assert sorted(calls) == sorted((grad, size) for grad in (False, True) for size in (whole, whole, half))
 
 
-def test_critic_and_reference_warm_up_too(model_path: Path, parallel: DataParallel, batch: DataProto) -> None:
+def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMesh, batch: DataProto) -> None:
     def make() -> CriticEngine:
         training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
         model = TrainedModel(path=str(model_path))

@@ -15,8 +15,8 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.buckets import (
     TensorSpec,
     buckets_from_text,
@@ -185,7 +185,7 @@ def test_a_checksum_sees_changed_bytes_and_exchanged_rows() -> None:
 
 
 def test_the_weights_of_a_sharded_model_arrive(
-    parallel: DataParallel, model_path: Path, pool: ThreadPoolExecutor
+    parallel: ParallelMesh, model_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     engine = PolicyEngine(
         parallel, ActorModel(path=str(model_path)), ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=torch.float32

@@ -19,8 +19,8 @@ from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnreadableError
 from ppojob_trainer.engines.train.fsdp import object_storage
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles, has_metadata, is_used, reader_of, writer_of
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.test_engine_checkpoint import make_policy, wait_for
@@ -81,7 +81,7 @@ def test_a_file_whose_writing_failed_is_not_there(store: MemoryStore) -> None:
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize("in_background", [False, True])
 def test_an_update_after_loading_from_a_bucket_equals_the_one_after_saving(
-    parallel: DataParallel, model_path: Path, batch: DataProto, in_background: bool
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, in_background: bool
 ) -> None:
     saved, saves = make_policy(parallel, model_path), BackgroundSaves()
     saved.update(batch)
@@ -96,7 +96,7 @@ def test_an_update_after_loading_from_a_bucket_equals_the_one_after_saving(
 
 
 @pytest.mark.usefixtures("store")
-def test_an_address_that_has_something_is_not_written_to(parallel: DataParallel, model_path: Path) -> None:
+def test_an_address_that_has_something_is_not_written_to(parallel: ParallelMesh, model_path: Path) -> None:
     engine = make_policy(parallel, model_path)
     engine.save(ADDRESS)
 
@@ -105,7 +105,7 @@ def test_an_address_that_has_something_is_not_written_to(parallel: DataParallel,
 
 
 def test_what_cannot_be_read_from_a_bucket_is_refused_by_name(
-    store: MemoryStore, parallel: DataParallel, model_path: Path
+    store: MemoryStore, parallel: ParallelMesh, model_path: Path
 ) -> None:
     engine = make_policy(parallel, model_path)
     with pytest.raises(CheckpointUnreadableError, match=r"actor is not complete: it has no \.metadata"):
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_from_a_bucket_is_refused_by_name(
 
 
 def test_a_store_that_cannot_be_used_is_named(
-    monkeypatch: pytest.MonkeyPatch, parallel: DataParallel, model_path: Path
+    monkeypatch: pytest.MonkeyPatch, parallel: ParallelMesh, model_path: Path
 ) -> None:
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/nowhere/key.json")
     engine = make_policy(parallel, model_path)
@@ -131,7 +131,7 @@ def test_a_store_that_cannot_be_used_is_named(
 
 
 def test_a_store_that_fails_a_rank_does_not_make_a_checkpoint_unreadable(
-    store: MemoryStore, parallel: DataParallel, model_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, parallel: ParallelMesh, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **options: object) -> None:
         raise GenericError("Generic S3 error: Server returned non-2xx status code: 503 <?xml signed")

@@ -15,8 +15,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp import model as model_module
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
@@ -27,7 +27,7 @@ MESSAGE_BYTES = 100_000
 
 
 def make_policy(
-    parallel: DataParallel,
+    parallel: ParallelMesh,
     model: Path,
     *,
     stays_gathered: bool = False,
@@ -42,7 +42,7 @@ def make_policy(
 
 
 def make_critic(
-    parallel: DataParallel, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
+    parallel: ParallelMesh, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
 ) -> CriticEngine:
     training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     run: dict[str, Any] = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
@@ -58,7 +58,7 @@ def shard(rank: int) -> DataProto:
     return whole_batch()[[4 * part + 2 * rank + row for part in (0, 1) for row in (0, 1)]]
 
 
-def run(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and two."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
     log_probs = policy.compute_log_prob(batch).tensor("old_log_probs")
@@ -96,7 +96,7 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stays_gathered: bool) -> dict[str, Any]:
+def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stays_gathered: bool) -> dict[str, Any]:
     """What must not change where models stay gathered, and how many messages each call took."""
     # No two sequences fit into a micro-batch.
     options: dict[str, Any] = {"stays_gathered": stays_gathered, "max_tokens": 16}
@@ -139,7 +139,7 @@ def run_gathering(parallel: DataParallel, model: Path, batch: DataProto, *, stay
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
+    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
     found = run(parallel, model, shard(rank), out)
     vars(model_module)["MESSAGE_BYTES"] = MESSAGE_BYTES
     for name, stays_gathered in (("freed", False), ("gathered", True)):

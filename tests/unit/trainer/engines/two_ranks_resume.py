@@ -14,12 +14,12 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
 
-def go_on(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and two."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
     policy.load(folder / "one" / "actor")
@@ -30,7 +30,7 @@ def go_on(parallel: DataParallel, model: Path, batch: DataProto, folder: Path) -
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, WORLD_SIZE, "127.0.0.1", port, 60)
+    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
     seen = go_on(parallel, model, shard(rank), out)
     policy, saves = seen.pop("policy"), BackgroundSaves()
     policy.save(out / "background", saves)

@@ -41,6 +41,15 @@ def test_needs_by_hand() -> None:
     assert (adapted.offloaded, adapted.staged) == (2 * GB, 0)
 
 
+def test_a_node_holds_several_copies_of_a_model() -> None:
+    whole = spec()
+    hybrid = whole.model_copy(update={"actor": whole.actor.model_copy(update={"fsdp_size": 1})})
+
+    (actor, *_) = host_needs(hybrid, sizes(1, 64))["one"]
+
+    assert (actor.offloaded, actor.staged) == (16 * GB, 8 * GB)
+
+
 def test_roles_on_hosts_of_their_own_are_counted_apart() -> None:
     found = host_needs(spec(), sizes(1, 64, "a", "b", "b"))
 

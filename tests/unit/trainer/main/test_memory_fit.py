@@ -52,6 +52,15 @@ def test_needs_by_hand() -> None:
     assert (ref.total, ref.resident) == (2 * GB, 2 * GB)
 
 
+def test_each_copy_of_a_model_has_fewer_gpus() -> None:
+    spec = spec_of(4)
+    hybrid = spec.model_copy(update={"actor": spec.actor.model_copy(update={"fsdp_size": 2})})
+    divided = hybrid.actor.model_copy(update={"fsdp_size": 1, "tensor_parallel_size": 2})
+    for each, weights in ((spec, GB), (hybrid, 2 * GB), (hybrid.model_copy(update={"actor": divided}), 2 * GB)):
+        (actor,) = needs(each, sizes(1))["a"]
+        assert actor.weights == weights
+
+
 def test_adapters_and_offload_need_less() -> None:
     (lora,) = needs(spec_of(lora={"rank": 8}), sizes(1))["a"][:1]
     assert (lora.total, lora.resident) == (1 * GB, 1 * GB)

@@ -148,6 +148,16 @@ def sequence_parallel(draft: Draft) -> None:
             draft.values[f"{role}.sequenceParallelSize"] = next((size for size in sizes if size > 1), 1)
 
 
+def hybrid_sharding(draft: Draft) -> None:
+    """verl's -1 means all ranks, and so does a size that is not below their number."""
+    nodes, gpus = (draft.given.get(f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    num_ranks = whole(1 if nodes is None else nodes) * whole(8 if gpus is None else gpus)
+    for role, engine in (("actor", "actor_rollout_ref.actor.fsdp_config"), ("critic", "critic.fsdp")):
+        size = whole(draft.take(f"{engine}.fsdp_size", default=-1))
+        if 0 < size < num_ranks:
+            draft.values[f"{role}.fsdpSize"] = size
+
+
 def followers(draft: Draft) -> None:
     """Some of verl's settings are the actor's where they are not given."""
     for follower, leader in _FOLLOWERS.items():
@@ -273,7 +283,8 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 
 
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
-    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, clipping,
+    name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, hybrid_sharding,
+    clipping,
     estimator, dynamic_sampling, overlong_responses,
     followers, rewards, older_weights, pools,
     length, resuming, trackers, cluster,

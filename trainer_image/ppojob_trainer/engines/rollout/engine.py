@@ -28,13 +28,18 @@ from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, 
 from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
+    SCHEDULER,
     Capacity,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
 )
+from ppojob_trainer.engines.rollout.scheduler import is_supported
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
+
+_OWN_SCHEDULING: Final = {"async_scheduling", "scheduler_cls", "scheduling_policy"}
+"""Arguments with which the user chooses how vLLM schedules."""
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
@@ -286,8 +291,11 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
                 f"spec.rollout.engineArgs.{name}: vLLM {vllm.__version__} has no such argument (near: {near}); correct "
                 "the name or leave it out"
             )
+    arguments = engine_arguments(options)
+    if is_supported(vllm.__version__) and not _OWN_SCHEDULING & options.engine_args.keys():
+        arguments["scheduler_cls"] = SCHEDULER
     try:
-        return AsyncEngineArgs(**engine_arguments(options))
+        return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:
         raise EngineArgumentError(
             f"spec.rollout.engineArgs: vLLM refuses {dict(options.engine_args)}: {error}; correct the values"

@@ -18,6 +18,7 @@ from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
 WORKER_EXTENSION: Final = "ppojob_trainer.engines.rollout.worker_extension.WeightReceiverExtension"
+SCHEDULER: Final = "ppojob_trainer.engines.rollout.scheduler.ResponseScheduler"
 GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker"
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"

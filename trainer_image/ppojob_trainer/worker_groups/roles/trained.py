@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -110,16 +110,16 @@ class TrainedWorker:
     """A rank of a sharded model."""
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, training: Trained | None = None) -> None:
-        """`training` has the number of ranks that work on the same sequences; None: one."""
+        """`training` has the sizes over which the model is divided; None: FSDP shards it over all ranks."""
         self.context = context
         self.spec = spec
         self.training = training
         self.source: ModelSource | None = None
-        self._parallel: DataParallel | None = None
+        self._parallel: ParallelMesh | None = None
         self._saves: BackgroundSaves | None = None
 
     @property
-    def parallel(self) -> DataParallel:
+    def parallel(self) -> ParallelMesh:
         """This rank's position in the process group."""
         assert self._parallel is not None, "join() comes first"
         return self._parallel
@@ -137,18 +137,20 @@ class TrainedWorker:
 
         Raises:
             RendezvousError: not all ranks joined in time, or NCCL could not connect.
+            ValueError: the sizes do not divide the ranks, or a group that communicates in every layer would span hosts.
         """
-        from ppojob_trainer.engines.train.fsdp.mesh import PeerSizes, init_process_group
+        from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
 
         context = self.context
         training = self.training
-        sizes = PeerSizes()
+        dims = ParallelDims.of(context.world_size)
         if training is not None:
-            sizes = PeerSizes(training.tensor_parallel_size, training.sequence_parallel_size)
+            sizes = {"sequence": training.sequence_parallel_size, "tensor": training.tensor_parallel_size}
+            dims = ParallelDims.of(context.world_size, fsdp=training.fsdp_size, **sizes)
         if self.spec.device is Device.CUDA:
             log_connections(context.log_file.with_suffix(""))
         self._parallel = init_process_group(
-            Device(self.spec.device), context.rank, context.world_size, address, port, context.timeout_s, sizes
+            Device(self.spec.device), context.rank, dims, address, port, context.timeout_s, context.local_world_size
         )
         return self._parallel.connect()
 

@@ -154,6 +154,7 @@ def is_field(path: str) -> bool:
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.4", "actor.learningRateWarmupSteps", 3),
         ("actor_rollout_ref.actor.optim.warmup_style=cosine", "actor.learningRateSchedule", "Cosine"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor.sequenceParallelSize", 2),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=4", "actor.fsdpSize", 4),
         ("actor_rollout_ref.actor.kl_loss_type=mse", "algorithm.kl.lossEstimator", "K2"),
         ("actor_rollout_ref.actor.checkpoint.async_save=True", "checkpoint.async", True),
         ("actor_rollout_ref.model.lora_rank=8", "model.actor.lora", {"rank": 8, "alpha": 16}),
@@ -381,3 +382,11 @@ class TestCommand:
 
         assert result.exit_code == 1
         assert "nowhere.sh: it cannot be read" in result.stderr
+
+
+@pytest.mark.parametrize("size", [-1, 8, 16])
+def test_a_model_that_verl_shards_over_all_ranks_has_one_copy(size: int) -> None:
+    conversion = converted(f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size}", "trainer.n_gpus_per_node=8")
+
+    assert "fsdpSize" not in conversion.manifest["spec"].get("actor", {})
+    assert [name for name, *_ in conversion.unconverted if "fsdp_size" in name] == []

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ppojob_trainer.engines.errors import CheckpointUnreadableError
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves, bucket_failed, first_line, unwritable
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.object_storage import (
     ObjectStoreError,
     has_metadata,
@@ -35,6 +34,7 @@ from ppojob_trainer.engines.train.fsdp.object_storage import (
 )
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
 # Frozen weights are not loaded, so torch must not require all keys; missing ones are found when the checkpoint is read.
@@ -45,7 +45,7 @@ def save(
     location: str | Path,
     module: nn.Module,
     optimizer: Optimizer,
-    parallel: DataParallel,
+    parallel: ParallelMesh,
     offloader: Offloader,
     background: BackgroundSaves | None = None,
 ) -> None:
@@ -80,7 +80,7 @@ def save(
             raise unwritable(location, error) from error
 
 
-def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: DataParallel) -> None:
+def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: ParallelMesh) -> None:
     """Read a checkpoint of `save`, on any number of ranks. Collective.
 
     The random state is restored only on ranks that existed at the save.
@@ -141,7 +141,7 @@ def _has_metadata(location: str | Path) -> bool:
         raise bucket_failed(location, "read", error) from error
 
 
-def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
+def refuse_existing(location: str | Path, parallel: ParallelMesh) -> None:
     """Raise FileExistsError if the location is not empty. Collective."""
     has_something = is_used(location)
     # All ranks check before any of them writes.
@@ -150,14 +150,14 @@ def refuse_existing(location: str | Path, parallel: DataParallel) -> None:
         raise FileExistsError(f"{location} exists: checkpoints and exports need a new folder")
 
 
-def _random_states(parallel: DataParallel) -> dict[str, Tensor]:
+def _random_states(parallel: ParallelMesh) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if parallel.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(parallel.device)
     return states
 
 
-def _set_random_states(states: dict[str, Tensor], parallel: DataParallel) -> None:
+def _set_random_states(states: dict[str, Tensor], parallel: ParallelMesh) -> None:
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states:

@@ -17,13 +17,13 @@ from ppojob_trainer.engines.train.batch import MicroBatch
 from ppojob_trainer.engines.train.fsdp import checkpoint
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.flops import mfu
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, ValueModule, load_critic
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.policy import step_metrics
 from ppojob_trainer.engines.train.fsdp.update import Passes, UpdateResult
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.losses import Denominators, Loss, value_loss
 from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.protocol import DataProto, Keys
@@ -37,7 +37,7 @@ class CriticEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: ParallelMesh,
         model: TrainedModel,
         actor_path: str,
         training: CriticSpec,

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
 
-_SEQUENCE: Final = "sequenceParallelSize"
+_SEQUENCE, _TENSOR = "sequenceParallelSize", "tensorParallelSize"
 _ROLLOUT: Final = "rollout."
 
 
@@ -32,8 +32,8 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
             # vLLM repeats key heads, and supports more families.
             _check_heads(text, field, size)
         elif field.endswith(_SEQUENCE):
-            _check_heads(text, field, size)
-            _check_key_heads(text, field, size)
+            tensor = sizes.get(field.replace(_SEQUENCE, _TENSOR), 1)
+            _check_sequence_parallel(text, field, size, tensor)
         else:
             _check_tensor_parallel(text, field, size)
 
@@ -53,15 +53,28 @@ def _check_tensor_parallel(text: Any, field: str, size: int) -> None:
             raise ModelMismatchError(_refusal(text, field, size, what, f"{number}: use a divisor"))
 
 
+def _check_sequence_parallel(text: Any, field: str, size: int, tensor: int) -> None:
+    """Check the heads that each of `tensor` tensor-parallel ranks has."""
+    heads = int(text.num_attention_heads)
+    if tensor > 1 and heads % (tensor * size):
+        remedy = f"{heads} with {_TENSOR} {tensor}: let their product be a divisor"
+        raise ModelMismatchError(_refusal(text, field, size, "num_attention_heads", remedy))
+    _check_heads(text, field, size)
+    _check_key_heads(text, field, size, tensor)
+
+
 def _check_heads(text: Any, field: str, size: int) -> None:
     heads = int(text.num_attention_heads)
     if heads % size:
         raise ModelMismatchError(_refusal(text, field, size, "num_attention_heads", f"{heads}: use a divisor"))
 
 
-def _check_key_heads(text: Any, field: str, size: int) -> None:
+def _check_key_heads(text: Any, field: str, size: int, tensor: int) -> None:
     """Check the key heads. There may be fewer than ranks: each is then computed on several ranks."""
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if heads % tensor == 0:
+        # If not, the check of tensor parallelism says so.
+        heads //= tensor
     if heads % size and size % heads:
         remedy = f"{heads} nor is divided by it: use a divisor or a multiple"
         raise ModelMismatchError(_refusal(text, field, size, "num_key_value_heads", remedy))

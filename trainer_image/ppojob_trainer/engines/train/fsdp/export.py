@@ -29,8 +29,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.fsdp.checkpoint import refuse_existing
 from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, write_adapters
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.exports.target import MANIFEST
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ _NOT_COPIED: Final = (
 
 
 def export(
-    folder: Path, language_model: PreTrainedModel, source: Path, parallel: DataParallel, lora: LoRA | None = None
+    folder: Path, language_model: PreTrainedModel, source: Path, parallel: ParallelMesh, lora: LoRA | None = None
 ) -> None:
     """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; rank 0 writes.
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.update import UpdateResult
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 # Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS: Final[dict[str, float]] = {
@@ -33,7 +33,7 @@ PEAK_FLOPS: Final[dict[str, float]] = {
 }
 
 
-def mfu(backbone: nn.Module, result: UpdateResult, parallel: DataParallel, num_outputs: int = 0) -> float | None:
+def mfu(backbone: nn.Module, result: UpdateResult, parallel: ParallelMesh, num_outputs: int = 0) -> float | None:
     """Return the share of the peak that the update's model operations took, or None where no peak is known.
 
     Args:

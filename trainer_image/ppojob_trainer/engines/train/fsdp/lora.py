@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -34,8 +34,9 @@ class LoRALinear(nn.Linear):
     def __init__(self, linear: nn.Linear, lora: LoRA) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, linear.in_features, dtype=torch.float32))
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, lora.rank, dtype=torch.float32))
+        in_float32: dict[str, Any] = {"dtype": torch.float32, "device": linear.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, linear.in_features, **in_float32))
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, lora.rank, **in_float32))
         self.factor = lora.alpha / lora.rank
         self.is_on = True
 

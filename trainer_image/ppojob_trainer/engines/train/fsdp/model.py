@@ -1,9 +1,8 @@
 """Models as the engines train them: from HuggingFace, sharded by FSDP2, with a forward pass on packed tokens.
 
 Called by the policy, reference and critic engines. The model's own output layer is not called: `maths.log_probs` goes
-from hidden states to log-probs in chunks. Rank 0 reads the checkpoint, in the dtype of the file, and the others get
-their shards from it, so a host holds the model once however many ranks it has. It refuses models whose output is more
-than a linear layer.
+from hidden states to log-probs in chunks. Each rank reads its own shards of the checkpoint (`loading`), so a host holds
+the model once however many ranks it has. It refuses models whose output is more than a linear layer.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
 from ppojob_api.v1alpha1.model import LoRA, TrainedModel
@@ -29,10 +25,19 @@ from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedEr
 from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.loading import (
+    Conversions,
+    allocate,
+    find_tensors,
+    load_weights,
+    open_weights,
+    without_memory,
+    write_shard,
+)
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
@@ -135,7 +140,7 @@ class ValueModule(nn.Module):
         return values.squeeze(-1).clone()
 
 
-def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int = 0) -> PolicyModule:
+def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int = 0) -> PolicyModule:
     """Load a causal language model and shard it; `seed` is that of new adapters.
 
     Raises:
@@ -144,23 +149,21 @@ def load_policy(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     """
     config = read_config(path, options)
     refuse_unsupported(config)
-    source = _read(AutoModelForCausalLM, path, config, options).state_dict() if parallel.rank == 0 else {}
-    module = PolicyModule(
-        _skeleton(AutoModelForCausalLM, config, options), activation_offload=options.activation_offload
-    )
+    language_model = _build(AutoModelForCausalLM, config, options)
+    module = PolicyModule(language_model, activation_offload=options.activation_offload)
     if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
             f"{config.model_type} in {path} has a bias in its output layer, which is not supported: use a model "
             "without it"
         )
+    conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
-    state = {f"language_model.{name}": tensor for name, tensor in source.items()}
-    _fill(module, state | _adapters(module, parallel, seed))
+    _fill(path, module, conversions, initial_adapters(module, seed))
     return module
 
 
-def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed: int) -> ValueModule:
+def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int) -> ValueModule:
     """Load a decoder with the value head that its checkpoint holds, else with a new one drawn from `seed`.
 
     New adapters are drawn from `seed` too; the value head is trained beside them.
@@ -171,20 +174,16 @@ def load_critic(path: str, options: LoadOptions, parallel: DataParallel, *, seed
     """
     config = read_config(path, options)
     refuse_unsupported(config)
-    source: dict[str, Tensor] = {}
-    if parallel.rank == 0:
-        backbone = _read(AutoModel, path, config, options)
-        source = {f"language_model.{name}": tensor for name, tensor in backbone.state_dict().items()}
-        source |= _value_head_state(path, int(config.hidden_size), seed)
-    with no_init_weights():
-        head = nn.Linear(config.hidden_size, 1)
-    module = ValueModule(_skeleton(AutoModel, config, options), head, activation_offload=options.activation_offload)
+    language_model = _build(AutoModel, config, options)
+    head = nn.Linear(config.hidden_size, 1, device="meta")
+    module = ValueModule(language_model, head, activation_offload=options.activation_offload)
+    conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     # It is so small that a second message for it would cost more than keeping it.
     fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
     _shard(module, module.backbone, options, parallel)
-    _fill(module, source | _adapters(module, parallel, seed))
+    _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
     return module
 
 
@@ -193,6 +192,7 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
 
     Raises:
         ModelNotFoundError: there is none.
+        ModelUnsupportedError: the checkpoint is quantized.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -206,6 +206,12 @@ def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "unknown method")
+        raise ModelUnsupportedError(
+            f"model path {path} is quantized ({method}), and its weights would be read without their scales: use the "
+            "checkpoint in bfloat16"
+        )
     return config
 
 
@@ -218,25 +224,11 @@ def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
     return hidden.index_select(0, tokens.rows)
 
 
-def _read(auto: Any, path: str, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = auto.from_pretrained(
-            path,
-            config=config,
-            dtype="auto",
-            trust_remote_code=options.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"model path {path} holds no weights that can be read: {error}") from error
-    return model
-
-
-def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Build the architecture with untouched memory, so that no pages are allocated."""
+def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """Build the architecture without memory, in the dtype of its parameters."""
     config.use_cache = False
     is_kept = (options.is_frozen or options.lora is not None) and config.dtype == options.dtype
-    with no_init_weights():
+    with without_memory():
         model: PreTrainedModel = auto.from_config(
             config,
             dtype=options.dtype if is_kept else torch.float32,
@@ -249,7 +241,7 @@ def _skeleton(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreT
     return model
 
 
-def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: DataParallel) -> None:
+def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
@@ -262,15 +254,15 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces).
         if options.compile and parallel.tensor_mesh is None:
             layer.compile()
-    # A single rank holds everything, so it has nothing to gather again.
-    is_freed = parallel.num_averaged > 1 and not options.stays_gathered
+    # A rank that holds everything has nothing to gather again.
+    is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
     messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
     for together in messages:
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
-    module.to(parallel.device)
+    allocate(module, parallel.device)
 
 
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -297,33 +289,39 @@ def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[li
         yield together
 
 
-def _fill(module: nn.Module, source: dict[str, Tensor]) -> None:
-    """Distribute rank 0's tensors as shards. Collective."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, cast("dict[str, Any]", source), options=options)
+def _fill(
+    path: str,
+    module: PolicyModule | ValueModule,
+    conversions: Conversions,
+    adapters: dict[str, Tensor],
+    head_seed: int | None = None,
+) -> None:
+    """Read this rank's shards of a checkpoint, and the value head if `head_seed` is given.
+
+    Raises:
+        ModelNotFoundError: the checkpoint cannot be read, or lacks a parameter.
+    """
+    with open_weights(path) as weights:
+        missing = load_weights(module.language_model, weights, conversions)
+    if missing:
+        raise ModelNotFoundError(
+            f"model path {path} has no weights for {', '.join(missing[:4])}: use the checkpoint of a "
+            f"{module.language_model.config.model_type}"
+        )
+    parameters = module.state_dict()
+    head = {} if head_seed is None else _value_head(path, parameters["value_head.weight"].shape[1], head_seed)
+    for name, tensor in {**adapters, **head}.items():
+        write_shard(parameters[name], tensor, name)
 
 
-def _adapters(module: nn.Module, parallel: DataParallel, seed: int) -> dict[str, Tensor]:
-    """Return the values of new adapters on rank 0, which distributes them."""
-    return initial_adapters(module, seed) if parallel.rank == 0 else {}
-
-
-def _value_head_state(path: str, hidden_size: int, seed: int) -> dict[str, Tensor]:
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found = _head_in(tensors, set(tensors.keys()))
-        if found:
-            return found
+def _value_head(path: str, hidden_size: int, seed: int) -> dict[str, Tensor]:
+    """Return the value head of a folder, else one drawn from `seed`."""
+    found = find_tensors(path, [f"{name}.{part}" for name in VALUE_HEAD_NAMES for part in ("weight", "bias")])
+    for name in VALUE_HEAD_NAMES:
+        if f"{name}.weight" in found:
+            bias = found.get(f"{name}.bias", torch.zeros(1))
+            return {"value_head.weight": found[f"{name}.weight"], "value_head.bias": bias}
     generator = torch.Generator().manual_seed(seed)
     # Small, so that the first values are near 0 and the first advantages are about the rewards.
     weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
     return {"value_head.weight": weight, "value_head.bias": torch.zeros(1)}
-
-
-def _head_in(tensors: Any, keys: set[str]) -> dict[str, Tensor]:
-    for name in VALUE_HEAD_NAMES:
-        if f"{name}.weight" in keys:
-            weight = tensors.get_tensor(f"{name}.weight")
-            bias = tensors.get_tensor(f"{name}.bias") if f"{name}.bias" in keys else torch.zeros(1)
-            return {"value_head.weight": weight, "value_head.bias": bias}
-    return {}

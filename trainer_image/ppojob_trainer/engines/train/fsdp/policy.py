@@ -22,13 +22,13 @@ from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.export import export
 from ppojob_trainer.engines.train.fsdp.flops import mfu
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, PolicyModule, load_policy
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.update import LossOf, Passes, UpdateResult, temperature_of
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.importance import (
     SQUARES,
     WEIGHTS,
@@ -51,7 +51,7 @@ class PolicyEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: ParallelMesh,
         model: ActorModel,
         training: ActorSpec,
         algorithm: AlgorithmSpec,
@@ -214,7 +214,7 @@ class ReferenceEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: ParallelMesh,
         path: str,
         *,
         trust_remote_code: bool = False,

@@ -13,14 +13,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
-from transformers.initialization import no_init_weights
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp.loading import (
+    Conversions,
+    allocate,
+    load_weights,
+    open_weights,
+    without_memory,
+)
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 __all__ = ["RewardModelEngine", "check_reward_model", "longest_input", "padded_parts"]
 
@@ -32,7 +37,7 @@ class RewardModelEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: ParallelMesh,
         path: str,
         *,
         label: int = 0,
@@ -142,49 +147,33 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: DataParallel) -> nn.Module:
+def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
     config.use_cache = False
-    source = _read(path, config, options) if parallel.rank == 0 else {}
     auto: Any = AutoModelForSequenceClassification
-    with no_init_weights():
-        model: nn.Module = auto.from_config(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    with without_memory():
+        model: PreTrainedModel = auto.from_config(
+            config, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+        )
     model.requires_grad_(False)
+    conversions = Conversions(model)
     head = getattr(model, "score", None)
     if isinstance(head, nn.Linear):
         head.float()
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
         fully_shard(head, mesh=parallel.mesh)
-        source = {name: tensor.float() if name.startswith("score.") else tensor for name, tensor in source.items()}
     for layer in _layers(model):
         fully_shard(layer, mesh=parallel.mesh)
     fully_shard(model, mesh=parallel.mesh)
-    model.to(parallel.device)
-    # Distribute rank 0's tensors as shards.
-    handing_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, cast("dict[str, Any]", source), options=handing_out)
-    return model.eval()
-
-
-def _read(path: str, config: PretrainedConfig, options: LoadOptions) -> dict[str, Tensor]:
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=config,
-            dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"model.reward.path {path} holds no weights that can be read: {error}") from error
-    if report["missing_keys"]:
-        # transformers would draw them at random, and the scores would mean nothing.
+    allocate(model, parallel.device)
+    with open_weights(path, "model.reward.path") as weights:
+        missing = load_weights(model, weights, conversions)
+    if missing:
         raise ModelUnsupportedError(
-            f"model.reward.path {path} has no weights for {', '.join(sorted(report['missing_keys'])[:4])}: it is not "
-            "a trained sequence classifier"
+            f"model.reward.path {path} has no weights for {', '.join(sorted(missing)[:4])}: it is not a trained "
+            "sequence classifier"
         )
-    weights: dict[str, Tensor] = model.state_dict()
-    return weights
+    module: nn.Module = model
+    return module.eval()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

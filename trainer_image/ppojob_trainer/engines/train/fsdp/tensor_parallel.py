@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 
 class _Whole(ParallelStyle):
@@ -54,7 +54,7 @@ _STYLES: Final[dict[str, type[ColwiseParallel] | type[RowwiseParallel] | partial
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
 
-def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Module, parallel: DataParallel) -> None:
+def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Module, parallel: ParallelMesh) -> None:
     """Divide `module`, which holds the language model with this decoder; without tensor parallelism do nothing."""
     mesh = parallel.tensor_mesh
     if mesh is None:
@@ -93,7 +93,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = DTensor.from_local(parameter.detach().to(mesh.device_type), mesh, [Replicate()], run_check=False)
+        whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(whole))
 
 

@@ -26,8 +26,8 @@ from ppojob_trainer.engines.train.batch import (
     sequence_lengths,
     split_minibatches,
 )
-from ppojob_trainer.engines.train.fsdp.mesh import DataParallel
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.losses import Denominators, Loss
 from ppojob_trainer.maths.packing import num_micro_batches
 from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError
@@ -63,7 +63,7 @@ class Passes:
     """Runs passes over batches with one sharded module."""
 
     def __init__(
-        self, parallel: DataParallel, module: nn.Module, max_tokens: int, *, stays_gathered: bool = False
+        self, parallel: ParallelMesh, module: nn.Module, max_tokens: int, *, stays_gathered: bool = False
     ) -> None:
         self.parallel = parallel
         self.module = module

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
-from ppojob_trainer.engines.train.fsdp.mesh import MESH_AXIS
+from ppojob_trainer.engines.train.mesh import SHARD
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
 
@@ -95,7 +95,7 @@ def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
 def _is_sharded(layer: FSDPModule) -> bool:
     # With tensor parallelism a gathered parameter is still divided over the tensor-parallel axis.
     parts = (one for one in cast(nn.Module, layer).parameters() if isinstance(one, DTensor))
-    return any(MESH_AXIS in (part.device_mesh.mesh_dim_names or ()) for part in parts)
+    return any(SHARD in (part.device_mesh.mesh_dim_names or ()) for part in parts)
 
 
 @contextmanager

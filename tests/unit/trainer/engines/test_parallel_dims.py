@@ -1,0 +1,71 @@
+"""The sizes of the parallel axes: what divides what, which ranks are in a group, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [
+        ({}, ParallelDims(shard=8)),
+        ({"tensor": 2}, ParallelDims(shard=4, tensor=2)),
+        ({"sequence": 2}, ParallelDims(shard=4, sequence=2)),
+        ({"sequence": 2, "tensor": 2}, ParallelDims(shard=2, sequence=2, tensor=2)),
+        ({"fsdp": 2}, ParallelDims(replicate=4, shard=2)),
+        ({"fsdp": 1}, ParallelDims(replicate=8)),
+        ({"fsdp": 4, "sequence": 2}, ParallelDims(replicate=2, shard=2, sequence=2)),
+        ({"fsdp": 2, "sequence": 2, "tensor": 2}, ParallelDims(replicate=2, sequence=2, tensor=2)),
+    ],
+)
+def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims) -> None:
+    assert ParallelDims.of(8, **sizes) == dims
+    assert dims.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tensor": 3}, "4 ranks are not divisible by sequence 1 x tensor 3"),
+        ({"sequence": 4, "tensor": 2}, "4 ranks are not divisible by sequence 4 x tensor 2"),
+        ({"fsdp": 3}, "cannot shard over 3 of 4 ranks .* use a multiple of 1 that divides 4"),
+        ({"fsdp": 4, "tensor": 2}, "cannot shard over 4 of 4 ranks .* use a multiple of 1 that divides 2"),
+        ({"fsdp": 1, "sequence": 2}, "cannot shard over 1 of 4 ranks .* use a multiple of 2 that divides 4"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ParallelDims.of(4, **sizes)
+
+
+def test_groups_have_the_ranks_that_differ_in_their_axes_alone() -> None:
+    dims = ParallelDims(replicate=2, shard=1, sequence=2, tensor=2)
+
+    assert dims.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert dims.groups("sequence") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert dims.groups("sequence", "tensor") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert dims.groups("replicate", "shard") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_rank_has_a_name_with_its_place_on_each_axis() -> None:
+    assert ParallelDims(shard=4).name(3) == "rank 3 of 4"
+    assert ParallelDims(2, 2, 1, 2).name(5) == "rank 5 of 8 (replicate 1 of 2, shard 0 of 2, tensor 1 of 2)"
+
+
+@pytest.mark.parametrize(("num_local", "is_refused"), [(1, True), (2, True), (4, False), (8, False), (6, True)])
+def test_groups_that_communicate_in_every_layer_stay_on_a_host(num_local: int, is_refused: bool) -> None:
+    dims = ParallelDims(shard=6, sequence=2, tensor=2)
+    says = f"would span hosts: this one has {num_local} of them. Let their product divide gpusPerNode"
+
+    with pytest.raises(ValueError, match=says) if is_refused else nullcontext():
+        dims.check_host(num_local)
+
+
+def test_a_group_that_spans_hosts_is_refused_before_the_rendezvous() -> None:
+    with pytest.raises(ValueError, match="would span hosts: this one has 1"):
+        init_process_group(Device.CPU, 0, ParallelDims(tensor=2), "127.0.0.1", 1, 1, num_local=1)

@@ -1,0 +1,363 @@
+"""A scheduler for vLLM's engine that hands over whole responses, and schedules steps of pure decoding in short loops.
+
+vLLM's scheduler treats every sequence alike in every step: it may be a new one, a part of a prompt, an image, a draft
+to verify. With a few hundred sequences and a small model, this takes longer than the GPU needs for the step. And each
+token becomes a message to the engine's owner, which here waits for the whole response. So
+
+* responses are kept until they are complete, and then sent as one message (`_Response`);
+* a step in which each running sequence gets one more token is scheduled by `_schedule_decoding`, and its tokens are
+  recorded by `_record`. All other steps are vLLM's own.
+
+vLLM loads it by the argument `scheduler_cls`. vLLM's scheduler interface may change with each version, so
+`is_supported` names the version that the tests compare it with; other versions run vLLM's scheduler. It refuses
+nothing: whatever it does not know, it leaves to vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+SUPPORTED: Final = ("0.32.",)
+"""Prefixes of vLLM's versions whose scheduler has the fields and methods that are used here."""
+
+_NEVER: Final[frozenset[int]] = frozenset()
+
+
+def is_supported(version: str) -> bool:
+    """Whether the scheduler knows this version of vLLM."""
+    return version.startswith(SUPPORTED)
+
+
+@dataclass(slots=True)
+class _Response:
+    """What a request has generated and what ends it.
+
+    limit: tokens of prompt and response at which it is complete. is_whole: its response is sent as one message.
+    is_plain: nothing but a token or a limit ends it. log_probs, ranks: of each token, if the request asks for them.
+    prefill: vLLM's statistics, which it sends with the first token.
+    """
+
+    request: Request
+    limit: int
+    is_whole: bool
+    is_plain: bool
+    eos: int | None
+    stops: frozenset[int]
+    has_log_probs: bool
+    log_probs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    prefill: PrefillStats | None = None
+
+    def log_prob_lists(self) -> LogprobsLists | None:
+        """Return the log-probs of all tokens as vLLM's messages have them."""
+        if not self.has_log_probs:
+            return None
+        tokens = np.asarray(self.request.output_token_ids[:], dtype=np.int32).reshape(-1, 1)
+        values = np.asarray(self.log_probs, dtype=np.float32).reshape(-1, 1)
+        return LogprobsLists(tokens, values, np.asarray(self.ranks, dtype=np.int32))
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """The requests of a step that `_schedule_decoding` scheduled. preemptions: how many there were until then."""
+
+    responses: list[_Response]
+    preemptions: int
+
+
+class ResponseScheduler(AsyncScheduler):
+    """See the module's docstring."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._responses: dict[str, _Response] = {}
+        self._ended: dict[str, _Response] = {}
+        self._decoding: dict[int, _Decoding] = {}
+        self._num_preemptions = 0
+        self._num_unusual = 0
+        self._is_plain = self._has_plain_model()
+
+    def _has_plain_model(self) -> bool:
+        """Whether a decoding step of this engine needs one token and at most one block for each request."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        unusual = (
+            *(self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.perf_metrics),
+            *(self.num_spec_tokens, self.num_lookahead_tokens, self.num_prefill_lookahead, self.dynamic_sd_lookup),
+            *(self.use_pp, self.defer_block_free, self.needs_kv_cache_zeroing, self.has_mamba_layers),
+            *(self.is_encoder_decoder, self.return_sampling_mask, self.enable_kv_cache_events, self.log_stats),
+            *(self.dcp_world_size > 1, self.pcp_world_size > 1, self.num_sampled_tokens_per_step != 1),
+        )
+        return not any(unusual) and len(managers) == 1 and type(managers[0]) is FullAttentionManager
+
+    def add_request(self, request: Request) -> None:
+        """See vLLM."""
+        super().add_request(request)
+        sampling = request.sampling_params
+        if sampling is None or request.request_id in self._responses:
+            return
+        is_whole = (
+            sampling.output_kind is RequestOutputKind.FINAL_ONLY
+            and not sampling.stop
+            and sampling.num_logprobs in (None, 0)
+            and sampling.prompt_logprobs is None
+            and not request.resumable
+            and not self.return_sampling_mask
+        )
+        is_plain = is_whole and not (
+            request.use_structured_output
+            or request.has_encoder_inputs
+            or sampling.repetition_detection is not None
+            or sampling.min_tokens
+        )
+        self._num_unusual += not is_plain
+        self._responses[request.request_id] = _Response(
+            request,
+            min(self.max_model_len, request.num_prompt_tokens + request.max_tokens),
+            is_whole,
+            is_plain,
+            sampling.eos_token_id,
+            frozenset(sampling.stop_token_ids or _NEVER),
+            sampling.num_logprobs is not None,
+        )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See vLLM."""
+        if self._may_only_decode():
+            output = self._schedule_decoding()
+            if output is not None:
+                return output
+        return super().schedule(throttle_prefills)
+
+    def _may_only_decode(self) -> bool:
+        return (
+            self._is_plain
+            and not self._num_unusual
+            and not self.waiting
+            and not self.kv_holding_waiting
+            and not self.deferred_waiting
+            and not self._inflight_prefills
+            and not self.reset_preempted_req_ids
+            and self._pause_state is PauseState.UNPAUSED
+            and 0 < len(self.running) <= self.max_num_scheduled_tokens
+        )
+
+    def _schedule_decoding(self) -> SchedulerOutput | None:
+        """Schedule one token for each running request; None, and nothing has changed: vLLM must schedule the step."""
+        responses, growing = [], []
+        blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        size, last = self.block_size, self.max_model_len - 1
+        is_known = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
+        for request in self.running:
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            response = self._responses[request.request_id]
+            if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                # The steps that are on their way complete it.
+                continue
+            if computed >= last:
+                continue
+            is_decoding = len(request._all_token_ids) + placeholders == computed + 1
+            if not is_decoding or request.is_prefill_chunk or request.num_stale_output_tokens or request.spec_token_ids:
+                return None
+            if is_known is not None and request.request_id not in is_known:
+                return None
+            responses.append(response)
+            if len(blocks[request.request_id]) * size <= computed:
+                growing.append(request)
+        if not responses or len(growing) > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        new_blocks = {}
+        for request in growing:
+            allocated = self.kv_cache_manager.allocate_slots(request, 1)
+            assert allocated is not None, "there were enough free blocks"
+            new_blocks[request.request_id] = allocated.get_block_ids(allow_none=True)
+        return self._step_of(responses, new_blocks)
+
+    def _step_of(self, responses: list[_Response], new_blocks: dict[str, Any]) -> SchedulerOutput:
+        """Return vLLM's description of the step, and count its tokens."""
+        requests = [response.request for response in responses]
+        names = [request.request_id for request in requests]
+        cached = CachedRequestData(
+            req_ids=names,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[new_blocks.get(name) for name in names],
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[
+                len(request._output_token_ids) + request.num_output_placeholders for request in requests
+            ],
+        )
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            num_spec_tokens_to_schedule=self.num_spec_tokens,
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.clear()
+            self.prev_step_scheduled_req_ids.update(names)
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        self._decoding[id(output)] = _Decoding(responses, self._num_preemptions)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See vLLM. Outputs are complete responses only, except those of requests that are not `is_whole`."""
+        decoding = self._decoding.pop(id(scheduler_output), None)
+        if decoding is not None and self._can_record(decoding, model_runner_output):
+            return self._record(decoding.responses, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for of_client in outputs.values():
+            of_client.outputs = [output for output in of_client.outputs if self._is_sent(output)]
+        self._ended.clear()
+        return {
+            client: found
+            for client, found in outputs.items()
+            if found.outputs or found.finished_requests or found.scheduler_stats is not None
+        }
+
+    def _is_sent(self, output: EngineCoreOutput) -> bool:
+        """Keep what the output adds to a response; if that is complete now, put all of it into the output."""
+        name = output.request_id
+        response = self._responses.get(name) or self._ended.get(name)
+        if response is None or not response.is_whole:
+            return True
+        if output.new_logprobs is not None:
+            response.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            response.ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
+        if output.prefill_stats is not None:
+            response.prefill = output.prefill_stats
+        if output.finish_reason is None:
+            return False
+        output.prefill_stats = response.prefill
+        output.new_token_ids = list(response.request.output_token_ids)
+        output.new_logprobs = response.log_prob_lists()
+        return True
+
+    def _can_record(self, decoding: _Decoding, found: ModelRunnerOutput) -> bool:
+        return (
+            decoding.preemptions == self._num_preemptions
+            and not found.prompt_logprobs_dict
+            and not found.num_nans_in_logits
+            and not self.grammar_compile_error_reqs
+            and not self.encoder_cache_mismatch_reqs
+            and (found.logprobs is None or found.logprobs.cu_num_generated_tokens is None)
+        )
+
+    def _record(self, responses: list[_Response], found: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Append one token to each response; return those that are complete."""
+        outputs: dict[int, EngineCoreOutputs] = {}
+        tokens, index = found.sampled_token_ids, found.req_id_to_index
+        log_probs, ranks = _columns(found.logprobs)
+        ended = set()
+        for response in responses:
+            request = response.request
+            request.num_in_flight_tokens -= 1
+            if request.status is not RequestStatus.RUNNING:
+                # It was complete one step earlier, or was aborted.
+                continue
+            row = index[request.request_id]
+            if response.has_log_probs:
+                response.log_probs.append(log_probs[row])
+                response.ranks.append(ranks[row])
+            if self._append(response, tokens[row][0]):
+                ended.add(request)
+                of_client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+                of_client.outputs.append(self._complete(response))
+        if ended:
+            self.running = [request for request in self.running if request not in ended]
+        if self.finished_req_ids_dict:
+            for client, names in self.finished_req_ids_dict.items():
+                outputs.setdefault(client, EngineCoreOutputs(outputs=[])).finished_requests = names
+            self.finished_req_ids_dict.clear()
+        self._ended.clear()
+        return outputs
+
+    def _append(self, response: _Response, token: int) -> bool:
+        """Append a token, as vLLM's `_update_request_with_output` does; return whether the response is complete."""
+        request = response.request
+        all_tokens = request._all_token_ids
+        request._output_token_ids.append(token)
+        all_tokens.append(token)
+        request.num_output_placeholders -= 1
+        num_tokens = len(all_tokens)
+        if num_tokens % self.hash_block_size == 0:
+            request.update_block_hashes()
+        is_complete = _ends(response, token, num_tokens)
+        num_known = request.num_computed_tokens - request.num_output_placeholders
+        if num_known % self.block_size == 0:
+            self.kv_cache_manager.cache_blocks(request, num_known)
+        return is_complete
+
+    def _complete(self, response: _Response) -> EngineCoreOutput:
+        request = response.request
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=list(request.output_token_ids),
+            finish_reason=request.get_finished_reason(),
+            new_logprobs=response.log_prob_lists(),
+            stop_reason=request.stop_reason,
+            events=request.take_events(),
+            prefill_stats=response.prefill,
+            trace_headers=request.trace_headers,
+        )
+        self._free_request(request)
+        return output
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        self._num_preemptions += 1
+        super()._preempt_request(*args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        response = self._responses.pop(request.request_id, None)
+        if response is not None:
+            self._num_unusual -= not response.is_plain
+            self._ended[request.request_id] = response
+        return super()._free_request(request, *args, **kwargs)
+
+
+def _columns(found: LogprobsLists | None) -> tuple[list[float], list[int]]:
+    """Return the log-prob and the rank of each row's token."""
+    if found is None:
+        return [], []
+    return found.logprobs[:, 0].tolist(), found.sampled_token_ranks.tolist()
+
+
+def _ends(response: _Response, token: int, num_tokens: int) -> bool:
+    """Whether the token ends the response; the request's status says why. The order is that of vLLM's `check_stop`."""
+    request = response.request
+    if token == response.eos:
+        request.status = RequestStatus.FINISHED_STOPPED
+    elif token in response.stops:
+        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token
+    elif num_tokens >= response.limit:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    else:
+        return False
+    return True

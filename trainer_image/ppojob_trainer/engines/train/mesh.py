@@ -1,0 +1,315 @@
+"""The processes that train one model together: their sizes, rendezvous, device mesh, small sums on the host, shutdown.
+
+Four axes, the innermost last; the ranks of a host are consecutive:
+
+    replicate   copies of the model, whose gradients are averaged (HSDP)
+    shard       FSDP divides parameters, gradients and moments
+    sequence    Ulysses divides the tokens of a micro-batch
+    tensor      every layer is divided
+
+    4 ranks, tensor 2      FSDP shards over {0, 2} and {1, 3}      each layer is divided over {0, 1} and {2, 3}
+    4 ranks, sequence 2    FSDP shards over {0, 1, 2, 3}           tokens are divided over {0, 1} and {2, 3}
+    4 ranks, replicate 2   FSDP shards over {0, 1} and {2, 3}      gradients are averaged over {0, 2} and {1, 3}
+
+Ranks that differ in sequence and tensor alone work on the same sequences, so they are one data-parallel rank. FSDP
+shards over shard and sequence together, because sequence-parallel ranks need the same parameters. Another axis is
+another field of `ParallelDims`, in its place among `AXES`: pipeline would be the outermost; expert would divide shard.
+
+`init_process_group` is called by an engine's owner, once per process, before an engine is created. All waits have a
+time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.train.sequence import SequencePeers
+from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
+
+__all__ = ["AXES", "SHARD", "ParallelDims", "ParallelMesh", "init_process_group"]
+
+logger = logging.getLogger(__name__)
+
+REPLICATE, SHARD, SEQUENCE, TENSOR = "replicate", "shard", "sequence", "tensor"
+AXES: Final = (REPLICATE, SHARD, SEQUENCE, TENSOR)
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The size of each axis; see the module's docstring. Their product is the number of ranks."""
+
+    replicate: int = 1
+    shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 1.
+
+        Raises:
+            ValueError: with the axis and its size.
+        """
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            if size < 1:
+                raise ValueError(f"the size of the {axis} axis is {size}: it must be at least 1")
+
+    @classmethod
+    def of(cls, world_size: int, *, fsdp: int | None = None, sequence: int = 1, tensor: int = 1) -> ParallelDims:
+        """Divide a number of ranks.
+
+        Args:
+            fsdp: ranks over which FSDP shards a copy of the model, sequence-parallel ones included; None: all.
+
+        Raises:
+            ValueError: the sizes do not divide the ranks.
+        """
+        if world_size % (sequence * tensor):
+            raise ValueError(
+                f"{world_size} ranks are not divisible by sequence {sequence} x tensor {tensor}: use sizes that divide "
+                "them"
+            )
+        fsdp = world_size // tensor if fsdp is None else fsdp
+        if fsdp < 1 or fsdp % sequence or world_size % (fsdp * tensor):
+            raise ValueError(
+                f"FSDP cannot shard over {fsdp} of {world_size} ranks with sequence {sequence} and tensor {tensor}: "
+                f"use a multiple of {sequence} that divides {world_size // tensor}"
+            )
+        return cls(world_size // (fsdp * tensor), fsdp // sequence, sequence, tensor)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        return self.replicate, self.shard, self.sequence, self.tensor
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which FSDP shards a copy of the model, or of this rank's tensor-parallel part of it."""
+        return self.shard * self.sequence
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that work on the same sequences; they are consecutive."""
+        return self.sequence * self.tensor
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's position on each axis."""
+        found: dict[str, int] = {}
+        for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in AXES}
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name for logs and errors, such as `rank 5 of 8 (shard 1 of 2, tensor 1 of 2)`."""
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        places = [f"{axis} {at} of {sizes[axis]}" for axis, at in self.coordinates(rank).items() if sizes[axis] > 1]
+        return f"rank {rank} of {self.world_size}" + (f" ({', '.join(places)})" if len(places) > 1 else "")
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return the groups of ranks that differ in these axes alone. Together they are all ranks."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            outside = tuple(at for axis, at in self.coordinates(rank).items() if axis not in axes)
+            found.setdefault(outside, []).append(rank)
+        return list(found.values())
+
+    def check_host(self, num_local: int) -> None:
+        """Refuse tensor- and sequence-parallel groups that span hosts: they communicate in every layer.
+
+        Args:
+            num_local: ranks on this host; those of a host are consecutive.
+
+        Raises:
+            ValueError: the groups do not divide them.
+        """
+        if num_local % self.model_parallel:
+            raise ValueError(
+                f"a group of tensorParallelSize {self.tensor} x sequenceParallelSize {self.sequence} ranks would span "
+                f"hosts: this one has {num_local} of them. Let their product divide gpusPerNode of the pool"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """This process's place among those that train a model together.
+
+    mesh: the ranks over which FSDP shards parameters and averages gradients; two axes if there are copies of the model.
+    sums: the group with this rank and one rank of every other data-parallel rank; None: all ranks. tensor_mesh,
+    sequence: the ranks that work on the same sequences, if there are any.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    rank: int
+    dims: ParallelDims
+    sums: dist.ProcessGroup | None = None
+    tensor_mesh: DeviceMesh | None = None
+    sequence: SequencePeers | None = None
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.dims.world_size
+
+    @property
+    def name(self) -> str:
+        """This rank in logs and errors."""
+        return self.dims.name(self.rank)
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of ranks over which FSDP averages a gradient."""
+        return self.mesh.size()
+
+    @property
+    def sequence_size(self) -> int:
+        """Number of ranks over which the tokens of a micro-batch are divided."""
+        return self.dims.sequence
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over data-parallel ranks of a small tensor on the CPU. Collective.
+
+        The ranks of one data-parallel rank have equal values. It does not use the accelerator.
+        """
+        return self._reduce(values, dist.ReduceOp.SUM, self.sums)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest over data-parallel ranks of a small tensor on the CPU. Collective."""
+        return self._reduce(values, dist.ReduceOp.MAX, self.sums)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, at most the process group's timeout."""
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)
+
+    def connect(self) -> Transports:
+        """Make NCCL open this rank's connections; return the transports by which it sends to others. Collective.
+
+        NCCL connects at the first collective of a group: a broken network is found here, not in a step.
+
+        Raises:
+            RendezvousError: NCCL could not connect.
+        """
+        if self.world_size == 1:
+            return {}
+        if self.device.type != "cuda":
+            return {GLOO: self.world_size - 1}
+        log = NcclLog()
+        groups = [group for group in self.mesh.get_all_groups() if group.size() > 1]
+        if self.tensor_mesh is not None:
+            groups.append(self.tensor_mesh.get_group())
+        if self.sequence is not None:
+            groups.append(self.sequence.group)
+        try:
+            for group in groups:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            torch.cuda.synchronize(self.device)
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(f"NCCL could not connect {self.name}: {error}") from error
+        return log.take()
+
+    def destroy(self) -> None:
+        """Leave the process group. All ranks call it; nothing of this object may be used afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+        reduced = values.detach().cpu().clone()
+        if self.world_size > 1:
+            dist.all_reduce(reduced, op=operation, group=group)
+        return reduced
+
+
+def init_process_group(
+    device: Device,
+    rank: int,
+    dims: ParallelDims,
+    master_address: str,
+    master_port: int,
+    timeout_seconds: float,
+    num_local: int | None = None,
+) -> ParallelMesh:
+    """Join the other ranks: gloo on the CPU; on CUDA NCCL, and gloo for tensors on the host.
+
+    Args:
+        master_address, master_port: where rank 0 listens, see `network.free_port`.
+        timeout_seconds: for the rendezvous and for every collective afterwards.
+        num_local: ranks on this host; by default all.
+
+    Raises:
+        ValueError: a tensor- or sequence-parallel group would span hosts.
+        RendezvousError: not all ranks joined in time.
+    """
+    dims.check_host(dims.world_size if num_local is None else num_local)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if device is Device.CUDA else "gloo"
+    local = torch.device("cuda", 0) if device is Device.CUDA else torch.device("cpu")
+    if device is Device.CUDA:
+        # Only the GPU of its bundle is visible to the process.
+        torch.cuda.set_device(local)
+    has_subgroups = dims.fsdp < dims.world_size or dims.sequence > 1
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{_host(master_address)}:{master_port}",
+            rank=rank,
+            world_size=dims.world_size,
+            timeout=timeout,
+            # With a device id NCCL connects at once, but other groups would be split from it and have no gloo.
+            device_id=local if device is Device.CUDA and not has_subgroups else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"{dims.name(rank)} did not connect to the other ranks at {master_address}:{master_port} "
+            f"within {timeout_seconds:g} s: {error}"
+        ) from error
+    logger.info("%s has joined", dims.name(rank))
+    return _build(local, rank, dims, timeout)
+
+
+def _build(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
+    """Create the groups and the mesh, as every rank must in the same order."""
+    sums, sequence = None, None
+    if dims.model_parallel > 1:
+        sums = _group_of(rank, dims.groups(REPLICATE, SHARD), timeout)
+    if dims.sequence > 1:
+        group = _group_of(rank, dims.groups(SEQUENCE), timeout)
+        sequence = SequencePeers(group, dims.coordinates(rank)[SEQUENCE], dims.sequence)
+    if dims.fsdp == dims.world_size:
+        mesh = init_device_mesh(device.type, (dims.world_size,), mesh_dim_names=(SHARD,))
+        return ParallelMesh(device, mesh, rank, dims, sums, sequence=sequence)
+    axes = {REPLICATE: (dims.replicate, (REPLICATE,)), SHARD: (dims.fsdp, (SHARD, SEQUENCE))}
+    axes |= {TENSOR: (dims.tensor, (TENSOR,))}
+    names = tuple(axis for axis, (size, _) in axes.items() if size > 1 or axis == SHARD)
+    # Created explicitly, because the groups that torch creates for a mesh have torch's default timeout.
+    groups = [_group_of(rank, dims.groups(*axes[axis][1]), timeout) for axis in names]
+    ranks = torch.arange(dims.world_size).view([axes[axis][0] for axis in names])
+    whole = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+    of_fsdp = tuple(axis for axis in names if axis != TENSOR)
+    tensor_mesh = whole[TENSOR] if TENSOR in names else None
+    return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence)
+
+
+def _group_of(rank: int, groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Create all groups, as every rank must, and return this rank's."""
+    made = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in groups}
+    mine: dist.ProcessGroup = next(group for ranks, group in made.items() if rank in ranks)
+    return mine
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
