@@ -17,25 +17,26 @@ class LengthPenalty:
         self.per_token = per_token
         self.seen: set[tuple[int, ...]] = set()
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(Keys.RESPONSE_MASK, Keys.TOKEN_LEVEL_SCORES))
     def penalize(self, batch: DataProto) -> DataProto:
         """After Score: each process gets a part of the rows and returns as many rows, here with new scores."""
-        mask = batch.tensor(Keys.RESPONSE_MASK)
-        scores = batch.tensor(Keys.TOKEN_LEVEL_SCORES)
+        # Tensors [B, R], filled with zeros behind each response.
+        mask, scores = batch.padded(Keys.RESPONSE_MASK), batch.padded(Keys.TOKEN_LEVEL_SCORES)
         too_long = (mask.sum(dim=1) - self.target_tokens).clamp(min=0)
         penalty = self.per_token * too_long
         # The score of a response is on its last token.
-        is_last = mask.cumsum(dim=1).eq(mask.sum(dim=1, keepdim=True)) & mask.bool()
+        is_last = mask.cumsum(dim=1).eq(mask.sum(dim=1, keepdim=True)) & mask
+        penalized = scores - is_last * penalty.unsqueeze(1)
         return DataProto.from_dict(
-            {Keys.TOKEN_LEVEL_SCORES: scores - is_last * penalty.unsqueeze(1)},
+            # A returned column has no padding.
+            {Keys.TOKEN_LEVEL_SCORES: batch.ragged(Keys.RESPONSE_MASK).unpadded(penalized)},
             meta_info={Meta.METRICS: {"length_penalty/mean": penalty.tolist()}},
         )
 
-    @register(dispatch=Dispatch.RANK_ZERO)
+    @register(dispatch=Dispatch.RANK_ZERO, reads=(Keys.INPUT_IDS, Keys.RESPONSE_MASK))
     def count_repetitions(self, batch: DataProto) -> dict[str, float]:
         """After Step: the first process gets all rows, remembers the responses, and returns metrics."""
-        mask, responses = batch.tensor(Keys.RESPONSE_MASK), batch.tensor(Keys.RESPONSES)
-        generated = [tuple(row[: int(length)].tolist()) for row, length in zip(responses, mask.sum(dim=1), strict=True)]
+        generated = [tuple(response) for response in batch.responses().to_lists()]
         repeated = sum(response in self.seen for response in generated)
         self.seen.update(generated)
         return {"responses/seen_before": repeated / len(generated), "responses/distinct": float(len(self.seen))}

@@ -130,10 +130,11 @@ def make_batch() -> DataProto:
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
     rows = range(NUM_SEQUENCES)
-    tensors = rollout_batch([tokens(12 + row) for row in rows], [tokens(60 - 2 * row) for row in rows], 0)
+    tensors = rollout_batch([tokens(12 + row) for row in rows], [tokens(60 - 2 * row) for row in rows])
     mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
-    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
+    meta = {"temperature": 1.0, "num_mini_batches": 1, "epochs": 1, "response_length": 60}
+    return DataProto.from_dict(tensors, meta_info=meta)
 
 
 def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[str, Any]:
@@ -151,12 +152,12 @@ def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[s
         stays_gathered=division.stays_gathered,
     )
     started = time.perf_counter()
-    old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
-    norms = [engine.update(batch.union(old))["actor/grad_norm"] for _ in range(NUM_UPDATES)]
-    log_probs = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    old = engine.compute_log_prob(batch)
+    norms = [engine.update(batch.with_fields(old.columns))["actor/grad_norm"] for _ in range(NUM_UPDATES)]
+    log_probs = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS, 60)
     return {
         "grad_norms": norms,
-        "before": old.tensor(Keys.OLD_LOG_PROBS)[:4].flatten().tolist(),
+        "before": old.padded(Keys.OLD_LOG_PROBS, 60)[:4].flatten().tolist(),
         "after": log_probs[:4].flatten().tolist(),
         "seconds": time.perf_counter() - started,
     }

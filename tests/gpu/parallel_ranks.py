@@ -65,17 +65,18 @@ def make_batch() -> DataProto:
 
     prompts = [tokens(PROMPT) for _ in range(NUM_SEQUENCES)]
     responses = [tokens(RESPONSE - 100 * row) for row in range(NUM_SEQUENCES)]
-    tensors = rollout_batch(prompts, responses, 0)
+    tensors = rollout_batch(prompts, responses)
     mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
-    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
+    meta = {"temperature": 1.0, "num_mini_batches": 1, "epochs": 1, "response_length": RESPONSE}
+    return DataProto.from_dict(tensors, meta_info=meta)
 
 
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
     training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=MAX_TOKENS_PER_GPU)
     actor = ActorModel(path=str(model), **options)
     engine = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10)
-    batch = batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    batch = batch.with_fields(engine.compute_log_prob(batch).columns)
     grad_norm = engine.update(batch)["actor/grad_norm"]
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
@@ -90,7 +91,7 @@ def run(parallel: ParallelMesh, model: Path, batch: DataProto, options: dict[str
         "pg_loss": metrics["actor/pg_loss"],
         "mfu": metrics["perf/mfu/actor"],
         "weights": weights,
-        "log_probs": batch.tensor(Keys.OLD_LOG_PROBS)[:1, :512].flatten().tolist(),
+        "log_probs": batch.ragged(Keys.OLD_LOG_PROBS).rows()[0][:512].tolist(),
     }
 
 

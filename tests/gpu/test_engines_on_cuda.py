@@ -25,6 +25,7 @@ from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.models.smollm2 import prepare
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,24 +62,25 @@ def make_batch() -> DataProto:
     def tokens(length: int) -> list[int]:
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
-    tensors = rollout_batch([tokens(20 + row) for row in range(8)], [tokens(30 - row) for row in range(8)], 0)
+    tensors = rollout_batch([tokens(20 + row) for row in range(8)], [tokens(30 - row) for row in range(8)])
     mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
-    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1})
+    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
+    return DataProto.from_dict(
+        tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1, "response_length": 30}
+    )
 
 
 def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, model_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     batch = make_batch()
-    computed = make_policy(parallel, model_path, torch.bfloat16).compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    computed = make_policy(parallel, model_path, torch.bfloat16).compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
     with torch.no_grad():
-        logits = model(**{key: batch.tensor(key) for key in keys}).logits
-    width, mask = batch.tensor(Keys.RESPONSES).shape[1], batch.tensor(Keys.RESPONSE_MASK)
-    log_p = torch.log_softmax(logits[:, -width - 1 : -1], dim=-1)
-    expected = log_p.gather(-1, batch.tensor(Keys.RESPONSES).unsqueeze(-1)).squeeze(-1) * mask
+        logits = model(**padded_inputs(batch)).logits
+    responses, mask = padded_responses(batch), batch.padded(Keys.RESPONSE_MASK)
+    log_p = torch.log_softmax(response_part(logits, responses.shape[1]), dim=-1)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
     # Random tokens have log-probs near -15, where bfloat16's logits are 0.06 apart.
     assert ((computed - expected).abs().sum() / mask.sum()) < 0.1
 
@@ -90,7 +92,7 @@ def test_how_it_is_computed_hardly_changes_an_update(
     batch = make_batch()
     plain, other = (make_policy(parallel, model_path, torch.bfloat16, **options) for options in ({}, dict(model)))
     old = plain.compute_log_prob(batch)
-    metrics, others = (engine.update(batch.union(old.select([Keys.OLD_LOG_PROBS]))) for engine in (plain, other))
+    metrics, others = (engine.update(batch.with_fields(old.columns)) for engine in (plain, other))
     assert others["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.05)
     assert others["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], abs=0.02)
     assert 0 < metrics["perf/mfu/actor"] < 1
@@ -99,9 +101,9 @@ def test_how_it_is_computed_hardly_changes_an_update(
 def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path: Path) -> None:
     policy = make_policy(parallel, model_path, torch.bfloat16)
     batch = make_batch()
-    batch = batch.union(policy.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    batch = batch.with_fields(policy.compute_log_prob(batch).columns)
     before = [tensor.clone() for tensor in policy.weights().gather()]
-    batch.tensor(Keys.ADVANTAGES)[0, 0] = float("nan")
+    batch.ragged(Keys.ADVANTAGES).values[0] = float("nan")
     batch.meta_info["num_mini_batches"] = 1
     assert policy.update(batch)["actor/non_finite_steps"] == 1
     assert all(map(torch.equal, before, policy.weights().gather()))
@@ -110,7 +112,7 @@ def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path
 def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     batch = make_batch()
     saved, resumed = (make_policy(parallel, model_path, torch.bfloat16) for _ in range(2))
-    batch = batch.union(saved.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS]))
+    batch = batch.with_fields(saved.compute_log_prob(batch).columns)
     saved.update(batch)
     saved.save(tmp_path / "step")
     resumed.load(tmp_path / "step")

@@ -105,11 +105,12 @@ def make_batch() -> DataProto:
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
     tensors = rollout_batch(
-        [tokens(PROMPT - row) for row in range(SEQUENCES)], [tokens(RESPONSE - 2 * row) for row in range(SEQUENCES)], 0
+        [tokens(PROMPT - row) for row in range(SEQUENCES)], [tokens(RESPONSE - 2 * row) for row in range(SEQUENCES)]
     )
     mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = torch.randn(mask.shape, generator=generator) * mask
-    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1})
+    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
+    meta = {"temperature": 1.0, "num_mini_batches": 2, "epochs": 1, "response_length": RESPONSE}
+    return DataProto.from_dict(tensors, meta_info=meta)
 
 
 def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> Seen:
@@ -120,21 +121,21 @@ def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> See
         parallel, ActorModel(path=str(path), **settings), training, AlgorithmSpec(), total_steps=STEPS
     )
     batch = make_batch()
-    num_tokens = float(batch.tensor(Keys.ATTENTION_MASK).sum())
+    num_tokens = float(len(batch.ragged(Keys.INPUT_IDS).values))
     updates: list[dict[str, float]] = []
     seconds = 0.0
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
-        old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+        old = engine.compute_log_prob(batch)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        updates.append(engine.update(batch.union(old)))
+        updates.append(engine.update(batch.with_fields(old.columns)))
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     for _ in engine.weights().gather():
         pass
     peak, idle = torch.cuda.max_memory_allocated() / MIB, torch.cuda.memory_allocated() / MIB
-    log_probs = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    log_probs = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
     del engine
     _forget()
     return Seen(peak, idle, num_tokens / seconds, updates[0], updates[-1], log_probs)
@@ -212,7 +213,7 @@ def test_after_a_warmup_a_step_compiles_nothing(parallel: ParallelMesh, model_pa
     engine.warm_up(PROMPT, RESPONSE)
     warmed_up = counters["stats"]["unique_graphs"]
     assert warmed_up > 0
-    engine.update(batch.union(engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])))
+    engine.update(batch.with_fields(engine.compute_log_prob(batch).columns))
     assert counters["stats"]["unique_graphs"] == warmed_up
 
 
@@ -251,18 +252,21 @@ def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: ParallelMe
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(1024, (sequences, length), generator=generator).tolist()
-    tensors = rollout_batch([row[:8] for row in rows], [row[8:] for row in rows], 0)
-    tensors[Keys.ADVANTAGES] = torch.randn(tensors[Keys.RESPONSE_MASK].shape, generator=generator)
-    batch = DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_mini_batches": 1, "epochs": 1})
+    tensors = rollout_batch([row[:8] for row in rows], [row[8:] for row in rows])
+    tensors[Keys.ADVANTAGES] = tensors[Keys.RESPONSE_MASK].unpadded(
+        torch.randn(sequences, length - 8, generator=generator)
+    )
+    meta = {"temperature": 1.0, "num_mini_batches": 1, "epochs": 1, "response_length": length}
+    batch = DataProto.from_dict(tensors, meta_info=meta)
     peaks = {}
     for is_asked in (False, True):
         _forget()
         training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=sequences * length)
         model = ActorModel(path=str(tmp_path), activation_offload=is_asked)
         engine = PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=1)
-        old = engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+        old = engine.compute_log_prob(batch)
         torch.cuda.reset_peak_memory_stats()
-        engine.update(batch.union(old))
+        engine.update(batch.with_fields(old.columns))
         peaks[is_asked] = torch.cuda.max_memory_allocated()
         del engine
     inputs = layers * sequences * length * width * 2

@@ -19,9 +19,10 @@ from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
-from ppojob_trainer.protocol import Keys, response_part
+from ppojob_trainer.protocol import Keys
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -54,18 +55,17 @@ def engine(parallel: ParallelMesh, folder: Path) -> PolicyEngine:
 @pytest.fixture(scope="module")
 def answers(engine: PolicyEngine, folder: Path) -> dict[str, Tensor]:
     engine.export(folder / "export")
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
-    inputs = {str(key): BATCH.tensor(key).numpy() for key in keys}
+    inputs = {name: tensor.numpy() for name, tensor in padded_inputs(BATCH).items()}
     paths = {"model": np.array(engine.path), "adapter": np.array(str(folder / "export" / "adapter"))}
     found = Oracle("peft").answers({**inputs, **paths}, folder)
     return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
 def test_it_computes_the_same_log_probs(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
-    responses = BATCH.tensor(Keys.RESPONSES)
+    responses = padded_responses(BATCH)
     log_p = torch.log_softmax(response_part(answers["logits"], responses.shape[1]) / 0.7, dim=-1)
-    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * BATCH.tensor(Keys.RESPONSE_MASK)
-    computed = engine.compute_log_prob(BATCH).tensor(Keys.OLD_LOG_PROBS)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * BATCH.padded(Keys.RESPONSE_MASK)
+    computed = engine.compute_log_prob(BATCH).padded(Keys.OLD_LOG_PROBS)
     torch.testing.assert_close(computed, expected, atol=2e-5, rtol=1e-5)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, Metrics, register
-from ppojob_trainer.worker_groups.table import MIN_BLOCK_BYTES
+from ppojob_trainer.worker_groups.stored_rows import MIN_BLOCK_BYTES
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 
@@ -41,7 +41,7 @@ class SumWorker:
     def own(self, mine: str) -> str:
         return f"{self.context.rank}:{mine}"
 
-    @register(dispatch=Dispatch.DP_COMPUTE, blocking=True)
+    @register(dispatch=Dispatch.ALL_TO_ALL, blocking=True)
     def own_number(self, mine: int) -> int:
         return self.context.rank * mine
 
@@ -51,20 +51,20 @@ class SumWorker:
         time.sleep(wait_s)
         ranks = torch.full((len(batch),), self.context.rank)
         return DataProto.from_dict(
-            {"doubled": 2 * batch.tensor("values"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
+            {"doubled": 2 * batch.tensor("numbers"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
         )
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def widen(self, batch: DataProto) -> DataProto:
         """Return a MiB for each value."""
-        return DataProto.from_dict({"wide": batch.tensor("values")[:, None].repeat(1, MIN_BLOCK_BYTES // 8)})
+        return DataProto.from_dict({"wide": batch.tensor("numbers")[:, None].repeat(1, MIN_BLOCK_BYTES // 8)})
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
     def double_together(self, batch: DataProto) -> DataProto:
         """Return twice the values, and who computed them; a peer's rows are kept for `seen_together`."""
-        self.together: list[int] = batch.tensor("values").tolist()
+        self.together: list[int] = batch.tensor("numbers").tolist()
         ranks = torch.full((len(batch),), self.context.rank)
-        return DataProto.from_dict({"doubled": 2 * batch.tensor("values"), "rank": ranks})
+        return DataProto.from_dict({"doubled": 2 * batch.tensor("numbers"), "rank": ranks})
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def seen_together(self) -> list[int]:
@@ -77,10 +77,15 @@ class SumWorker:
             raise ZeroDivisionError("of a peer")
         return batch
 
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=("numbers", Keys.RESPONSE_MASK))
+    def double_declared(self, batch: DataProto, column: str = "numbers") -> DataProto:
+        """Return twice the values of a column, of which `numbers` is declared."""
+        return DataProto.from_dict({"doubled": 2 * batch.tensor(column)})
+
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def count(self, batch: DataProto) -> Metrics:
-        mask = batch.tensor(Keys.RESPONSE_MASK)
-        return {"tokens": float(mask.sum()), "rows/max": float(len(batch)), "scale": batch.meta_info["scale"]}
+        mask = batch.ragged(Keys.RESPONSE_MASK)
+        return {"tokens": float(mask.values.sum()), "rows/max": float(len(batch)), "scale": batch.meta_info["scale"]}
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def fail_on(self, rank: int) -> None:

@@ -24,7 +24,8 @@ from ppojob_trainer.worker_groups.errors import HookFailedError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.partition import Share
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
-from ppojob_trainer.worker_groups.table import Table, store_rows
+from ppojob_trainer.worker_groups.stored_rows import store_rows
+from ppojob_trainer.worker_groups.table import Table
 from tests.integration.trainer.reward_model import write_reward_model
 from tests.integration.trainer.runs import finish, job_of, records_of, spec_of
 
@@ -249,12 +250,12 @@ def hooks_of(pool: PlacedPool, logs: Path, *methods: str, **kwargs: Any) -> list
 
 
 def table_of(values: list[float]) -> Table:
-    return Table.of_stored(store_rows(DataProto.from_dict({"values": torch.tensor(values)})))
+    return Table.of_stored(store_rows(DataProto.from_dict({"numbers": torch.tensor(values)})))
 
 
 async def call(hook: HookCall, table: Table) -> tuple[DataProto, dict[str, float]]:
     found, metrics = await hook.call(table, 7)
-    return found.rows(Share(tuple(range(len(found))))).pull(30), metrics
+    return found.rows(Share(tuple(range(len(found))))).pull(30).batch, metrics
 
 
 def test_each_dispatch_mode_gives_a_hook_its_rows(pool: PlacedPool, tmp_path: Path) -> None:
@@ -262,12 +263,12 @@ def test_each_dispatch_mode_gives_a_hook_its_rows(pool: PlacedPool, tmp_path: Pa
     table = table_of([1.0, 2.0, 3.0, 4.0, 5.0])
 
     marked, metrics = asyncio.run(call(mark, table))
-    assert marked.tensor("values").tolist() == [2, 4, 6, 8, 10], "the worker's column takes the place of ours"
+    assert marked.tensor("numbers").tolist() == [2, 4, 6, 8, 10], "the worker's column takes the place of ours"
     assert marked.tensor("rank").tolist() == [0, 1, 1, 2, 2]
     assert metrics == {"a": pytest.approx(5 / 3)}
 
     kept, metrics = asyncio.run(call(count, table))
-    assert kept.tensor("values").tolist() == [1, 2, 3, 4, 5]
+    assert kept.tensor("numbers").tolist() == [1, 2, 3, 4, 5]
     assert metrics == {"rows/max": 2, "sum/min": 1}
     assert asyncio.run(call(everybody, table))[1] == {"rows": 5, "step": 7}
     assert asyncio.run(call(first, table))[1] == {"rank": 0, "sum": 15}

@@ -17,7 +17,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.main.connection import connected
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged
 from ppojob_trainer.worker_groups import table as table_module
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
@@ -28,7 +28,8 @@ from ppojob_trainer.worker_groups.errors import (
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
-from ppojob_trainer.worker_groups.table import Table, store_rows
+from ppojob_trainer.worker_groups.stored_rows import store_rows
+from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from tests.integration.trainer.ray_workers import SumWorker
 
@@ -93,15 +94,15 @@ def peers(pools: dict[str, PlacedPool], logs: Path) -> Group:
 
 
 def table_of(num_rows: int) -> Table:
-    mask = torch.ones(num_rows, 2, dtype=torch.int64)
+    mask = Ragged.from_rows([[True] * 2] * num_rows, torch.bool)
     return Table.of_stored(
-        store_rows(DataProto.from_dict({"values": torch.arange(num_rows), Keys.RESPONSE_MASK: mask}))
+        store_rows(DataProto.from_dict({"numbers": torch.arange(num_rows), Keys.RESPONSE_MASK: mask}))
     )
 
 
 def pulled(table: Table) -> DataProto:
     """Fetch a whole table, as a rank would."""
-    return table.rows(Share(tuple(range(len(table))))).pull(60)
+    return table.rows(Share(tuple(range(len(table))))).pull(60).batch
 
 
 async def test_one_to_all_gives_the_answers_by_rank(group: Group) -> None:
@@ -149,7 +150,6 @@ async def test_peers_get_the_same_rows_and_the_first_of_them_answers(peers: Grou
 
     counted = await peers.using({"scale": 1.0}).call(SumWorker.count, table)
     assert counted["rows/max"] == 3
-    assert peers.call(SumWorker.own_number, [5, 7]) == [0, 14]
 
 
 async def test_a_peer_whose_answer_nobody_reads_fails_the_call(peers: Group) -> None:
@@ -175,8 +175,8 @@ async def test_columns_of_several_groups_are_joined_by_row(group: Group) -> None
     joined = table.union(doubled).reorder([6, 0, 5, 1, 4, 2, 3])
 
     batch = pulled(joined)
-    assert batch.tensor("values").tolist() == [6, 0, 5, 1, 4, 2, 3]
-    assert torch.equal(batch.tensor("doubled"), 2 * batch.tensor("values"))
+    assert batch.tensor("numbers").tolist() == [6, 0, 5, 1, 4, 2, 3]
+    assert torch.equal(batch.tensor("doubled"), 2 * batch.tensor("numbers"))
 
 
 async def test_a_future_feeds_another_call_before_it_is_there(group: Group) -> None:
@@ -204,7 +204,7 @@ async def fetched_by(
         return fetch(refs, **options)
 
     monkeypatch.setattr(table_module.ray, "get", counting)
-    return table.rows(Share(rows)).pull(60), fetched
+    return table.rows(Share(rows)).pull(60).batch, fetched
 
 
 async def test_a_receiver_fetches_only_the_blocks_of_its_rows(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,33 @@ async def test_small_rows_share_a_block(group: Group, monkeypatch: pytest.Monkey
     part, fetched = await fetched_by(table, (3, 40, 41), monkeypatch)
 
     assert part.tensor("doubled").tolist() == [6, 80, 82]
-    assert fetched == [2, 2], "two results, each in one block"
+    assert fetched == [2, 4], "two results, each with a block of each of two columns"
+
+
+async def test_a_method_gets_only_the_columns_that_it_declares(group: Group) -> None:
+    mask = Ragged.from_rows([[True] * 1000] * 4, torch.bool)
+    wide = DataProto.from_dict({"numbers": torch.arange(4), "others": torch.zeros(4), Keys.RESPONSE_MASK: mask})
+    table = Table.of_stored(store_rows(wide))
+
+    everything = table.rows(Share((0, 1, 2, 3))).pull(60)
+    declared = table.rows(Share((0, 1, 2, 3)), None, SumWorker.double_declared.reads).pull(60)
+    doubled = await group.call(SumWorker.double_declared, table)
+
+    assert (everything.num_bytes, declared.num_bytes) == (4 * 8 + 4 * 4 + 4000 + 4 * 8, 4 * 8 + 4000 + 4 * 8)
+    assert pulled(doubled).tensor("doubled").tolist() == [0, 2, 4, 6]
+    with pytest.raises(WorkerFailedError, match="column 'others' was not sent: add it to `reads` in the method"):
+        await group.call(SumWorker.double_declared, table, "others")
+    with pytest.raises(WorkerFailedError, match="column 'numbers' was not sent"):
+        await group.without(["numbers"]).call(SumWorker.double_declared, table)
+
+
+async def test_a_column_of_two_tables_is_refused_unless_one_replaces_it(group: Group) -> None:
+    table = table_of(4)
+    doubled = await group.call(SumWorker.double, table)
+
+    with pytest.raises(ProtocolError, match=r"two tables have a column 'doubled': join them with replaced_by\(\)"):
+        pulled(table.union(doubled, doubled))
+    assert pulled(table.union(doubled).replaced_by(doubled)).tensor("doubled").tolist() == [0, 2, 4, 6]
 
 
 async def test_an_error_of_the_workers_own_is_the_cause(group: Group) -> None:

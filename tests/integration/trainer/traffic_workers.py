@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
-import torch
-
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
 from ppojob_trainer.engines.weights.transfer import Receipt
@@ -43,11 +41,11 @@ class _Model:
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Say how many numbers there are in the columns that an update reads."""
-        return {f"{self.role}/numbers/max": float(sum(batch.tensor(column).numel() for column in self.reads))}
+        return {f"{self.role}/numbers": float(sum(len(batch.ragged(column).values) for column in self.reads))}
 
     def _column(self, name: str, batch: DataProto) -> DataProto:
-        mask = batch.tensor(Keys.RESPONSE_MASK)
-        return DataProto.from_dict({name: -torch.arange(mask.shape[1]).expand(mask.shape) / mask.shape[1] * mask})
+        mask = batch.ragged(Keys.RESPONSE_MASK)
+        return DataProto.from_dict({name: mask.with_values(-mask.place_of / mask.lengths.max() * mask.values)})
 
 
 class _Sender:
@@ -122,8 +120,5 @@ class ColumnRollout(RolloutWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def answer_with(self, length: int) -> None:
-        """Write responses of so many tokens from now on, and no wider columns."""
+        """Write responses of so many tokens from now on."""
         self._engine.length = length
-        self.spec = self.spec.model_copy(
-            update={"data": self.spec.data.model_copy(update={"max_response_length": length})}
-        )

@@ -19,23 +19,32 @@ class Recorder:
         self.context = context
         self.folder = Path(folder)
 
-    @register(dispatch=Dispatch.RANK_ZERO)
+    @register(
+        dispatch=Dispatch.RANK_ZERO,
+        reads=(
+            Keys.RAW_PROMPT,
+            Keys.INPUT_IDS,
+            Keys.RESPONSE_MASK,
+            Keys.MODEL_SCORES,
+            Keys.FUNCTION_SCORES,
+            Keys.TOKEN_LEVEL_SCORES,
+        ),
+    )
     def write(self, batch: DataProto) -> dict[str, float]:
         rows = [
             {
                 "prompt": list(prompt),
-                "response": response[: int(length)],
+                "response": response,
                 "model": model,
                 "function": function,
                 "total": total,
             }
-            for prompt, response, length, model, function, total in zip(
+            for prompt, response, model, function, total in zip(
                 batch.array(Keys.RAW_PROMPT),
-                batch.tensor(Keys.RESPONSES).tolist(),
-                batch.tensor(Keys.RESPONSE_MASK).sum(dim=1),
-                batch.tensor(Keys.MODEL_SCORES).sum(dim=1).tolist(),
-                batch.tensor(Keys.FUNCTION_SCORES).sum(dim=1).tolist(),
-                batch.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1).tolist(),
+                batch.responses().to_lists(),
+                batch.ragged(Keys.MODEL_SCORES).sums().tolist(),
+                batch.ragged(Keys.FUNCTION_SCORES).sums().tolist(),
+                batch.ragged(Keys.TOKEN_LEVEL_SCORES).sums().tolist(),
                 strict=True,
             )
         ]
@@ -56,8 +65,8 @@ class Marker:
         if self.fail and self.context.rank == 1:
             raise ZeroDivisionError("of the user's own")
         ranks = torch.full((len(batch),), self.context.rank)
-        doubled = 2 * batch.tensor("values")
-        return DataProto.from_dict({"values": doubled, "rank": ranks}, meta_info={Meta.METRICS: {"a": [len(batch)]}})
+        doubled = 2 * batch.tensor("numbers")
+        return DataProto.from_dict({"numbers": doubled, "rank": ranks}, meta_info={Meta.METRICS: {"a": [len(batch)]}})
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def drop(self, batch: DataProto) -> DataProto:
@@ -65,7 +74,7 @@ class Marker:
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
     def count(self, batch: DataProto) -> dict[str, float]:
-        return {"rows/max": float(len(batch)), "sum/min": float(batch.tensor("values").sum())}
+        return {"rows/max": float(len(batch)), "sum/min": float(batch.tensor("numbers").sum())}
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def everybody(self, batch: DataProto) -> dict[str, float]:
@@ -73,4 +82,4 @@ class Marker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO)
     def first(self, batch: DataProto) -> dict[str, float]:
-        return {"rank": float(self.context.rank), "sum": float(batch.tensor("values").sum())}
+        return {"rank": float(self.context.rank), "sum": float(batch.tensor("numbers").sum())}

@@ -30,7 +30,7 @@ class Trainer:
     sender: Any
 
     def log_probs(self, batch: Any) -> Any:
-        return self.policy.compute_log_prob(batch).tensor("old_log_probs")
+        return self.policy.compute_log_prob(batch).ragged("old_log_probs")
 
 
 def chat_prompts(path: str) -> list[list[int]]:
@@ -70,14 +70,14 @@ async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> A
     rows = [by_row[row] for row in range(len(prompts))]
     tokens, log_probs = [row.token_ids for row in rows], [row.log_probs for row in rows]
     meta = {"temperature": SAMPLING.temperature, "num_mini_batches": 1, "epochs": 1}
-    tensors = rollout_batch(prompts, tokens, 0, response_length=SAMPLING.max_tokens, log_probs=log_probs)
+    meta["response_length"] = SAMPLING.max_tokens
+    tensors = rollout_batch(prompts, tokens, log_probs)
     return DataProto.from_dict(tensors, meta_info=meta)
 
 
 def probs_diff(trainer: Trainer, batch: Any) -> float:
-    mask = batch.tensor("response_mask").bool()
-    ours, theirs = trainer.log_probs(batch).exp(), batch.tensor("rollout_log_probs").exp()
-    return float((ours - theirs).abs()[mask].mean())
+    ours, theirs = trainer.log_probs(batch).values.exp(), batch.ragged("rollout_log_probs").values.exp()
+    return float((ours - theirs).abs().mean())
 
 
 async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool]:
@@ -104,7 +104,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     trainer, prompts = make_trainer(path, options.device, backend), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
-    seen = {"same_in_any_order": torch.equal(first.tensor("responses"), again.tensor("responses"))}
+    seen = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
     seen["diff_at_start"] = probs_diff(trainer, first)
 
     (link,) = trainer.sender.listen()
@@ -114,12 +114,14 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     seen["push_seconds"], seen["first_is_read_back"] = await push(trainer, engine, 1)
     await engine.wake("kv_cache")
     after_equal = await generate(engine, prompts, forward)
-    seen["equal_weights_write_the_same"] = torch.equal(first.tensor("responses"), after_equal.tensor("responses"))
+    seen["equal_weights_write_the_same"] = first.responses().to_lists() == after_equal.responses().to_lists()
 
-    mask, before = first.tensor("response_mask"), trainer.log_probs(first)
-    step = first.with_fields({"old_log_probs": before, "advantages": -mask.float()})
+    before = trainer.log_probs(first)
+    step = first.with_fields(
+        {"old_log_probs": before, "advantages": before.with_values(-torch.ones_like(before.values))}
+    )
     seen["metrics"] = trainer.policy.update(step)
-    seen["moved_by"] = float(((trainer.log_probs(first) - before).abs() * mask).sum() / mask.sum())
+    seen["moved_by"] = float((trainer.log_probs(first).values - before.values).abs().mean())
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))
     await engine.sleep()
     await engine.wake("weights")

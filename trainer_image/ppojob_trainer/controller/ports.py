@@ -85,7 +85,7 @@ class Rollout(Protocol[B_co]):
 
     @property
     def batch(self) -> B_co:
-        """The tokens of prompts and responses, their masks, and the rollout's log-probs."""
+        """The tokens of prompts and responses, the response mask, and the rollout's log-probs."""
         ...
 
     @property

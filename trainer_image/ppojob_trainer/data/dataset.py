@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ppojob_trainer.data.errors import DataError
 from ppojob_trainer.data.records import PromptSource
 from ppojob_trainer.data.tokenize import Overlong, PromptTokenizer, truncate
-from ppojob_trainer.protocol import DataProto, Keys, Meta, object_array
+from ppojob_trainer.protocol import DataProto, Keys, Meta, Ragged, object_array
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ class PromptDataset:
         return self._source.data_sources()
 
     def batch(self, numbers: Sequence[int], epoch: int = 0) -> DataProto:
-        """Return these prompts (numbers from 0 to len - 1) as a batch without tensors.
+        """Return these prompts (numbers from 0 to len - 1) as a batch.
 
-        Fields: prompt_ids (list[int]), raw_prompt (messages), data_source, ground_truth, extra_info, index (row of
+        Columns: prompt_ids (tokens), raw_prompt (messages), data_source, ground_truth, extra_info, index (row of
         the source), uid ("<epoch>-<index>", the same after a restart). meta_info: epoch.
 
         Raises:
@@ -85,8 +86,8 @@ class PromptDataset:
         ]
         token_lists = self._tokenizer.token_ids(messages)
         return DataProto.from_dict(
-            non_tensors={
-                Keys.PROMPT_IDS: object_array(map(self._fit, indices, token_lists)),
+            {Keys.PROMPT_IDS: Ragged.from_rows(list(map(self._fit, indices, token_lists)), torch.int32)},
+            {
                 Keys.RAW_PROMPT: object_array(messages),
                 Keys.DATA_SOURCE: [record.data_source for record in records],
                 Keys.GROUND_TRUTH: object_array(record.ground_truth for record in records),

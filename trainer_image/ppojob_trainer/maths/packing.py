@@ -1,10 +1,9 @@
-"""Between padded batches and packed sequences, and cutting a minibatch into micro-batches by a token budget.
+"""Packed sequences, and cutting a minibatch into micro-batches by a token budget.
 
-Packed: the real tokens of all sequences in one row [T], with `cu_seqlens` for varlen attention; no work is spent on
-padding. Called by the engines around the model's forward pass.
+Packed: the tokens of all sequences in one row [T], with `cu_seqlens` for varlen attention; no work is spent on padding.
+Called by the engines before the model's forward pass.
 
-Worked example (layout of `protocol.layout`): attention_mask [[1,1,1,1,1], [0,0,1,1,0]] gives T = 7,
-rows 0 0 0 0 0 1 1, position_ids 0 1 2 3 4 0 1, cu_seqlens [0, 5, 7], max_seqlen 5, indices [0, 1, 2, 3, 4, 7, 8].
+Worked example: sequences of 5 and 2 tokens give T = 7, position_ids 0 1 2 3 4 0 1, cu_seqlens [0, 5, 7].
 """
 
 from __future__ import annotations
@@ -24,55 +23,25 @@ class Packed:
     """Packed sequences.
 
     input_ids: int64 [T]. position_ids: int64 [T], from 0 in each sequence. cu_seqlens: int32 [B + 1], where each
-    sequence begins. max_seqlen: the longest. indices: int64 [T], place of each token in the flattened [B * S].
-    labels: int64 [T], the next token of the same sequence; 0 at the last one, whose output nobody reads.
-    shape: (B, S).
+    sequence begins. labels: int64 [T], the next token of the same sequence; 0 at the last one, whose output nobody
+    reads.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
-    indices: Tensor
     labels: Tensor
-    shape: tuple[int, int]
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Put values [T, ...] back to [B, S, ...], 0 on padding. Differentiable."""
-        batch, length = self.shape
-        flat = values.new_zeros((batch * length, *values.shape[1:]))
-        return flat.index_copy(0, self.indices, values).view(batch, length, *values.shape[1:])
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """Take the real tokens' entries of any [B, S, ...] of the same batch: [T, ...]. Differentiable."""
-        return padded.flatten(0, 1).index_select(0, self.indices)
 
 
-def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
-    """Pack a padded batch.
-
-    Args:
-        input_ids: int64 [B, S].
-        attention_mask: [B, S], 1 on real tokens, which lie next to each other in every row.
-    """
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=1)
-    indices = mask.flatten().nonzero().flatten()
+def pack(tokens: Tensor, lengths: Tensor) -> Packed:
+    """Pack the tokens [T] of sequences of these lengths, int64 [B], one after the other."""
+    ids = tokens.long()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    tokens = input_ids.flatten().index_select(0, indices)
     starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-    labels = torch.roll(tokens, -1)
+    labels = torch.roll(ids, -1)
     # After the roll the last token of a sequence would have the next sequence's first one as its label.
     labels[cu_seqlens[1:].long()[lengths > 0] - 1] = 0
-    return Packed(
-        input_ids=tokens,
-        position_ids=torch.arange(tokens.numel(), device=tokens.device) - starts,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=int(lengths.max()) if lengths.numel() else 0,
-        indices=indices,
-        labels=labels,
-        shape=(input_ids.shape[0], input_ids.shape[1]),
-    )
+    return Packed(ids, torch.arange(ids.numel(), device=ids.device) - starts, cu_seqlens, labels)
 
 
 def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:

@@ -1,96 +1,104 @@
-"""`DataProto`: a batch of sequences on its way between worker groups.
+"""`DataProto`: a batch of sequences, as a worker's method gets and returns it.
 
 It has three parts, and every row of the first two belongs to one sequence:
 
-    batch             tensors [B, ...] in a TensorDict (None if there are none)
-    non_tensor_batch  object arrays of length B: text, token lists, dictionaries
+    columns           tensors: `Ragged` for columns with a value for each token, Tensor [B, ...] for others
+    non_tensor_batch  object arrays of length B: text, dictionaries
     meta_info         small values that hold for the whole batch
 
-Example (layout: see `protocol.layout`):
+Example (columns: see `protocol.fields`):
 
-    >>> proto = DataProto.from_dict({"responses": torch.tensor([[1, 2], [3, 0]])}, {"uid": ["a", "b"]})
-    >>> len(proto), [len(part) for part in proto.chunk(2)]
-    (2, [1, 1])
+    >>> values = Ragged.from_rows([[0.5, 1.0], [2.0]], torch.float32)
+    >>> proto = DataProto.from_dict({"values": values}, {"uid": ["a", "b"]})
+    >>> len(proto), proto.padded("values").tolist()
+    (2, [[0.5, 1.0], [2.0, 0.0]])
 
-All operations but `pop` leave the object as it is and return a new one, which may share memory with it. Called by
-the worker groups and the controller's data path. It refuses to guess: sizes that do not fit, clashing keys and
-unknown keys are errors with the key's name.
+All operations leave the object as it is and return a new one, which may share memory with it. It refuses to guess:
+sizes that do not fit and unknown columns are errors with the column's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from ppojob_trainer.protocol.equality import same
 from ppojob_trainer.protocol.errors import ProtocolError
-from ppojob_trainer.protocol.keys import Keys, Meta
+from ppojob_trainer.protocol.keys import Keys
 from ppojob_trainer.protocol.layout import object_array
-from ppojob_trainer.protocol.wire import pack_tensors, unpack_tensors
+from ppojob_trainer.protocol.ragged import Ragged
+from ppojob_trainer.protocol.wire import Column, ObjectArray
 
-ObjectArray: TypeAlias = np.ndarray[Any, np.dtype[np.object_]]
 Index: TypeAlias = int | slice | Sequence[int] | np.ndarray[Any, Any] | Tensor
 
-__all__ = ["DataProto", "ProtocolError"]
+__all__ = ["DataProto"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class DataProto:
-    """See the module's docstring. Build it with `from_dict`, which checks the sizes."""
+    """See the module's docstring. Build it with `from_dict`.
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
+    not_sent: columns that the batch has and the method does not declare, so they were not fetched.
+    """
+
+    columns: Mapping[str, Ragged | Tensor] = field(default_factory=dict)
+    non_tensor_batch: Mapping[str, ObjectArray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    not_sent: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        size = len(self)
-        if self.batch is not None and self.batch.batch_dims != 1:
-            raise ProtocolError(f"batch must have one batch dimension, it has batch_size {list(self.batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim != 1:
-                raise ProtocolError(f"non-tensor field {key!r} must be a 1-d object array: wrap it with object_array()")
-            if len(array) != size:
-                raise ProtocolError(f"non-tensor field {key!r} has {len(array)} rows, the batch has {size}")
+                raise ProtocolError(
+                    f"non-tensor column {key!r} must be a 1-d object array: wrap it with object_array()"
+                )
+        first = next(iter(self._all()), None)
+        for key, column in self._all().items():
+            if isinstance(column, Tensor) and column.dim() == 0:
+                raise ProtocolError(f"column {key!r} is a single number: it needs one for each row")
+            if len(column) != len(self):
+                raise ProtocolError(f"column {key!r} has {len(column)} rows, but {first!r} has {len(self)}")
 
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Ragged | Tensor] | None = None,
         non_tensors: Mapping[str, Sequence[Any] | ObjectArray] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """Build one from tensors [B, ...] and sequences of length B.
+        """Build one from columns of B rows.
 
         Raises:
-            ProtocolError: a field's first dimension differs from the others'; names the field.
+            ProtocolError: a column's number of rows differs from the others'; names the column.
         """
-        batch = None
-        if tensors:
-            first, size = next((key, value.shape[0] if value.dim() else 0) for key, value in tensors.items())
-            for key, value in tensors.items():
-                if value.dim() == 0 or value.shape[0] != size:
-                    raise ProtocolError(f"field {key!r} has shape {list(value.shape)}, but {first!r} has {size} rows")
-            batch = TensorDict(dict(tensors), batch_size=[size])
         arrays = {key: object_array(value) for key, value in (non_tensors or {}).items()}
-        return cls(batch, arrays, dict(meta_info or {}))
+        return cls(dict(tensors or {}), arrays, dict(meta_info or {}))
+
+    @classmethod
+    def of_columns(
+        cls, columns: Mapping[str, Column], meta_info: Mapping[str, Any], not_sent: Iterable[str] = ()
+    ) -> DataProto:
+        """Build one from columns of both kinds."""
+        tensors = {key: column for key, column in columns.items() if not isinstance(column, np.ndarray)}
+        arrays = {key: column for key, column in columns.items() if isinstance(column, np.ndarray)}
+        return cls(tensors, arrays, dict(meta_info), frozenset(not_sent))
+
+    def _all(self) -> dict[str, Column]:
+        return {**self.columns, **self.non_tensor_batch}
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+        return next((len(column) for column in self._all().values()), 0)
 
     def __contains__(self, key: str) -> bool:
-        return key in self.keys()
+        return key in self.columns or key in self.non_tensor_batch
 
-    def keys(self) -> set[str]:
-        """Names of all fields, tensors and others."""
-        return {*self.tensors(), *self.non_tensor_batch}
+    def items(self) -> list[tuple[str, Column]]:
+        """Return the names and columns of both kinds."""
+        return list(self._all().items())
 
     def __getitem__(self, index: Index) -> DataProto:
         """Rows by slice, index list or boolean mask; a single int gives a batch of one row."""
@@ -109,99 +117,13 @@ class DataProto:
         rows = rows.cpu().long()
         return self._rows(rows, rows.numpy())
 
-    def _rows(self, tensor_index: slice | Tensor, array_index: slice | np.ndarray[Any, Any]) -> DataProto:
-        batch = None if self.batch is None else self.batch[tensor_index]
-        arrays = {key: array[array_index] for key, array in self.non_tensor_batch.items()}
-        return DataProto(batch, arrays, dict(self.meta_info))
-
-    # Fields.
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensor fields as a new dictionary; the tensors are not copied."""
-        return {} if self.batch is None else cast("dict[str, Tensor]", dict(self.batch.items()))
-
-    def tensor(self, key: str) -> Tensor:
-        """Return the tensor field `key`; a missing one is an error that says which there are."""
-        tensors = self.tensors()
-        if key not in tensors:
-            raise ProtocolError(f"no tensor field {key!r}; there are {sorted(tensors)}")
-        return tensors[key]
-
-    def array(self, key: str) -> ObjectArray:
-        """Return the non-tensor field `key`; a missing one is an error that says which there are."""
-        if key not in self.non_tensor_batch:
-            raise ProtocolError(f"no non-tensor field {key!r}; there are {sorted(self.non_tensor_batch)}")
-        return self.non_tensor_batch[key]
-
-    def select(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
-    ) -> DataProto:
-        """Return only the named fields; None keeps all of that part."""
-        tensors = self.tensors() if batch_keys is None else {key: self.tensor(key) for key in batch_keys}
-        arrays = self.non_tensor_batch
-        if non_tensor_batch_keys is not None:
-            arrays = {key: self.array(key) for key in non_tensor_batch_keys}
-        meta = self.meta_info
-        if meta_info_keys is not None:
-            meta = {key: self._meta(key) for key in meta_info_keys}
-        batch = TensorDict(tensors, batch_size=[len(self)]) if tensors else None
-        return DataProto(batch, dict(arrays), dict(meta))
-
-    def pop(
-        self,
-        batch_keys: Sequence[str] = (),
-        non_tensor_batch_keys: Sequence[str] = (),
-        meta_info_keys: Sequence[str] = (),
-    ) -> DataProto:
-        """Take the named fields out of this object and return them as a new one."""
-        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        if self.batch is not None:
-            left = {key: value for key, value in self.tensors().items() if key not in batch_keys}
-            # A TensorDict without fields would keep the size of rows that are nowhere.
-            self.batch = TensorDict(left, batch_size=[len(self)]) if left else None
-        for key in non_tensor_batch_keys:
-            del self.non_tensor_batch[key]
-        for key in meta_info_keys:
-            del self.meta_info[key]
-        return taken
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors and arrays; of arrays of objects only the references."""
-        tensors = sum(tensor.nbytes for tensor in self.tensors().values())
-        return tensors + sum(array.nbytes for array in self.non_tensor_batch.values())
-
-    def with_fields(
-        self,
-        tensors: Mapping[str, Tensor] | None = None,
-        non_tensors: Mapping[str, Sequence[Any] | ObjectArray] | None = None,
-    ) -> DataProto:
-        """Return a copy with these fields added or replaced (`union` is for fields that must not clash)."""
-        merged = {**self.tensors(), **(tensors or {})}
-        return DataProto.from_dict(merged, {**self.non_tensor_batch, **(non_tensors or {})}, self.meta_info)
-
-    def union(self, other: DataProto) -> DataProto:
-        """Return the fields of both. A field that both have must be equal.
-
-        Raises:
-            ProtocolError: the sizes differ, or both have a key with different values; names the key.
-        """
-        if self.keys() and other.keys() and len(self) != len(other):
-            raise ProtocolError(f"union of {len(self)} rows with {len(other)} rows: they are not of the same sequences")
-        tensors = _merge(self.tensors(), other.tensors(), "tensor field")
-        arrays = _merge(self.non_tensor_batch, other.non_tensor_batch, "non-tensor field")
-        meta = _merge(self.meta_info, other.meta_info, "meta_info entry")
-        return DataProto.from_dict(tensors, arrays, meta)
-
-    def _meta(self, key: str) -> Any:
-        if key not in self.meta_info:
-            raise ProtocolError(f"no meta_info entry {key!r}; there are {sorted(self.meta_info)}")
-        return self.meta_info[key]
-
-    # Rows.
+    def _rows(self, rows: slice | Tensor, array_rows: slice | np.ndarray[Any, Any]) -> DataProto:
+        columns = {
+            key: column.take(rows) if isinstance(column, Ragged) else column[rows]
+            for key, column in self.columns.items()
+        }
+        arrays = {key: array[array_rows] for key, array in self.non_tensor_batch.items()}
+        return replace(self, columns=columns, non_tensor_batch=arrays)
 
     def split(self, size: int) -> list[DataProto]:
         """Split into parts of `size` rows, the last may be smaller. meta_info goes to all of them."""
@@ -209,128 +131,70 @@ class DataProto:
             raise ProtocolError(f"split into parts of {size} rows: a part has at least one")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """Split into `chunks` parts of equal size, in order.
+    # Columns.
+
+    def ragged(self, key: str) -> Ragged:
+        """Return a column that has a value for each token.
 
         Raises:
-            ProtocolError: the rows cannot be divided equally; `pad_to_divisor` first.
+            ProtocolError: there is none of that name, or the method does not declare it, or it is not ragged.
         """
-        if chunks < 1 or len(self) % chunks:
-            raise ProtocolError(
-                f"{len(self)} rows cannot be split into {chunks} equal chunks: pad_to_divisor({chunks}) first"
-            )
-        size = len(self) // chunks
-        return [self[part * size : (part + 1) * size] for part in range(chunks)]
+        column = self._column(key, self.columns)
+        if not isinstance(column, Ragged):
+            raise ProtocolError(f"column {key!r} is a tensor {list(column.shape)}: read it with tensor()")
+        return column
 
-    @staticmethod
-    def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Put the rows of all parts under each other, in order.
+    def padded(self, key: str, width: int | None = None) -> Tensor:
+        """Return a ragged column as a tensor [B, R], see `Ragged.padded`."""
+        return self.ragged(key).padded(width)
 
-        All parts need the same fields. meta_info entries must be equal where several parts have them, but for
-        `Meta.METRICS`, whose lists are joined.
+    def tensor(self, key: str) -> Tensor:
+        """Return a tensor [B, ...] that is not ragged.
 
         Raises:
-            ProtocolError: no parts, fields that only some parts have, or unequal meta_info; names the key.
+            ProtocolError: there is none of that name, or the method does not declare it, or it is ragged.
         """
-        if not parts:
-            raise ProtocolError("concat of no parts: at least one is needed to know the fields")
-        first = parts[0]
-        for number, part in enumerate(parts):
-            if part.keys() != first.keys():
-                raise ProtocolError(
-                    f"part {number} of concat differs from part 0 in the fields {sorted(part.keys() ^ first.keys())}"
-                )
-        tensors = {key: torch.cat([part.tensor(key) for part in parts]) for key in first.tensors()}
-        arrays = {key: np.concatenate([part.array(key) for part in parts]) for key in first.non_tensor_batch}
-        return DataProto.from_dict(tensors, arrays, _concat_meta([part.meta_info for part in parts]))
+        column: Ragged | Tensor = self._column(key, self.columns)
+        if isinstance(column, Ragged):
+            raise ProtocolError(f"column {key!r} is ragged: read it with ragged(), or with padded() as a tensor [B, R]")
+        return column
 
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Repeat every row: a a b b with `interleave`, else a b a b."""
-        rows = torch.arange(len(self))
-        return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
-
-    def reorder(self, indices: Sequence[int] | Tensor) -> DataProto:
-        """Return the rows in the order of `indices`, which must be a permutation."""
-        order = torch.as_tensor(indices).long()
-        if not torch.equal(order.sort().values.cpu(), torch.arange(len(self))):
-            raise ProtocolError(f"reorder needs a permutation of 0..{len(self) - 1}, got {order.tolist()[:16]}")
-        return self[order]
-
-    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Append rows until `divisor` divides the length; return the batch and the number of rows added.
-
-        The rows are copies of the first ones, so every operation works on them, but their response_mask (if there
-        is one) is 0: they weigh nothing in masked sums and losses. `unpad` takes them away. An empty batch stays empty.
-        """
-        num_padding = -len(self) % divisor
-        if num_padding == 0:
-            return self, 0
-        padding = self[torch.arange(num_padding) % len(self)]
-        if Keys.RESPONSE_MASK in padding:
-            padding = padding.with_fields({Keys.RESPONSE_MASK: torch.zeros_like(padding.tensor(Keys.RESPONSE_MASK))})
-        padding.meta_info.pop(Meta.METRICS, None)
-        return DataProto.concat([self, padding]), num_padding
-
-    def unpad(self, num_padding: int) -> DataProto:
-        """Take the last `num_padding` rows away."""
-        if not 0 <= num_padding <= len(self):
-            raise ProtocolError(f"cannot take {num_padding} rows of padding from {len(self)} rows")
-        return self[: len(self) - num_padding]
-
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Yield minibatches, `epochs` times over all rows.
-
-        With a seed each epoch has a new order, the same on every machine; with None the order is that of the rows.
+    def array(self, key: str) -> ObjectArray:
+        """Return a column of objects.
 
         Raises:
-            ProtocolError: at once, if the size does not divide the number of rows.
+            ProtocolError: there is none of that name, or the method does not declare it.
         """
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ProtocolError(f"minibatches of {mini_batch_size} rows do not divide the batch of {len(self)}")
-        return self._iterate(mini_batch_size, epochs, seed)
+        found: ObjectArray = self._column(key, self.non_tensor_batch)
+        return found
 
-    def _iterate(self, mini_batch_size: int, epochs: int, seed: int | None) -> Iterator[DataProto]:
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for _ in range(epochs):
-            shuffled = self if generator is None else self[torch.randperm(len(self), generator=generator)]
-            yield from shuffled.split(mini_batch_size)
+    def _column(self, key: str, columns: Mapping[str, Any]) -> Any:
+        if key in columns:
+            return columns[key]
+        if key in self.not_sent:
+            raise ProtocolError(f"column {key!r} was not sent: add it to `reads` in the method's @register")
+        raise ProtocolError(f"no column {key!r} of this kind; there are {sorted(columns)}")
 
-    def to(self, device: torch.device | str) -> DataProto:
-        """Return the batch with its tensors on `device`."""
-        batch = None if self.batch is None else self.batch.to(device)
-        return DataProto(batch, dict(self.non_tensor_batch), dict(self.meta_info))
+    def prompts(self) -> Ragged:
+        """Return the tokens of the prompts, from input_ids and response_mask."""
+        tokens = self.ragged(Keys.INPUT_IDS)
+        return tokens.head(tokens.lengths - self.ragged(Keys.RESPONSE_MASK).lengths)
 
-    # Pickle: a batch arrives on the CPU, in memory that the receiver owns.
+    def responses(self) -> Ragged:
+        """Return the tokens of the responses, from input_ids and response_mask."""
+        return self.ragged(Keys.INPUT_IDS).tail(self.ragged(Keys.RESPONSE_MASK).lengths)
 
-    def __getstate__(self) -> dict[str, Any]:
-        tensors = None if self.batch is None else pack_tensors(self.tensors())
-        return {"size": len(self), "tensors": tensors, "arrays": self.non_tensor_batch, "meta": self.meta_info}
+    def select(self, keys: Sequence[str]) -> DataProto:
+        """Return the batch with only these tensor columns."""
+        return replace(self, columns={key: self._column(key, self.columns) for key in keys}, non_tensor_batch={})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        packed = state["tensors"]
-        self.batch = None if packed is None else TensorDict(unpack_tensors(packed), batch_size=[state["size"]])
-        self.non_tensor_batch = state["arrays"]
-        self.meta_info = state["meta"]
-
-
-def _merge(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    merged = dict(mine)
-    for key, value in theirs.items():
-        if key in merged and not same(merged[key], value):
-            raise ProtocolError(f"union: both sides have the {what} {key!r}, with different values")
-        merged.setdefault(key, value)
-    return merged
-
-
-def _concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    metrics: dict[str, list[float]] = {}
-    for key, value in (item for meta in metas for item in meta.items()):
-        if key == Meta.METRICS:
-            for name, values in value.items():
-                metrics.setdefault(name, []).extend(values)
-        elif key in merged and not same(merged[key], value):
-            raise ProtocolError(f"concat: the parts have different values for the meta_info entry {key!r}")
-        else:
-            merged.setdefault(key, value)
-    return {**merged, Meta.METRICS: metrics} if metrics else merged
+    def with_fields(
+        self,
+        tensors: Mapping[str, Ragged | Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | ObjectArray] | None = None,
+    ) -> DataProto:
+        """Return the batch with these columns added or replaced."""
+        arrays = {key: object_array(value) for key, value in (non_tensors or {}).items()}
+        return replace(
+            self, columns={**self.columns, **(tensors or {})}, non_tensor_batch={**self.non_tensor_batch, **arrays}
+        )

@@ -1,7 +1,8 @@
-"""The shapes and dtypes of all tensor fields that go between worker groups, and the check of a batch against them.
+"""The dtypes of all tensor columns that go between worker groups, and the check of a batch against them.
 
-Dimensions: B sequences, P the padded prompt length, R the padded response length, S = P + R. See `layout` for a worked
-example of the padding.
+All of them are ragged. Columns of the sequence have a value for each token of prompt and response; columns of the
+response have one for each token of the response, so the length of response_mask says where the response begins. See
+`layout` for a worked example.
 """
 
 from dataclasses import dataclass
@@ -12,68 +13,75 @@ import torch
 from ppojob_trainer.protocol.data_proto import DataProto
 from ppojob_trainer.protocol.errors import ProtocolError
 from ppojob_trainer.protocol.keys import Keys
+from ppojob_trainer.protocol.ragged import Ragged
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a tensor field must look like: the names of its dimensions, its dtype, its meaning."""
+    """What a tensor column must look like: which tokens it has values for, its dtype, its meaning."""
 
-    dims: tuple[str, ...]
+    tokens: str
     dtype: torch.dtype
     meaning: str
 
 
-_INT = torch.int64
+_PROMPT, _SEQUENCE, _RESPONSE = "prompt", "sequence", "response"
 _FLOAT = torch.float32
 
 FIELDS: Final[dict[str, Field]] = {
-    Keys.PROMPTS: Field(("B", "P"), _INT, "prompt tokens, padded on the left"),
-    Keys.RESPONSES: Field(("B", "R"), _INT, "response tokens, padded on the right"),
-    Keys.INPUT_IDS: Field(("B", "S"), _INT, "prompts and responses side by side"),
-    Keys.ATTENTION_MASK: Field(("B", "S"), _INT, "1 on real tokens, 0 on padding"),
-    Keys.POSITION_IDS: Field(("B", "S"), _INT, "0, 1, 2 ... over the real tokens, 0 on the left padding"),
-    Keys.RESPONSE_MASK: Field(("B", "R"), _INT, "1 on tokens that the policy generated (the end token too), else 0"),
-    Keys.ROLLOUT_LOG_PROBS: Field(("B", "R"), _FLOAT, "log-prob of each token as the rollout engine computed it"),
-    Keys.OLD_LOG_PROBS: Field(("B", "R"), _FLOAT, "log-prob under the policy before the update, by the trainer"),
-    Keys.REF_LOG_PROB: Field(("B", "R"), _FLOAT, "log-prob under the reference policy"),
-    Keys.ENTROPYS: Field(("B", "R"), _FLOAT, "entropy of the policy's distribution for each token, in nats"),
-    Keys.VALUES: Field(("B", "R"), _FLOAT, "value of the state in which the token was chosen (before it)"),
-    Keys.FUNCTION_SCORES: Field(("B", "R"), _FLOAT, "the reward function's score, where a reward model scores too"),
-    Keys.MODEL_SCORES: Field(("B", "R"), _FLOAT, "the reward model's score, where a reward function scores too"),
-    Keys.TOKEN_LEVEL_SCORES: Field(("B", "R"), _FLOAT, "the reward's score, on the last response token"),
-    Keys.TOKEN_LEVEL_REWARDS: Field(("B", "R"), _FLOAT, "scores minus the KL penalty"),
-    Keys.ADVANTAGES: Field(("B", "R"), _FLOAT, "advantages, 0 where response_mask is 0"),
-    Keys.RETURNS: Field(("B", "R"), _FLOAT, "targets of the critic, 0 where response_mask is 0"),
+    Keys.PROMPT_IDS: Field(_PROMPT, torch.int32, "prompt tokens"),
+    Keys.INPUT_IDS: Field(_SEQUENCE, torch.int32, "prompt tokens, then response tokens"),
+    Keys.RESPONSE_MASK: Field(_RESPONSE, torch.bool, "True on tokens that the policy generated (the end token too)"),
+    Keys.ROLLOUT_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob of each token as the rollout engine computed it"),
+    Keys.OLD_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob under the policy before the update, by the trainer"),
+    Keys.REF_LOG_PROB: Field(_RESPONSE, _FLOAT, "log-prob under the reference policy"),
+    Keys.ENTROPYS: Field(_RESPONSE, _FLOAT, "entropy of the policy's distribution for each token, in nats"),
+    Keys.VALUES: Field(_RESPONSE, _FLOAT, "value of the state in which the token was chosen (before it)"),
+    Keys.FUNCTION_SCORES: Field(_RESPONSE, _FLOAT, "the reward function's score, where a reward model scores too"),
+    Keys.MODEL_SCORES: Field(_RESPONSE, _FLOAT, "the reward model's score, where a reward function scores too"),
+    Keys.TOKEN_LEVEL_SCORES: Field(_RESPONSE, _FLOAT, "the reward's score, on the last response token"),
+    Keys.ADVANTAGES: Field(_RESPONSE, _FLOAT, "advantages, 0 where response_mask is False"),
+    Keys.RETURNS: Field(_RESPONSE, _FLOAT, "targets of the critic, 0 where response_mask is False"),
 }
 
+SEQUENCES: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK)
+"""What a model's forward pass reads."""
 
-def check_layout(proto: DataProto) -> None:
-    """Check every known tensor field of `proto` against `FIELDS`: rank, dtype, and equal sizes of equal dimensions.
+ROLLOUT_COLUMNS: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
+"""What the rollout returns."""
 
-    Unknown fields pass: a user's worker group may add its own. Call it where data enters a group; it reads shapes
-    only.
+
+def check_layout(proto: DataProto, sent: DataProto | None = None) -> None:
+    """Check every known tensor column of `proto` against `FIELDS`: ragged, dtype, and equal lengths of the response.
+
+    Unknown columns pass: a user's worker group may add its own.
+
+    Args:
+        sent: the batch that a method got; columns of the response must have the same lengths as there, too.
 
     Raises:
-        ProtocolError: names the field, what it is and what it should be.
+        ProtocolError: names the column, what it is and what it should be.
     """
-    if proto.batch is None:
-        return
-    sizes: dict[str, tuple[int, str]] = {}
-    for name, tensor in proto.batch.items():
+    known: tuple[str, Ragged] | None = None
+    if sent is not None and Keys.RESPONSE_MASK in sent.columns:
+        known = Keys.RESPONSE_MASK, sent.ragged(Keys.RESPONSE_MASK)
+    for name, column in proto.columns.items():
         field = FIELDS.get(name)
         if field is None:
             continue
-        if tensor.dtype != field.dtype or tensor.dim() != len(field.dims):
+        if not isinstance(column, Ragged):
             raise ProtocolError(
-                f"field {name!r} is {tensor.dtype}{list(tensor.shape)}, wanted {field.dtype}[{', '.join(field.dims)}]: "
-                f"{field.meaning}"
+                f"column {name!r} is a tensor {list(column.shape)}, wanted a Ragged ({field.meaning}): "
+                "batch.ragged('response_mask').unpadded(tensor) makes one of a tensor [B, R]"
             )
-        for dim, size in zip(field.dims, tensor.shape, strict=True):
-            known, known_from = sizes.setdefault(dim, (size, name))
-            if known != size:
-                raise ProtocolError(f"field {name!r} has {dim} = {size}, but {known_from!r} has {dim} = {known}")
-    if {"P", "R", "S"} <= sizes.keys() and sizes["P"][0] + sizes["R"][0] != sizes["S"][0]:
-        raise ProtocolError(
-            f"{sizes['S'][1]!r} has length {sizes['S'][0]}, which is not prompt length {sizes['P'][0]} "
-            f"+ response length {sizes['R'][0]}"
-        )
+        if column.dtype != field.dtype:
+            raise ProtocolError(f"column {name!r} has {column.dtype}, wanted {field.dtype}: {field.meaning}")
+        if field.tokens != _RESPONSE:
+            continue
+        if known is not None and not torch.equal(column.lengths, known[1].lengths):
+            row = int((column.lengths != known[1].lengths).nonzero()[0])
+            raise ProtocolError(
+                f"column {name!r} has {int(column.lengths[row])} values in row {row}, but {known[0]!r} has "
+                f"{int(known[1].lengths[row])}: return one for each token of the response"
+            )
+        known = known or (name, column)

@@ -1,20 +1,17 @@
-"""The names of all fields that go between worker groups. They are verl's, so that code and habits carry over.
+"""The names of all columns that go between worker groups. They are verl's, so that code and habits carry over.
 
-`fields` has the shapes and dtypes.
+`fields` has the dtypes and lengths.
 """
 
 from typing import Final
 
 
 class Keys:
-    """Field names of `DataProto.batch` (tensors) and `DataProto.non_tensor_batch` (object arrays of length B)."""
+    """Names of the columns of a `DataProto`: tensors, and object arrays of length B."""
 
-    # Tensors: the tokens.
-    PROMPTS: Final = "prompts"
-    RESPONSES: Final = "responses"
+    # Tensors: the tokens. PROMPT_IDS has those of the prompt, INPUT_IDS those of prompt and response.
+    PROMPT_IDS: Final = "prompt_ids"
     INPUT_IDS: Final = "input_ids"
-    ATTENTION_MASK: Final = "attention_mask"
-    POSITION_IDS: Final = "position_ids"
     RESPONSE_MASK: Final = "response_mask"
     # Tensors: what the models and the reward say about each response token.
     ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"
@@ -25,11 +22,9 @@ class Keys:
     FUNCTION_SCORES: Final = "function_scores"
     MODEL_SCORES: Final = "model_scores"
     TOKEN_LEVEL_SCORES: Final = "token_level_scores"
-    TOKEN_LEVEL_REWARDS: Final = "token_level_rewards"
     ADVANTAGES: Final = "advantages"
     RETURNS: Final = "returns"
-    # Non-tensors: the prompt. PROMPT_IDS holds list[int], without padding.
-    PROMPT_IDS: Final = "prompt_ids"
+    # Non-tensors: the prompt.
     RAW_PROMPT: Final = "raw_prompt"
     DATA_SOURCE: Final = "data_source"
     GROUND_TRUTH: Final = "ground_truth"
@@ -46,12 +41,8 @@ class Keys:
 class Meta:
     """Names in `DataProto.meta_info`: small values that hold for the whole batch."""
 
-    # dict[str, list[float]]; `DataProto.concat` joins the lists, all other entries must be equal.
+    # dict[str, list[float]]; of the meta_info that a method returns with rows, only this reaches the controller.
     METRICS: Final = "metrics"
     TEMPERATURE: Final = "temperature"
-    EOS_TOKEN_ID: Final = "eos_token_id"
-    PAD_TOKEN_ID: Final = "pad_token_id"
     GLOBAL_STEP: Final = "global_step"
     EPOCH: Final = "epoch"
-    SEED: Final = "seed"
-    VALIDATE: Final = "validate"

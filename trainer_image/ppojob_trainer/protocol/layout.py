@@ -1,18 +1,12 @@
-"""How a rollout lies in padded tensors: prompts padded on the left, responses on the right (verl's layout).
+"""How a rollout lies in columns without padding.
 
-Worked example: prompts [5, 6, 7] and [8], responses [1, 2] (2 ends it) and [3], P = 3, R = 2, padding token 0:
+Worked example: prompts [5, 6, 7] and [8], responses [1, 2] (2 ends it) and [3]:
 
-    prompts         5 6 7      responses       1 2      response_mask   1 1
-                    0 0 8                      3 0                      1 0
-    input_ids       5 6 7 1 2
-                    0 0 8 3 0
-    attention_mask  1 1 1 1 1
-                    0 0 1 1 0
-    position_ids    0 1 2 3 4
-                    0 0 0 1 1      clamp(cumsum(attention_mask) - 1, 0): padding on the right repeats the last one
+    input_ids      5 6 7 1 2 | 8 3         lengths 5, 2
+    response_mask        1 1 |   1         lengths 2, 1
 
-Column P - 1 holds each prompt's last token, so the model's output at columns P-1 .. S-2 speaks about response tokens
-0 .. R-1 for every row: `response_part` takes that slice, for log-probs and for values alike.
+The output at a token predicts the next one, so log-probs and values of the response are computed at the positions from
+the prompt's last token to the last but one of the sequence.
 """
 
 from __future__ import annotations
@@ -22,78 +16,47 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ppojob_trainer.protocol.errors import ProtocolError
 from ppojob_trainer.protocol.keys import Keys
+from ppojob_trainer.protocol.ragged import Ragged
 
 
 def rollout_batch(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
-    pad_token_id: int,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
     log_probs: Sequence[Sequence[float]] | None = None,
-) -> dict[str, Tensor]:
-    """Lay B prompts and responses out as the padded tensors that `DataProto.from_dict` takes.
+) -> dict[str, Ragged]:
+    """Return B prompts and responses as the columns that `DataProto.from_dict` takes.
 
     Args:
         prompt_ids: B lists of token ids, none of them empty.
-        response_ids: B lists of token ids, without padding; the end token belongs to the response.
-        pad_token_id: fills the gaps; no field that matters reads it.
-        prompt_length: P; default the longest prompt.
-        response_length: R; default the longest response (at least 1).
+        response_ids: B lists of token ids; the end token belongs to the response.
         log_probs: the rollout engine's log-prob of each response token, in nats.
 
     Returns:
-        prompts, responses, input_ids, attention_mask, position_ids, response_mask and, with `log_probs`,
-        rollout_log_probs (0 on padding); see `FIELDS`.
+        input_ids, response_mask and, with `log_probs`, rollout_log_probs; see `FIELDS`.
 
     Raises:
-        ProtocolError: a prompt is empty or longer than P, a response longer than R, or the counts differ.
+        ProtocolError: a prompt is empty, or the counts differ.
     """
     _check_rows(prompt_ids, response_ids, log_probs)
-    width_P = prompt_length if prompt_length is not None else max(map(len, prompt_ids), default=1)
-    width_R = response_length if response_length is not None else max([1, *map(len, response_ids)])
-    prompts_BP, prompt_mask_BP = _pad(prompt_ids, width_P, pad_token_id, left=True, what="prompt")
-    responses_BR, response_mask_BR = _pad(response_ids, width_R, pad_token_id, left=False, what="response")
-    attention_mask_BS = torch.cat([prompt_mask_BP, response_mask_BR], dim=1)
+    sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+    lengths = torch.tensor([len(response) for response in response_ids], dtype=torch.int64)
     tensors = {
-        Keys.PROMPTS: prompts_BP,
-        Keys.RESPONSES: responses_BR,
-        Keys.INPUT_IDS: torch.cat([prompts_BP, responses_BR], dim=1),
-        Keys.ATTENTION_MASK: attention_mask_BS,
-        Keys.POSITION_IDS: position_ids_from_mask(attention_mask_BS),
-        Keys.RESPONSE_MASK: response_mask_BR,
+        Keys.INPUT_IDS: Ragged.from_rows(sequences, torch.int32),
+        Keys.RESPONSE_MASK: Ragged(torch.ones(int(lengths.sum()), dtype=torch.bool), lengths),
     }
     if log_probs is not None:
-        padded = torch.zeros(len(log_probs), width_R, dtype=torch.float32)
-        for row, values in zip(padded, log_probs, strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=torch.float32)
-        tensors[Keys.ROLLOUT_LOG_PROBS] = padded
+        tensors[Keys.ROLLOUT_LOG_PROBS] = Ragged.from_rows(log_probs, torch.float32)
     return tensors
 
 
-def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Return position ids int64 [B, S] for an attention mask [B, S]; see the example above."""
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def response_part(values: Tensor, response_length: int) -> Tensor:
-    """Return the part of [B, S, ...] that speaks about the response tokens: columns -R-1 .. -2, [B, R, ...].
-
-    The output at a token predicts the next one, so it starts at the prompt's last token and stops before the last
-    column.
-    """
-    return values[:, -response_length - 1 : -1]
-
-
-def responses_to_lists(responses: Tensor, response_mask: Tensor) -> list[list[int]]:
-    """Return the B responses [B, R] without padding. For masks with gaps, everything up to the last 1 is kept."""
-    width = responses.shape[1]
-    ends = (response_mask.bool() * torch.arange(1, width + 1, device=responses.device)).amax(dim=1).tolist()
-    return [row[:end] for row, end in zip(responses.tolist(), ends, strict=True)]
+def responses_to_lists(responses: Ragged, response_mask: Ragged) -> list[list[int]]:
+    """Return the B responses up to the last token that the policy generated; masks may have gaps."""
+    places = (response_mask.place_of + 1) * response_mask.values
+    ends = torch.zeros(len(responses), dtype=torch.int64).scatter_reduce(0, response_mask.row_of, places, "amax")
+    return [row[:end] for row, end in zip(responses.to_lists(), ends.tolist(), strict=True)]
 
 
 def object_array(items: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
@@ -122,15 +85,3 @@ def _check_rows(
     for index, (tokens, values) in enumerate(zip(response_ids, log_probs, strict=True)):
         if len(tokens) != len(values):
             raise ProtocolError(f"response {index} has {len(tokens)} tokens but {len(values)} log-probs")
-
-
-def _pad(rows: Sequence[Sequence[int]], width: int, pad: int, *, left: bool, what: str) -> tuple[Tensor, Tensor]:
-    tokens = torch.full((len(rows), width), pad, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        if len(row) > width:
-            raise ProtocolError(f"{what} {index} has {len(row)} tokens, more than the {what} length {width}")
-        columns = slice(width - len(row), width) if left else slice(0, len(row))
-        tokens[index, columns] = torch.tensor(list(row), dtype=torch.int64)
-        mask[index, columns] = 1
-    return tokens, mask

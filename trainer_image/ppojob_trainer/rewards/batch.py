@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ppojob_trainer.protocol import DataProto, Keys, responses_to_lists
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, responses_to_lists
 from ppojob_trainer.rewards.interface import Extra, ScoreItem, ScoreResult
 from ppojob_trainer.rewards.scoring import Scorer
 
@@ -36,10 +36,10 @@ class Decoder(Protocol):
 class Scored:
     """The scores of B responses.
 
-    scores: float32 [B, R], on the last token of each response. results: B results of the function, in the same order.
+    scores: float32, on the last token of each response. results: B results of the function, in the same order.
     """
 
-    scores: Tensor
+    scores: Ragged
     results: Sequence[ScoreResult]
 
     @property
@@ -65,20 +65,19 @@ def score_batch(batch: DataProto, scorer: Scorer, decoder: Decoder) -> Scored:
     """Score the B responses of a rollout.
 
     Args:
-        batch: needs responses, response_mask [B, R], and the non-tensors data_source, ground_truth, extra_info, index.
+        batch: needs input_ids, response_mask, data_source, ground_truth, extra_info, index.
 
     Raises:
         RewardError: see `Scorer.score`.
     """
-    mask = batch.tensor(Keys.RESPONSE_MASK)
     results = scorer.score(score_items(batch, response_texts(batch, decoder)))
     scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-    return Scored(scores_on_last_token(scores.to(mask.device), mask), results)
+    return Scored(scores_on_last_token(scores, batch.ragged(Keys.RESPONSE_MASK)), results)
 
 
 def response_texts(batch: DataProto, decoder: Decoder) -> list[str]:
     """Return the B responses as text, special tokens left out."""
-    token_lists = responses_to_lists(batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK))
+    token_lists = responses_to_lists(batch.responses(), batch.ragged(Keys.RESPONSE_MASK))
     return decoder.batch_decode(token_lists, skip_special_tokens=True)
 
 
@@ -97,21 +96,24 @@ def score_items(batch: DataProto, texts: Sequence[str]) -> list[ScoreItem]:
     ]
 
 
-def scores_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Put scores float32 [B] on the last unmasked token: float32 [B, R]. A row without tokens (padding) has none."""
-    mask = response_mask.bool()
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
-    last = places == places.amax(dim=1, keepdim=True)
-    return torch.where(last & mask, scores.unsqueeze(1), 0.0)
+def scores_on_last_token(scores: Tensor, response_mask: Ragged) -> Ragged:
+    """Put scores float32 [B] on the last unmasked token of each response. A row without such tokens has none."""
+    chosen = response_mask.values.nonzero().flatten()
+    rows = response_mask.row_of[chosen]
+    is_last = torch.ones(len(rows), dtype=torch.bool)
+    is_last[:-1] = rows[1:] != rows[:-1]
+    values = torch.zeros(len(response_mask.values), dtype=torch.float32)
+    values[chosen[is_last]] = scores[rows[is_last]]
+    return response_mask.with_values(values)
 
 
-def scores_by_source(batch: DataProto, scores: Tensor) -> dict[str, list[float]]:
-    """Return the scores [B, R] of each data source, row by row, under the name `source/<data source>`.
+def scores_by_source(batch: DataProto, scores: Ragged) -> dict[str, list[float]]:
+    """Return the scores of each data source, row by row, under the name `source/<data source>`.
 
     Pass neither copies that stand for padding nor dropped rows.
     """
     found: dict[str, list[float]] = {}
-    for source, score in zip(batch.array(Keys.DATA_SOURCE), scores.sum(dim=1).tolist(), strict=True):
+    for source, score in zip(batch.array(Keys.DATA_SOURCE), scores.sums().tolist(), strict=True):
         found.setdefault(f"{SOURCE_PREFIX}{source}", []).append(score)
     return found
 

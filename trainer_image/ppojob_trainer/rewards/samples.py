@@ -15,9 +15,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from ppojob_trainer.protocol import DataProto, Keys, responses_to_lists
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, responses_to_lists
 from ppojob_trainer.rewards.batch import Decoder
 
 __all__ = ["Sample", "SampleLog", "samples_of"]
@@ -68,14 +67,14 @@ class SampleLog:
 
 
 def samples_of(
-    batch: DataProto, scores: Tensor, decoder: Decoder, number: int, extras: Sequence[Mapping[str, Any]] = ()
+    batch: DataProto, scores: Ragged, decoder: Decoder, number: int, extras: Sequence[Mapping[str, Any]] = ()
 ) -> list[Sample]:
     """Return `number` rows of the batch, or all where there are not as many.
 
     Rows that the reward function did not score (`error` in their extras) come first; the others are at equal distances.
 
     Args:
-        scores: [B, R]; their sum over a row is the response's score.
+        scores: their sum over a row is the response's score.
         extras: what the reward function returned beside each score; empty for none.
     """
     failed = [row for row, extra in enumerate(extras) if "error" in extra][:number]
@@ -83,10 +82,10 @@ def samples_of(
     rows = [*failed, *(row for row in spaced if row not in failed)][: max(number, 0)]
     if not rows:
         return []
-    tokens = responses_to_lists(batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK))
-    prompts = decoder.batch_decode([batch.array(Keys.PROMPT_IDS)[row] for row in rows])
-    responses = decoder.batch_decode([tokens[row] for row in rows])
-    totals = scores.sum(dim=1).tolist()
+    shown = batch[rows]
+    prompts = decoder.batch_decode(shown.prompts().to_lists())
+    responses = decoder.batch_decode(responses_to_lists(shown.responses(), shown.ragged(Keys.RESPONSE_MASK)))
+    totals = scores.sums().tolist()
     return [
         Sample(
             str(batch.array(Keys.DATA_SOURCE)[row]),

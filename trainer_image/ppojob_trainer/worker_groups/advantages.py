@@ -7,6 +7,7 @@ of both roles. It has no state and changes none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,10 +19,18 @@ from ppojob_trainer.algorithms import AdvantageInputs, estimator_of
 from ppojob_trainer.maths.kl import kl_estimate, penalize_rewards
 from ppojob_trainer.maths.masked import Moments, whiten
 from ppojob_trainer.maths.overlong import Overlong
-from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.protocol import DataProto, Keys, Meta, Ragged
 from ppojob_trainer.rewards import RewardFunctionError
 
-__all__ = ["Ranks", "compute_advantages", "overlong_of", "statistics"]
+__all__ = [
+    "READ_BY_ADVANTAGES",
+    "AdvantageSettings",
+    "Ranks",
+    "compute_advantages",
+    "statistics",
+    "unread_by_advantages",
+    "with_metrics",
+]
 
 
 class Ranks(Protocol):
@@ -36,29 +45,64 @@ class Ranks(Protocol):
         ...
 
 
-def overlong_of(spec: PPOJobSpec) -> Overlong | None:
-    """Return the penalty of overlong responses, if the job has one."""
-    penalty = spec.reward.overlong_penalty
-    return None if penalty is None else Overlong(spec.data.max_response_length, penalty.buffer, penalty.factor)
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The settings of the spec that are read here.
+
+    response_length: data.maxResponseLength, the width R of the padded tensors that estimators get. overlong: what is
+    subtracted from the scores of overlong responses.
+    """
+
+    algorithm: AlgorithmSpec
+    response_length: int
+    overlong: Overlong | None = None
+
+    @classmethod
+    def of(cls, spec: PPOJobSpec) -> AdvantageSettings:
+        """Return those of a spec."""
+        length, penalty = spec.data.max_response_length, spec.reward.overlong_penalty
+        overlong = None if penalty is None else Overlong(length, penalty.buffer, penalty.factor)
+        return cls(spec.algorithm, length, overlong)
 
 
-def compute_advantages(
-    batch: DataProto, algorithm: AlgorithmSpec, kl_coefficient: float, ranks: Ranks, overlong: Overlong | None = None
-) -> DataProto:
-    """Return advantages and returns [B, R]; the statistics are in meta_info. Collective.
+READ_BY_ADVANTAGES = (
+    Keys.RESPONSE_MASK,
+    Keys.TOKEN_LEVEL_SCORES,
+    Keys.OLD_LOG_PROBS,
+    Keys.REF_LOG_PROB,
+    Keys.VALUES,
+    Keys.UID,
+)
+"""The last four only with some algorithms, see `unread_by_advantages`."""
+
+
+def unread_by_advantages(algorithm: AlgorithmSpec) -> frozenset[str]:
+    """Return the columns that `compute_advantages` does not read with this algorithm."""
+    is_read = {
+        Keys.OLD_LOG_PROBS: algorithm.kl.in_reward,
+        Keys.REF_LOG_PROB: algorithm.kl.in_reward,
+        Keys.VALUES: algorithm.needs_critic,
+        Keys.UID: algorithm.needs_groups,
+    }
+    return frozenset(column for column, read in is_read.items() if not read)
+
+
+def compute_advantages(batch: DataProto, settings: AdvantageSettings, kl_coefficient: float, ranks: Ranks) -> DataProto:
+    """Return advantages and returns; the statistics are in meta_info. Collective.
 
     Args:
-        batch: needs response_mask, token_level_scores, and the fields of the estimator: values, uid; with KL in the
-            reward old_log_probs and ref_log_prob. Rows whose mask is 0 are copies or were dropped, and do not count.
+        batch: needs response_mask, token_level_scores, and the columns of the estimator: values, uid; with KL in the
+            reward old_log_probs and ref_log_prob. Rows whose mask is False are copies or were dropped, and do not
+            count.
         kl_coefficient: of the KL penalty in the reward.
-        overlong: what is subtracted from the scores of overlong responses.
 
     Raises:
         AlgorithmFunctionError: the user's estimator cannot be loaded or returned something wrong.
         RewardFunctionError: the reward dropped all responses.
     """
-    mask = batch.tensor(Keys.RESPONSE_MASK)
-    scores = batch.tensor(Keys.TOKEN_LEVEL_SCORES)
+    algorithm, overlong, width = settings.algorithm, settings.overlong, settings.response_length
+    mask = batch.padded(Keys.RESPONSE_MASK, width).long()
+    scores = batch.padded(Keys.TOKEN_LEVEL_SCORES, width)
     is_row = mask.bool().any(dim=1)
     if not float(ranks.sum(is_row.sum().double())):
         raise RewardFunctionError(
@@ -72,12 +116,12 @@ def compute_advantages(
         rewards, penalties = overlong.penalized(rewards, mask)
         metrics["reward/overlong_penalty/mean"] = _moments(penalties, is_row, ranks).mean
     if algorithm.kl.in_reward:
-        old, ref = batch.tensor(Keys.OLD_LOG_PROBS), batch.tensor(Keys.REF_LOG_PROB)
+        old, ref = batch.padded(Keys.OLD_LOG_PROBS, width), batch.padded(Keys.REF_LOG_PROB, width)
         kl = kl_estimate(old, ref, algorithm.kl.estimator.value)
         rewards, kl_of_row = penalize_rewards(rewards, kl, mask, kl_coefficient)
         metrics["actor/reward_kl_penalty"] = _moments(kl_of_row, is_row, ranks).mean
     chosen = estimator_of(algorithm)
-    values = batch.tensor(Keys.VALUES) if chosen.needs_values else None
+    values = batch.padded(Keys.VALUES, width) if chosen.needs_values else None
     groups = batch.array(Keys.UID).tolist() if chosen.needs_groups else None
     raw, returns = chosen.compute(AdvantageInputs(rewards, mask, values, groups, algorithm.gamma, algorithm.lam))
     advantages = whiten(raw, mask, _moments(raw, mask, ranks)) if chosen.whitens else raw
@@ -87,7 +131,10 @@ def compute_advantages(
     metrics |= statistics("critic/returns", returns, mask, ranks)
     if values is not None:
         metrics |= statistics("critic/values", values, mask, ranks)
-    return with_metrics({Keys.ADVANTAGES: advantages.float(), Keys.RETURNS: returns.float()}, metrics)
+    unpadded = batch.ragged(Keys.RESPONSE_MASK).unpadded
+    return with_metrics(
+        {Keys.ADVANTAGES: unpadded(advantages.float()), Keys.RETURNS: unpadded(returns.float())}, metrics
+    )
 
 
 def statistics(name: str, values: Tensor, mask: Tensor, ranks: Ranks) -> dict[str, float]:
@@ -103,7 +150,7 @@ def statistics(name: str, values: Tensor, mask: Tensor, ranks: Ranks) -> dict[st
     }
 
 
-def with_metrics(tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> DataProto:
+def with_metrics(tensors: Mapping[str, Ragged | Tensor], metrics: Mapping[str, float]) -> DataProto:
     """Return a batch that carries metrics to the controller; they must be equal on all ranks."""
     return DataProto.from_dict(tensors, meta_info={Meta.METRICS: {name: [value] for name, value in metrics.items()}})
 

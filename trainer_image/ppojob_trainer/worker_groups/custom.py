@@ -6,9 +6,9 @@
 
 A method is called as its `@register` says. It receives the current batch: with DP_COMPUTE_PROTO and DP_COMPUTE_METRIC
 each process gets a part of the rows; with ONE_TO_ALL every process gets all rows; with RANK_ZERO the first process gets
-all rows. `meta_info` has the step (`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are merged into the
-batch; the others return metrics or None. Called by `main`: `UserWorkers.of` before any process is started, so that a
-typo costs seconds.
+all rows. With `@register(reads=...)` only these columns are fetched, else all. `meta_info` has the step
+(`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are merged into the batch; the others return metrics or
+None. Called by `main`: `UserWorkers.of` before any process is started, so that a typo costs seconds.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HookCall:
         if self._method.dispatch.sends_rows:
             group = self._group.over(spread(len(batch), len(self._group))).using(meta)
             return await group.call(self._method, batch)
-        everything = batch.rows(Share(tuple(range(len(batch)))), meta)
+        everything = batch.rows(Share(tuple(range(len(batch)))), meta, self._method.reads)
         return await self._group.call(self._method, everything)
 
     def _metrics(self, answer: Any) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """How a worker's method is called on a group: which rank gets which arguments, and how the answers are merged.
 
     class CriticWorker:
-        @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+        @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(Keys.INPUT_IDS, Keys.RESPONSE_MASK))
         def compute_values(self, batch: DataProto) -> DataProto: ...
 
     future = critics.call(CriticWorker.compute_values, table)
@@ -15,9 +15,9 @@ that split and merge are pure: they never call Ray.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.worker_groups.futures import Future, TableFuture
@@ -26,6 +26,7 @@ from ppojob_trainer.worker_groups.table import Table
 __all__ = ["Dispatch", "Execute", "Metrics", "RemoteMethod", "merge_metrics", "register", "split_all_to_all"]
 
 Metrics = Mapping[str, float]
+Columns: TypeAlias = Iterable[str] | None
 
 W = TypeVar("W")
 W_contra = TypeVar("W_contra", contravariant=True)
@@ -41,12 +42,11 @@ class Dispatch(Enum):
     """How arguments are split over the ranks and answers are merged.
 
     In each entry, the arguments are before the arrow and the answer is after it. "Peers" are the ranks of the same
-    tensor- or sequence-parallel group.
+    tensor- or sequence-parallel group. Of a table, only the columns that the method reads are fetched (`register`).
 
     ONE_TO_ALL: the same arguments to all ranks -> a list of answers by rank.
     RANK_ZERO: only to rank 0 -> its answer.
     ALL_TO_ALL: one argument, a list with an entry for each rank -> a list of answers by rank.
-    DP_COMPUTE: as ALL_TO_ALL, with an entry for each data-parallel rank, which its peers get too.
     DP_COMPUTE_PROTO: a table, its rows divided over all ranks -> a table with as many rows, in the same order.
     DP_COMPUTE_METRIC: a table, its rows divided over the data-parallel ranks -> metrics, merged by `merge_metrics`.
     MESH_COMPUTE_PROTO: a table, its rows divided over the data-parallel ranks of a device mesh, with the same rows to
@@ -56,7 +56,6 @@ class Dispatch(Enum):
     ONE_TO_ALL = "one to all"
     RANK_ZERO = "rank zero"
     ALL_TO_ALL = "all to all"
-    DP_COMPUTE = "dp compute"
     DP_COMPUTE_PROTO = "dp compute proto"
     DP_COMPUTE_METRIC = "dp compute metric"
     MESH_COMPUTE_PROTO = "mesh compute proto"
@@ -74,12 +73,12 @@ class Dispatch(Enum):
     @property
     def sends_one_each(self) -> bool:
         """Whether the argument is a list with an entry for each rank."""
-        return self in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
+        return self is Dispatch.ALL_TO_ALL
 
     @property
     def knows_peers(self) -> bool:
         """Whether the ranks of a tensor- or sequence-parallel group get the same rows, and only the first answers."""
-        return self in (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO)
+        return self in (Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO)
 
 
 class Execute(Enum):
@@ -92,13 +91,21 @@ class Execute(Enum):
 class RemoteMethod(Generic[W_contra, P, R, C, M_co]):
     """A registered method: (W, P) -> R in the worker, C -> M_co for the caller of the group."""
 
-    def __init__(self, function: Callable[..., Any], dispatch: Dispatch, execute: Execute, blocking: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        dispatch: Dispatch,
+        execute: Execute,
+        blocking: bool,
+        reads: frozenset[str] | None = None,
+    ) -> None:
         if execute is Execute.RANK_ZERO and dispatch not in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
             raise ValueError(f"{function.__qualname__}: {dispatch} gives work to every rank, so execute must be ALL")
         self.function = function
         self.dispatch = dispatch
         self.execute = Execute.RANK_ZERO if dispatch is Dispatch.RANK_ZERO else execute
         self.blocking = blocking
+        self.reads = reads
         self.__doc__ = function.__doc__
         self.__name__ = function.__name__
         self.__qualname__ = function.__qualname__
@@ -126,76 +133,94 @@ def _find(module: str, qualified_name: str) -> Any:
     return found
 
 
-Each = Literal[Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE]
 Proto = Literal[Dispatch.DP_COMPUTE_PROTO, Dispatch.MESH_COMPUTE_PROTO]
 
 
 # fmt: off
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[False] = ...,
+    reads: Columns = ...,
 ) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, Future[list[R]]]]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Literal[Dispatch.ONE_TO_ALL], execute: Execute = ..., blocking: Literal[True],
+    reads: Columns = ...,
 ) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, list[R]]]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[False] = ...,
+    reads: Columns = ...,
 ) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, Future[R]]]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Literal[Dispatch.RANK_ZERO], execute: Execute = ..., blocking: Literal[True],
+    reads: Columns = ...,
 ) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R, P, R]]: ...
 @overload
 def register(
-    *, dispatch: Each, execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Literal[Dispatch.ALL_TO_ALL], execute: Execute = ..., blocking: Literal[False] = ...
 ) -> Callable[[Callable[[W, A], R]], RemoteMethod[W, [A], R, [Sequence[A]], Future[list[R]]]]: ...
 @overload
 def register(
-    *, dispatch: Each, execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Literal[Dispatch.ALL_TO_ALL], execute: Execute = ..., blocking: Literal[True]
 ) -> Callable[[Callable[[W, A], R]], RemoteMethod[W, [A], R, [Sequence[A]], list[R]]]: ...
 @overload
 def register(
-    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[False] = ...,
+    reads: Columns = ...,
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], DataProto]],
     RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], TableFuture],
 ]: ...
 @overload
 def register(
-    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Proto, execute: Execute = ..., blocking: Literal[True],
+    reads: Columns = ...,
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], DataProto]],
     RemoteMethod[W, Concatenate[DataProto, P], DataProto, Concatenate[Table, P], Table],
 ]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[False] = ...
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[False] = ...,
+    reads: Columns = ...,
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], Metrics]],
     RemoteMethod[W, Concatenate[DataProto, P], Metrics, Concatenate[Table, P], Future[dict[str, float]]],
 ]: ...
 @overload
 def register(
-    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[True]
+    *, dispatch: Literal[Dispatch.DP_COMPUTE_METRIC], execute: Execute = ..., blocking: Literal[True],
+    reads: Columns = ...,
 ) -> Callable[
     [Callable[Concatenate[W, DataProto, P], Metrics]],
     RemoteMethod[W, Concatenate[DataProto, P], Metrics, Concatenate[Table, P], dict[str, float]],
 ]: ...
 # fmt: on
-def register(*, dispatch: Dispatch, execute: Execute = Execute.ALL, blocking: bool = False) -> Any:
+def register(
+    *,
+    dispatch: Dispatch,
+    execute: Execute = Execute.ALL,
+    blocking: bool = False,
+    reads: Columns = None,
+) -> Any:
     """Make a method callable on a group.
 
     Args:
         dispatch: how arguments are split and answers merged.
         execute: which ranks run it; RANK_ZERO only if the arguments are not split.
         blocking: True returns the merged answer, within the group's time limit; False returns a future.
+        reads: the columns of the batch that the method reads, if the batch has them; only these are fetched. None: all
+            columns.
 
     Raises:
-        ValueError: `dispatch` and `execute` cannot be combined.
+        ValueError: `dispatch` and `execute` cannot be combined, or `reads` is empty.
     """
-    return lambda function: RemoteMethod(function, dispatch, execute, blocking)
+    columns = None if reads is None else frozenset(reads)
+    if columns is not None and not columns:
+        raise ValueError("reads names no column: name those that the method reads, or leave it out for all")
+    return lambda function: RemoteMethod(function, dispatch, execute, blocking, columns)
 
 
 def split_all_to_all(arguments: Sequence[A], num_ranks: int, method: str) -> list[A]:

@@ -33,7 +33,8 @@ from ppojob_trainer.worker_groups.errors import (
     WorkerOutOfMemoryError,
 )
 from ppojob_trainer.worker_groups.memory import explain_memory
-from ppojob_trainer.worker_groups.table import StoredRows, Table
+from ppojob_trainer.worker_groups.stored_rows import StoredRows
+from ppojob_trainer.worker_groups.table import Table
 
 __all__ = ["Future", "Origin", "TableFuture", "rank_of_explanation"]
 

@@ -33,13 +33,14 @@ _MAX_PENDING = 10_000
 
 @dataclass
 class Moved:
-    """Seconds that one call took to fetch its rows and to store its answer in the node's object store.
+    """The data transfer of one call: seconds to fetch its rows and to store its answer in the node's object store.
 
-    num_bytes: of the rows.
+    fetched_bytes: of the columns' blocks that it fetched. stored_bytes: of the columns that it stored.
     """
 
     seconds: float = 0.0
-    num_bytes: int = 0
+    fetched_bytes: int = 0
+    stored_bytes: int = 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -91,7 +92,7 @@ class Observer:
     def observed(self, phase: CurrentPhase | None, moved: Moved) -> Observed:
         """Return the measurements since the last call of this method."""
         step, name = (0, "") if phase is None else (phase.step, phase.phase)
-        data = moved if moved.num_bytes else None
+        data = moved if moved.fetched_bytes or moved.stored_bytes else None
         if not self._has_gpu:
             return Observed(self._role, step, phase=name, moved=data)
         return Observed(self._role, step, _allocated_peak(), self._gpu_use(), name, data)
@@ -137,7 +138,8 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
     processes. pool/<name>/memory_total_gb: memory of that GPU. pool/<name>/gpu_utilization: mean share of the time in
     which a kernel ran, from 0 to 1.
     comm_s/<phase>: seconds that the slowest rank took to fetch its rows and to store its answer, which are part of
-    timing_s/<phase>. comm_mb/<phase>: the rows that all ranks fetched, in MB (1e6 bytes).
+    timing_s/<phase>. comm_mb/<phase>, comm_stored_mb/<phase>: the columns that all ranks fetched and stored, in MB (1e6
+    bytes).
     """
     metrics: dict[str, float] = {}
     utilizations: dict[str, list[GpuUse]] = {}
@@ -146,8 +148,8 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
             _raise_to(metrics, f"perf/max_memory_allocated_gb/{call.role}", call.allocated_peak_bytes / _BYTES_PER_GB)
         if call.moved is not None and call.phase:
             _raise_to(metrics, f"comm_s/{call.phase}", call.moved.seconds)
-            megabytes = call.moved.num_bytes / _BYTES_PER_MB
-            metrics[f"comm_mb/{call.phase}"] = metrics.get(f"comm_mb/{call.phase}", 0.0) + megabytes
+            _add_to(metrics, f"comm_mb/{call.phase}", call.moved.fetched_bytes / _BYTES_PER_MB)
+            _add_to(metrics, f"comm_stored_mb/{call.phase}", call.moved.stored_bytes / _BYTES_PER_MB)
         pool = pool_of.get(call.role)
         if call.gpu is not None and pool is not None:
             _raise_to(metrics, f"pool/{pool}/memory_peak_gb", call.gpu.memory_peak_bytes / _BYTES_PER_GB)
@@ -163,6 +165,10 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
 
 def _raise_to(metrics: dict[str, float], name: str, value: float) -> None:
     metrics[name] = max(metrics.get(name, 0.0), value)
+
+
+def _add_to(metrics: dict[str, float], name: str, value: float) -> None:
+    metrics[name] = metrics.get(name, 0.0) + value
 
 
 def _allocated_peak() -> int | None:

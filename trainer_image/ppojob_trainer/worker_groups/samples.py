@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Ragged
 from ppojob_trainer.rewards.batch import Decoder
 from ppojob_trainer.rewards.samples import SampleLog, samples_of
 from ppojob_trainer.telemetry import RunFiles, current_phase
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["SampleKeeper"]
+__all__ = ["READ_BY_SAMPLES", "SampleKeeper"]
+
+READ_BY_SAMPLES = (*SEQUENCES, Keys.DATA_SOURCE, Keys.INDEX, Keys.SAMPLE_INDEX, Keys.GROUND_TRUTH)
+"""The columns of the batch that a `SampleKeeper` reads."""
 
 
 class SampleKeeper:
@@ -32,9 +33,9 @@ class SampleKeeper:
         self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
 
     def keep(
-        self, batch: DataProto, scores: Tensor, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
+        self, batch: DataProto, scores: Ragged, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write some rows of a scored batch: scores [B, R], and the reward function's further values for each row."""
+        """Write some rows of a scored batch: scores, and the reward function's further values for each row."""
         phase = current_phase()
         if self._log is None or phase is None:
             return

@@ -1,9 +1,9 @@
 """A batch whose rows stay in the workers; the controller handles it instead of tensors.
 
-A worker's result stays in the object store of its node, divided into blocks of rows. A `Table` knows, for every row,
-which rank's result has it and at which position. Joining columns, taking and reordering rows are arithmetic on row
-numbers, and are possible before the results exist. A receiver gets `Rows`, and `pull` fetches only the blocks with its
-rows, directly from the producer's node.
+A worker's result stays in the object store of its node (`stored_rows`). A `Table` knows, for every row, which rank's
+result has it and at which position. Joining columns, taking and reordering rows are arithmetic on row numbers, and are
+possible before the results exist. A receiver gets `Rows`, and `pull` fetches only the columns that its method reads,
+and only the blocks with its rows, directly from the producer's node.
 
     prompts   = data.call(DataWorker.next_batch, 3)               1 result
     rollout   = rollouts.call(RolloutWorker.generate, prompts)    2 results, of 8 rows each
@@ -15,7 +15,7 @@ Called by `worker_group` (driver side) and `worker_process` (worker side). No te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -24,70 +24,14 @@ import ray
 import torch
 from ray import ObjectRef
 
-from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
+from ppojob_trainer.protocol.wire import PackedColumn, Piece, gather
 from ppojob_trainer.worker_groups.partition import Share
+from ppojob_trainer.worker_groups.stored_rows import StoredColumn, StoredRows
 
-__all__ = ["Rows", "StoredRows", "Table", "store_rows"]
-
-MAX_BLOCKS = 32
-"""Blocks of one result. With more, a receiver of scattered rows would fetch less, but each block costs an object."""
-MIN_BLOCK_BYTES = 1_048_576
-"""For a smaller object, the overhead for its writer and each reader exceeds the time to copy its bytes."""
+__all__ = ["Pulled", "Rows", "Table"]
 
 Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """A worker's answer in place of a DataProto: references to its rows, and small values for the controller.
-
-    starts: the first row of each block, and the number of rows at the end. sums: for each row, the sum over its tokens
-    of each mask (so the tokens of the whole sequence and of the response) and of the scores, if the batch has them.
-    """
-
-    blocks: tuple[ObjectRef[DataProto], ...]
-    starts: tuple[int, ...]
-    sums: Mapping[str, list[float]]
-    metrics: Mapping[str, list[float]]
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of this result, copies included."""
-        return self.starts[-1]
-
-
-def store_rows(batch: DataProto) -> StoredRows:
-    """Put a result into the node's object store in at most `MAX_BLOCKS` blocks.
-
-    The blocks are put one by one because Ray sends a small return value to the caller itself, and the caller is the
-    controller.
-    """
-    metrics = batch.meta_info.get(Meta.METRICS, {})
-    plain = DataProto(
-        batch.batch,
-        batch.non_tensor_batch,
-        {key: value for key, value in batch.meta_info.items() if key != Meta.METRICS},
-    )
-    size = rows_of_block(len(plain), plain.num_bytes)
-    starts = (*range(0, len(plain), size), len(plain))
-    blocks = tuple(ray.put(part) for part in plain.split(size))
-    return StoredRows(blocks, starts, _sums(plain), metrics)
-
-
-def rows_of_block(num_rows: int, num_bytes: int) -> int:
-    """Return the number of rows of each block, so that blocks are neither too many nor too small."""
-    of_many = -(-num_rows // MAX_BLOCKS)
-    of_small = -(-num_rows * MIN_BLOCK_BYTES // max(1, num_bytes))
-    return max(1, of_many, min(num_rows, of_small))
-
-
-def _sums(batch: DataProto) -> dict[str, list[float]]:
-    tensors = batch.tensors()
-    return {
-        key: tensors[key].double().sum(dim=1).tolist()
-        for key in (Keys.ATTENTION_MASK, Keys.RESPONSE_MASK, Keys.TOKEN_LEVEL_SCORES)
-        if key in tensors
-    }
 
 
 @dataclass(frozen=True)
@@ -115,48 +59,93 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Pulled:
+    """Rows in this process. num_bytes: of the blocks that were fetched for them."""
+
+    batch: DataProto
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Rows:
-    """One rank's part of a table, as it is sent to the rank: references and row numbers."""
+    """One rank's part of a table, as it is sent to the rank: references, row numbers, and the names of the columns.
+
+    reads: the columns that the method reads, as far as the table has them; None: all columns.
+    """
 
     sources: tuple[Source, ...]
     padding: frozenset[int]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    reads: frozenset[str] | None = None
 
-    def pull(self, timeout_s: float) -> DataProto:
-        """Fetch the rows and join their columns. The response mask of copies is 0.
+    def pull(self, timeout_s: float) -> Pulled:
+        """Fetch the columns of the rows. The response mask of copies is False.
 
         Raises:
+            ProtocolError: two sources have the same column and neither replaces the other, ranks computed different
+                columns, or there is none of those in `reads`.
             ray.exceptions.GetTimeoutError: a source was not available in time.
         """
-        parts = [_pull(source, timeout_s) for source in self.sources]
-        batch = parts[0]
-        for source, part in zip(self.sources[1:], parts[1:], strict=True):
-            batch = batch.with_fields(part.tensors(), part.non_tensor_batch) if source.replaces else batch.union(part)
-        batch = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, **self.meta})
-        if self.padding and Keys.RESPONSE_MASK in batch.tensors():
-            mask = batch.tensor(Keys.RESPONSE_MASK).clone()
-            mask[torch.tensor(sorted(self.padding))] = 0
-            batch = batch.with_fields({Keys.RESPONSE_MASK: mask})
-        return batch
+        found = self._find(timeout_s)
+        wanted = {name: blocks for name, blocks in found.items() if self.reads is None or name in self.reads}
+        if not wanted:
+            raise ProtocolError(f"the batch has none of {sorted(self.reads or ())}; it has {sorted(found)}")
+        fetched = iter(ray.get([block.ref for blocks in wanted.values() for block in blocks], timeout=timeout_s))
+        num_rows = len(self.sources[0].result_of)
+        columns = {
+            name: gather(name, [Piece(next(fetched), block.rows, block.to) for block in blocks], num_rows)
+            for name, blocks in wanted.items()
+        }
+        batch = DataProto.of_columns(columns, self.meta, found.keys() - wanted.keys())
+        if self.padding and Keys.RESPONSE_MASK in batch:
+            mask = batch.ragged(Keys.RESPONSE_MASK)
+            is_copy = torch.isin(mask.row_of, torch.tensor(sorted(self.padding)))
+            batch = batch.with_fields({Keys.RESPONSE_MASK: mask.with_values(mask.values & ~is_copy)})
+        return Pulled(batch, sum(block.size for blocks in wanted.values() for block in blocks))
+
+    def _find(self, timeout_s: float) -> dict[str, list[_Block]]:
+        """Return the blocks of each column that have rows of this part."""
+        results = iter(ray.get([result for source in self.sources for result in source.results], timeout=timeout_s))
+        found: dict[str, list[_Block]] = {}
+        for source in self.sources:
+            stored = [next(results) for _ in source.results]
+            columns = _blocks_of(source, stored)
+            if both := sorted(found.keys() & columns.keys() if not source.replaces else ()):
+                raise ProtocolError(f"two tables have a column {both[0]!r}: join them with replaced_by()")
+            found |= columns
+        return found
 
 
-def _pull(source: Source, timeout_s: float) -> DataProto:
-    results = ray.get(list(source.results), timeout=timeout_s)
-    wanted: list[ObjectRef[DataProto]] = []
-    # For each row of the table, its row in the concatenation of the fetched blocks.
-    places = np.empty(len(source.result_of), dtype=np.int64)
-    fetched_rows = 0
-    for number, result in enumerate(results):
-        mine = np.flatnonzero(source.result_of == number)
-        positions = source.position_of[mine]
-        blocks = np.searchsorted(result.starts, positions, side="right") - 1
-        for block in np.unique(blocks):
-            start, stop = result.starts[block], result.starts[block + 1]
-            inside = blocks == block
-            places[mine[inside]] = positions[inside] - start + fetched_rows
-            fetched_rows += stop - start
-            wanted.append(result.blocks[block])
-    return DataProto.concat(ray.get(wanted, timeout=timeout_s))[places]
+@dataclass(frozen=True)
+class _Block:
+    """A block of a column: these of its rows become the rows `to` of a part."""
+
+    ref: ObjectRef[PackedColumn]
+    size: int
+    rows: Positions
+    to: Positions
+
+
+def _blocks_of(source: Source, stored: Sequence[StoredRows]) -> dict[str, list[_Block]]:
+    names = stored[0].columns.keys()
+    for result in stored:
+        if result.columns.keys() != names:
+            different = sorted(result.columns.keys() ^ names)
+            raise ProtocolError(f"only some ranks returned the columns {different}: return the same columns from all")
+    found: dict[str, list[_Block]] = {name: [] for name in names}
+    for number, result in enumerate(stored):
+        to = np.flatnonzero(source.result_of == number)
+        for name, column in result.columns.items():
+            found[name] += _blocks_with(column, source.position_of[to], to)
+    return found
+
+
+def _blocks_with(column: StoredColumn, positions: Positions, to: Positions) -> Iterator[_Block]:
+    blocks = np.searchsorted(column.starts, positions, side="right") - 1
+    for block in np.unique(blocks):
+        inside = blocks == block
+        rows = positions[inside] - column.starts[block]
+        yield _Block(column.blocks[block], column.sizes[block], rows, to[inside])
 
 
 def _one_below_the_other(sources: Sequence[Source]) -> Source:
@@ -207,14 +196,14 @@ class Table:
         Raises:
             ValueError: no available source has sequences.
         """
-        if Keys.ATTENTION_MASK not in self.sums:
+        if Keys.INPUT_IDS not in self.sums:
             raise ValueError("the lengths of this table's rows are not known: await the rollout first")
-        return tuple(map(int, self.sums[Keys.ATTENTION_MASK]))
+        return tuple(map(int, self.sums[Keys.INPUT_IDS]))
 
     def union(self, *others: Table) -> Table:
         """Return one table with the columns of all tables.
 
-        A column that two of them have must be equal in both, unless the later table is `replacing`.
+        No two of them may have the same column, unless the later table is `replacing`; the rows' receiver checks it.
 
         Raises:
             ValueError: the tables do not have the same number of rows.
@@ -304,7 +293,7 @@ class Table:
             raise ValueError(f"reorder needs a permutation of 0..{len(self) - 1}, got {list(order)[:16]}")
         return self.take(order)
 
-    def rows(self, share: Share, meta: Mapping[str, Any] | None = None) -> Rows:
-        """Return the rows that are sent to the rank with this share."""
+    def rows(self, share: Share, meta: Mapping[str, Any] | None = None, reads: frozenset[str] | None = None) -> Rows:
+        """Return the rows that are sent to the rank with this share, with the columns in `reads` (None: all)."""
         sources = tuple(source.take(share.rows).compact() for source in self.sources)
-        return Rows(sources, share.padding, meta or {})
+        return Rows(sources, share.padding, meta or {}, reads)

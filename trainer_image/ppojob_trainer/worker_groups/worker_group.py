@@ -6,7 +6,8 @@ rank its part, and returns a future of the merged answer. Created by the roles' 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import ray
@@ -53,8 +54,6 @@ class WorkerGroup(Generic[W]):
         Raises:
             ValueError: the number of processes is not a multiple of `num_peers`.
         """
-        if len(processes) % num_peers:
-            raise ValueError(f"{num_peers} peers do not divide the {len(processes)} processes of role {role}")
         self.role = role
         self._processes = tuple(processes)
         self._timeout_s = timeout_s
@@ -63,6 +62,8 @@ class WorkerGroup(Generic[W]):
         self._observations = observations
         self._num_peers = num_peers
         self._ranks = tuple(range(len(processes)) if ranks is None else ranks)
+        self._unread: frozenset[str] = frozenset()
+        self._check_peers(num_peers)
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -74,39 +75,42 @@ class WorkerGroup(Generic[W]):
 
     def over(self, partition: Partition) -> WorkerGroup[W]:
         """Return the same group with another `partition` for the rows of tables."""
-        return self._with(partition, self._meta, self._num_peers)
+        return self._with(_partition=partition)
 
     def using(self, meta: Mapping[str, Any]) -> WorkerGroup[W]:
         """Return the same group, with these entries added to the meta_info of the batches that it sends."""
-        return self._with(self._partition, {**self._meta, **meta}, self._num_peers)
+        return self._with(_meta={**self._meta, **meta})
+
+    def without(self, columns: Iterable[str]) -> WorkerGroup[W]:
+        """Return the same group, to which these columns are not sent although its methods may read them."""
+        return self._with(_unread=self._unread | set(columns))
 
     def only(self, *ranks: int) -> WorkerGroup[W]:
         """Return the processes of these ranks as a separate group; they keep their ranks in messages."""
-        return WorkerGroup(
-            self.role,
-            [self._processes[rank] for rank in ranks],
-            self._timeout_s,
-            None,
-            self._meta,
-            self._observations,
-            ranks=[self._ranks[rank] for rank in ranks],
+        return self._with(
+            _processes=tuple(self._processes[rank] for rank in ranks),
+            _partition=None,
+            _num_peers=1,
+            _ranks=tuple(self._ranks[rank] for rank in ranks),
         )
 
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
-        """Return the same group, in which each `num_peers` consecutive ranks work on the same rows."""
-        return self._with(self._partition, self._meta, num_peers)
+        """Return the same group, in which each `num_peers` consecutive ranks work on the same rows.
 
-    def _with(self, partition: Partition | None, meta: Mapping[str, Any], num_peers: int) -> WorkerGroup[W]:
-        return WorkerGroup(
-            self.role,
-            self._processes,
-            self._timeout_s,
-            partition,
-            meta,
-            self._observations,
-            num_peers,
-            self._ranks,
-        )
+        Raises:
+            ValueError: the number of processes is not a multiple of `num_peers`.
+        """
+        self._check_peers(num_peers)
+        return self._with(_num_peers=num_peers)
+
+    def _check_peers(self, num_peers: int) -> None:
+        if len(self) % num_peers:
+            raise ValueError(f"{num_peers} peers do not divide the {len(self)} processes of role {self.role}")
+
+    def _with(self, **attributes: Any) -> WorkerGroup[W]:
+        other = copy.copy(self)
+        vars(other).update(attributes)
+        return other
 
     def call(self, method: RemoteMethod[W, Any, Any, C, M], *args: C.args, **kwargs: C.kwargs) -> M:
         """Call a registered method on the ranks. `dispatch.Dispatch` defines the type of the answer.
@@ -127,11 +131,9 @@ class WorkerGroup(Generic[W]):
     def _call_with_one_each(
         self, method: RemoteMethod[W, Any, Any, Any, Any], arguments: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        peers = self._num_peers if method.dispatch.knows_peers else 1
-        each = split_all_to_all(arguments, len(self) // peers, method.__name__)
-        refs = [self._send(rank, method, (each[rank // peers],), kwargs) for rank in range(len(self))]
-        origin = self._origin(method, tuple(range(len(self))))
-        return self._answer(method, Future(refs, lambda answers: answers[::peers], origin))
+        each = split_all_to_all(arguments, len(self), method.__name__)
+        refs = [self._send(rank, method, (mine,), kwargs) for rank, mine in enumerate(each)]
+        return self._answer(method, Future(refs, list, self._origin(method, tuple(range(len(self))))))
 
     def _call_over_rows(
         self, method: RemoteMethod[W, Any, Any, Any, Any], table: Table, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,7 +145,8 @@ class WorkerGroup(Generic[W]):
             raise ValueError(f"a partition over {len(shares)} ranks for {self.role} with {num_shards} ranks")
         # Ranks without rows are not called: only groups without collectives get such a partition.
         ranks = tuple(rank for rank in range(len(self)) if shares[rank // peers].rows)
-        rows = {rank: table.rows(shares[rank // peers], self._meta) for rank in ranks[::peers]}
+        reads = None if method.reads is None else method.reads - self._unread
+        rows = {rank: table.rows(shares[rank // peers], self._meta, reads) for rank in ranks[::peers]}
         stores = method.dispatch.returns_rows
         refs = [
             self._send(rank, method, (rows[rank - rank % peers], *args), kwargs, stores and rank in rows, rank in rows)

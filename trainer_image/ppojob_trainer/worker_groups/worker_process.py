@@ -18,11 +18,12 @@ from typing import Any
 import ray
 
 from ppojob_api.v1alpha1.telemetry import ProfileSpec
-from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.protocol import DataProto, check_layout
 from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
-from ppojob_trainer.worker_groups.table import Rows, StoredRows, store_rows
+from ppojob_trainer.worker_groups.stored_rows import StoredRows, counted_stores, store_rows
+from ppojob_trainer.worker_groups.table import Pulled, Rows
 
 __all__ = ["WorkerContext", "WorkerProcess", "num_threads"]
 
@@ -89,20 +90,24 @@ class WorkerProcess:
         moved = Moved()
         with self._observer.around(method.__name__, phase):
             with moved.timed():
-                pulled = tuple(arg.pull(self._context.timeout_s) if isinstance(arg, Rows) else arg for arg in args)
-            moved.num_bytes = sum(batch.num_bytes for batch in pulled if isinstance(batch, DataProto))
-            answer = method.function(self._worker, *pulled, **kwargs)
-            with moved.timed():
-                answer = store_rows(_with_each_row(answer, pulled[0])) if stores else answer
+                pulled = [arg.pull(self._context.timeout_s) if isinstance(arg, Rows) else arg for arg in args]
+            moved.fetched_bytes = sum(found.num_bytes for found in pulled if isinstance(found, Pulled))
+            given = [found.batch if isinstance(found, Pulled) else found for found in pulled]
+            with counted_stores() as stored:
+                answer = method.function(self._worker, *given, **kwargs)
+                with moved.timed():
+                    answer = store_rows(_with_each_row(answer, given[0])) if stores else answer
+            moved.stored_bytes = stored.num_bytes
             answer = answer if is_wanted else None
         return answer, self._observer.observed(phase, moved)
 
 
-def _with_each_row(answer: Any, sent: Any) -> DataProto:
-    """Return the answer, after checking that it has one row for each row that was sent."""
+def _with_each_row(answer: Any, sent: DataProto) -> DataProto:
+    """Return the answer, after checking that it has one row for each row that was sent, and the layout of columns."""
     if not isinstance(answer, DataProto) or len(answer) != len(sent):
         found = f"{len(answer)} rows" if isinstance(answer, DataProto) else f"a {type(answer).__name__}"
         raise TypeError(f"the method returned {found}, wanted a DataProto with a row for each of the {len(sent)}")
+    check_layout(answer, sent)
     return answer
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppojob_trainer.data import DataError, PromptDataset, PromptLoader, PromptTokenizer
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
-from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
+from ppojob_trainer.protocol import Keys, check_layout, rollout_batch
 from ppojob_trainer.rewards import FunctionSource, Scorer
 from ppojob_trainer.rewards.batch import score_batch
 
@@ -40,14 +40,19 @@ def source() -> ReasoningGymPrompts:
 def test_a_template_brings_its_own_special_tokens(source) -> None:
     tokenizer = make_tokenizer(TEMPLATE)
     dataset = PromptDataset(source, PromptTokenizer(tokenizer, "Answer with the result only."), 200)
-    ids = dataset.batch([0]).array(Keys.PROMPT_IDS)[0]
+    ids = dataset.batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
     assert [token for token in ids if token < 5] == [BOS, SYSTEM, USER, ASSISTANT]
     assert ids[-1] == ASSISTANT
     assert tokenizer.unk_token_id not in ids
 
 
 def test_without_a_template_the_tokenizer_adds_its_begin_token(source) -> None:
-    ids = PromptDataset(source, PromptTokenizer(make_tokenizer(None)), 200).batch([0]).array(Keys.PROMPT_IDS)[0]
+    ids = (
+        PromptDataset(source, PromptTokenizer(make_tokenizer(None)), 200)
+        .batch([0])
+        .ragged(Keys.PROMPT_IDS)
+        .to_lists()[0]
+    )
     assert [token for token in ids if token < 5] == [BOS]
 
 
@@ -57,7 +62,7 @@ THINKING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not enabl
 def test_a_template_of_the_job_replaces_the_tokenizers(source) -> None:
     for own in (TEMPLATE, None):
         prompts = PromptTokenizer(make_tokenizer(own), "", THINKING)
-        ids = PromptDataset(source, prompts, 200).batch([0]).array(Keys.PROMPT_IDS)[0]
+        ids = PromptDataset(source, prompts, 200).batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
         assert [token for token in ids if token < 5] == [ASSISTANT]
 
 
@@ -65,7 +70,8 @@ def test_variables_reach_the_template(source) -> None:
     ids = [
         PromptDataset(source, PromptTokenizer(make_tokenizer(THINKING), "", None, {"enable_thinking": value}), 200)
         .batch([0])
-        .array(Keys.PROMPT_IDS)[0]
+        .ragged(Keys.PROMPT_IDS)
+        .to_lists()[0]
         for value in (False, True)
     ]
     assert ids[0] == [*ids[1], ASSISTANT]
@@ -95,14 +101,11 @@ def test_from_the_source_to_token_level_scores(source) -> None:
     prompts = PromptLoader(PromptDataset(source, PromptTokenizer(tokenizer), 200), 8, seed=1).next_batch()
     answers = [truth if row % 2 else "no idea" for row, truth in enumerate(prompts.array(Keys.GROUND_TRUTH))]
     responses = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], END] for answer in answers]
-    batch = prompts.union(
-        DataProto.from_dict(rollout_batch(prompts.array(Keys.PROMPT_IDS).tolist(), responses, pad_token_id=END))
-    )
+    batch = prompts.with_fields(rollout_batch(prompts.ragged(Keys.PROMPT_IDS).to_lists(), responses))
     scorer = Scorer(FunctionSource("ppojob_trainer.rewards.reasoning_gym", extract="last_number"), concurrency=2)
     scorer.start(["reasoning_gym/chain_sum"])
     scores = score_batch(batch, scorer, tokenizer).scores
     scorer.close()
     check_layout(batch.with_fields({Keys.TOKEN_LEVEL_SCORES: scores}))
-    assert scores.sum(dim=1).tolist() == [0, 1] * 4
-    ends = batch.tensor(Keys.RESPONSE_MASK).sum(dim=1) - 1
-    assert scores.gather(1, ends.unsqueeze(1)).flatten().tolist() == [0, 1] * 4
+    assert scores.sums().tolist() == [0, 1] * 4
+    assert [row[-1] for row in scores.to_lists()] == [0, 1] * 4

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
-from tests.unit.trainer.engines.tiny_llama import make_batch
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
 
 MINIBATCHES = 2
@@ -34,8 +34,8 @@ def rows_of(number: int, num_shards: int) -> list[int]:
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and many."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
-    log_probs = policy.compute_log_prob(batch).tensor("old_log_probs")
-    values = critic.compute_values(batch).tensor("values")
+    log_probs = policy.compute_log_prob(batch).padded("old_log_probs", RESPONSE_LENGTH)
+    values = critic.compute_values(batch).padded("values", RESPONSE_LENGTH)
     names = [spec.name for spec in policy.weights().specs()]
     before = dict(zip(names, [tensor.clone() for tensor in policy.weights().gather()], strict=True))
     gathered = make_policy(parallel, model, stays_gathered=True)

@@ -13,8 +13,9 @@ from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.training import CriticSpec
 from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.protocol import DataProto, Keys, response_part
+from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
+from tests.unit.trainer.padded import padded_inputs, response_part
 
 
 def make_critic(parallel: ParallelMesh, model_path: Path, seed: int = 1, **training: object) -> CriticEngine:
@@ -32,33 +33,32 @@ def make_critic(parallel: ParallelMesh, model_path: Path, seed: int = 1, **train
 
 def test_a_new_value_head_follows_the_seed(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     first, again, other = (
-        make_critic(parallel, model_path, seed).compute_values(batch).tensor(Keys.VALUES) for seed in (1, 1, 2)
+        make_critic(parallel, model_path, seed).compute_values(batch).padded(Keys.VALUES) for seed in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.abs().max() < 0.5
-    assert (first[batch.tensor(Keys.RESPONSE_MASK) == 0] == 0).all()
+    assert (first[batch.padded(Keys.RESPONSE_MASK) == 0] == 0).all()
 
 
 def test_the_value_of_a_token_is_read_before_it(parallel: ParallelMesh, tmp_path: Path, batch: DataProto) -> None:
     path = save_tiny_model(tmp_path / "with-head")
     weight, bias = torch.randn(1, 48, generator=torch.Generator().manual_seed(5)), torch.tensor([0.25])
     save_file({"score.weight": weight, "score.bias": bias}, path / "value_head.safetensors")
-    values = make_critic(parallel, path, max_tokens_per_gpu=20).compute_values(batch).tensor(Keys.VALUES)
+    values = make_critic(parallel, path, max_tokens_per_gpu=20).compute_values(batch).padded(Keys.VALUES)
 
     backbone = AutoModel.from_pretrained(path, dtype=torch.float32)
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
     with torch.no_grad():
-        hidden = backbone(**{key: batch.tensor(key) for key in keys}).last_hidden_state
-    expected = response_part(hidden @ weight.T + bias, values.shape[1]).squeeze(-1) * batch.tensor(Keys.RESPONSE_MASK)
+        hidden = backbone(**padded_inputs(batch)).last_hidden_state
+    expected = response_part(hidden @ weight.T + bias, values.shape[1]).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
     torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_updates_bring_values_to_the_returns(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     critic = make_critic(parallel, model_path)
-    mask = batch.tensor(Keys.RESPONSE_MASK).float()
-    wanted = batch.with_fields({Keys.RETURNS: 0.8 * mask})
-    metrics = [critic.update(wanted.with_fields(_values(critic, batch))) for _ in range(6)]
+    mask = batch.ragged(Keys.RESPONSE_MASK)
+    wanted = batch.with_fields({Keys.RETURNS: mask.with_values(0.8 * mask.values)})
+    metrics = [critic.update(wanted.with_fields(critic.compute_values(batch).columns)) for _ in range(6)]
     assert metrics[-1]["critic/vf_loss"] < 0.2 * metrics[0]["critic/vf_loss"]
     assert metrics[-1]["critic/vpred_mean"] == pytest.approx(0.8, abs=0.3)
     assert {"critic/vf_clipfrac", "critic/grad_norm", "critic/lr"} <= metrics[0].keys()
@@ -67,18 +67,15 @@ def test_updates_bring_values_to_the_returns(parallel: ParallelMesh, model_path:
 def test_explained_variance_is_of_the_values_before_the_update(
     parallel: ParallelMesh, model_path: Path, batch: DataProto
 ) -> None:
-    perfect = batch.with_fields({Keys.VALUES: batch.tensor(Keys.RETURNS)})
+    returns = batch.ragged(Keys.RETURNS)
+    perfect = batch.with_fields({Keys.VALUES: returns})
     assert make_critic(parallel, model_path).update(perfect)["critic/vf_explained_var"] == pytest.approx(1.0)
-    constant = batch.with_fields({Keys.VALUES: torch.zeros_like(batch.tensor(Keys.RETURNS))})
+    constant = batch.with_fields({Keys.VALUES: returns.with_values(torch.zeros_like(returns.values))})
     assert make_critic(parallel, model_path).update(constant)["critic/vf_explained_var"] == pytest.approx(0.0)
 
 
 def test_micro_batches_do_not_change_an_update(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     whole, cut = make_critic(parallel, model_path), make_critic(parallel, model_path, max_tokens_per_gpu=16)
     assert cut.update(batch) == pytest.approx(whole.update(batch), rel=1e-4, abs=1e-6)
-    values, values_of_cut = (engine.compute_values(batch).tensor(Keys.VALUES) for engine in (whole, cut))
+    values, values_of_cut = (engine.compute_values(batch).padded(Keys.VALUES) for engine in (whole, cut))
     torch.testing.assert_close(values_of_cut, values, atol=1e-4, rtol=1e-3)
-
-
-def _values(critic: CriticEngine, batch: DataProto) -> dict[str, torch.Tensor]:
-    return {Keys.VALUES: critic.compute_values(batch).tensor(Keys.VALUES)}

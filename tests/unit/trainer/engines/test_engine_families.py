@@ -18,8 +18,9 @@ from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.protocol import DataProto, Keys, response_part
+from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -94,18 +95,17 @@ def make_policy(parallel: ParallelMesh, path: Path) -> PolicyEngine:
 def plain(auto: Any, path: Path, batch: DataProto) -> Any:
     """Padded, by the family's own attention in the open."""
     model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
     with torch.no_grad():
-        return model(**{key: batch.tensor(key) for key in keys}, use_cache=False)
+        return model(**padded_inputs(batch), use_cache=False)
 
 
 def test_log_probs_equal_those_of_the_familys_own_logits(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
-    responses, mask = batch.tensor(Keys.RESPONSES), batch.tensor(Keys.RESPONSE_MASK)
+    responses, mask = padded_responses(batch), batch.padded(Keys.RESPONSE_MASK)
     logits = plain(AutoModelForCausalLM, path, batch).logits
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
     expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
     engine = make_policy(parallel, path)
-    computed = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    computed = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
     torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
     before = {name: value.detach().full_tensor().clone() for name, value in engine.module.named_parameters()}
     engine.update(batch)
@@ -129,9 +129,9 @@ def test_values_are_of_the_same_backbone(parallel: ParallelMesh, path: Path, bat
         dtype=torch.float32,
     )
     head.unlink()
-    values = critic.compute_values(batch).tensor(Keys.VALUES)
+    values = critic.compute_values(batch).padded(Keys.VALUES)
     hidden = plain(AutoModel, path, batch).last_hidden_state
-    expected = response_part(hidden @ weight.T, values.shape[1]).squeeze(-1) * batch.tensor(Keys.RESPONSE_MASK)
+    expected = response_part(hidden @ weight.T, values.shape[1]).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
     torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-4)
 
 

@@ -20,11 +20,12 @@ from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.log_probs import plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, entropy_bonus, kl_loss, policy_loss
 from ppojob_trainer.maths.policy_losses import PolicyLossInputs
-from ppojob_trainer.protocol import DataProto, Keys, response_part
+from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines import gradient_ranks
 from tests.unit.trainer.engines.gradient_ranks import ENTROPY_COEFFICIENT, KL_IN_LOSS, ROLES, TEMPERATURE, WAYS
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_llama import assert_same_updates
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, assert_same_updates
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -81,7 +82,7 @@ def test_plain_transformers_with_padding_and_fixed_micro_batches(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     batch = gradient_ranks.whole_batch()
-    counts = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))
+    counts = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
     for start in range(0, len(batch), rows):
         part = batch[list(range(start, min(start + rows, len(batch))))]
         _padded_loss(model, part, counts, aggregation.value).backward()
@@ -96,14 +97,16 @@ def test_plain_transformers_with_padding_and_fixed_micro_batches(
 
 
 def _padded_loss(model: torch.nn.Module, batch: DataProto, counts: Denominators, aggregation: str) -> Tensor:
-    mask, width = batch.tensor(Keys.RESPONSE_MASK), batch.tensor(Keys.RESPONSES).shape[1]
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
-    logits = response_part(model(**{key: batch.tensor(key) for key in keys}).logits, width)
-    flat = plain_log_probs(logits.flatten(0, 1), batch.tensor(Keys.RESPONSES).flatten(), TEMPERATURE)
+    mask, old, advantages, reference = (
+        batch.padded(key, RESPONSE_LENGTH)
+        for key in (Keys.RESPONSE_MASK, Keys.OLD_LOG_PROBS, Keys.ADVANTAGES, Keys.REF_LOG_PROB)
+    )
+    logits = response_part(model(**padded_inputs(batch, RESPONSE_LENGTH)).logits, RESPONSE_LENGTH)
+    responses = padded_responses(batch, RESPONSE_LENGTH)
+    flat = plain_log_probs(logits.flatten(0, 1), responses.flatten(), TEMPERATURE)
     log_prob, entropy = (values.view(mask.shape) for values in flat)
-    old, advantages = batch.tensor(Keys.OLD_LOG_PROBS), batch.tensor(Keys.ADVANTAGES)
     loss, _ = policy_loss(PolicyLossInputs(log_prob, old, advantages, mask), counts, aggregation=aggregation)
     bonus, _ = entropy_bonus(entropy, mask, counts, ENTROPY_COEFFICIENT, aggregation)
-    kl = kl_estimate(log_prob, batch.tensor(Keys.REF_LOG_PROB), KL_IN_LOSS.kl.loss_estimator.value)
+    kl = kl_estimate(log_prob, reference, KL_IN_LOSS.kl.loss_estimator.value)
     penalty, _ = kl_loss(kl, mask, counts, KL_IN_LOSS.kl.loss_coefficient, aggregation)
     return loss + bonus + penalty

@@ -25,7 +25,8 @@ from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.fsdp.update import UpdateResult
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.protocol import DataProto, Keys, response_part
+from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 ADAPTERS = LoRA(rank=4, alpha=12.0)
 
@@ -37,7 +38,7 @@ def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = ADAPTERS
 
 
 def log_probs(engine: PolicyEngine, batch: DataProto) -> torch.Tensor:
-    return engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
+    return engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
 
 
 def whole_weights(engine: PolicyEngine) -> dict[str, torch.Tensor]:
@@ -74,8 +75,8 @@ def test_it_begins_as_the_model_and_the_reference_stays_so(
     engine.update(batch)
     assert (log_probs(engine, batch) - plain).abs().max() > 1e-3
     reference = engine.compute_ref_log_prob(batch)
-    assert reference.keys() == {Keys.REF_LOG_PROB}
-    assert torch.equal(reference.tensor(Keys.REF_LOG_PROB), plain)
+    assert reference.columns.keys() == {Keys.REF_LOG_PROB}
+    assert torch.equal(reference.padded(Keys.REF_LOG_PROB), plain)
 
 
 def test_only_adapters_have_gradients_and_moments(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
@@ -96,12 +97,11 @@ def test_the_rollout_gets_the_sum(parallel: ParallelMesh, model_path: Path, batc
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     assert set(whole_weights(engine)) == {name for name, _ in model.named_parameters()}
     model.load_state_dict(whole_weights(engine), strict=False)
-    keys = (Keys.INPUT_IDS, Keys.ATTENTION_MASK, Keys.POSITION_IDS)
     with torch.no_grad():
-        logits = model(**{key: batch.tensor(key) for key in keys}).logits
-    responses = batch.tensor(Keys.RESPONSES)
+        logits = model(**padded_inputs(batch)).logits
+    responses = padded_responses(batch)
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
-    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * batch.tensor(Keys.RESPONSE_MASK)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
     torch.testing.assert_close(log_probs(engine, batch), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -159,8 +159,9 @@ def test_a_critic_trains_its_value_head_too(parallel: ParallelMesh, model_path: 
     critic = CriticEngine(parallel, model, str(model_path), training, total_steps=9, seed=1, dtype=torch.float32)
     trained = {name for name, value in critic.module.named_parameters() if value.requires_grad}
     assert {name for name in trained if not is_adapter(name)} == {"value_head.weight", "value_head.bias"}
-    mask = batch.tensor(Keys.RESPONSE_MASK).float()
-    wanted = batch.with_fields({Keys.RETURNS: 0.8 * mask, Keys.VALUES: critic.compute_values(batch).tensor("values")})
+    mask = batch.ragged(Keys.RESPONSE_MASK)
+    returns = mask.with_values(0.8 * mask.values)
+    wanted = batch.with_fields({Keys.RETURNS: returns, **critic.compute_values(batch).columns})
     losses = [critic.update(wanted)["critic/vf_loss"] for _ in range(5)]
     assert losses[-1] < 0.3 * losses[0]
 

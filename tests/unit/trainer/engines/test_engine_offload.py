@@ -54,7 +54,7 @@ def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
 
     for step in range(3):
         assert is_offloaded(offloaded.module.parameters()) == offload.parameters
-        found = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, offloaded)]
+        found = [engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, offloaded)]
         assert torch.equal(*found)
         assert offloaded.update(batch) == plain.update(batch)
         assert is_offloaded(moments(offloaded)) == offload.optimizer
@@ -127,7 +127,7 @@ def test_a_critic_and_a_reference(parallel: ParallelMesh, model_path: Path, batc
         CriticEngine(parallel, TrainedModel(offload=offload), str(model_path), training, total_steps=9, seed=1)
         for offload in (Offload(), BOTH)
     ]
-    found = [(critic.compute_values(batch).tensor(Keys.VALUES), critic.update(batch)) for critic in critics]
+    found = [(critic.compute_values(batch).padded(Keys.VALUES), critic.update(batch)) for critic in critics]
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert num_bytes(critics[1].module.parameters()) == num_bytes(moments(critics[1])) == 0
@@ -136,7 +136,7 @@ def test_a_critic_and_a_reference(parallel: ParallelMesh, model_path: Path, batc
         for is_on_host in (False, True)
     ]
     assert num_bytes(references[1].module.parameters()) == 0
-    assert torch.equal(*(engine.compute_ref_log_prob(batch).tensor(Keys.REF_LOG_PROB) for engine in references))
+    assert torch.equal(*(engine.compute_ref_log_prob(batch).padded(Keys.REF_LOG_PROB) for engine in references))
 
 
 def test_activations_on_the_host_change_nothing(

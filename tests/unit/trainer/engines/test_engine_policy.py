@@ -17,8 +17,10 @@ from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
+from ppojob_trainer.worker_groups.roles.actor import READ_BY_UPDATE, unread_by_update
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part, unpadded
 
 Parameters = dict[str, torch.Tensor]
 
@@ -49,14 +51,11 @@ def parameters(engine: PolicyEngine) -> Parameters:
 def plain_log_probs(model_path: Path, batch: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(
-            input_ids=batch.tensor(Keys.INPUT_IDS),
-            attention_mask=batch.tensor(Keys.ATTENTION_MASK),
-            position_ids=batch.tensor(Keys.POSITION_IDS),
-        ).logits
-    log_p = torch.log_softmax(response_part(logits, batch.tensor(Keys.RESPONSES).shape[1]) / temperature, dim=-1)
-    chosen = log_p.gather(-1, batch.tensor(Keys.RESPONSES).unsqueeze(-1)).squeeze(-1)
-    mask = batch.tensor(Keys.RESPONSE_MASK)
+        logits = model(**padded_inputs(batch)).logits
+    responses = padded_responses(batch)
+    log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / temperature, dim=-1)
+    chosen = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+    mask = batch.padded(Keys.RESPONSE_MASK)
     return chosen * mask, -(log_p.exp() * log_p).sum(-1) * mask
 
 
@@ -65,8 +64,8 @@ def test_log_probs_and_entropies_equal_those_of_plain_transformers(
 ) -> None:
     computed = make_policy(max_tokens_per_gpu=30).compute_log_prob(batch)
     log_probs, entropies = plain_log_probs(model_path, batch, temperature=0.7)
-    torch.testing.assert_close(computed.tensor(Keys.OLD_LOG_PROBS), log_probs, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(computed.tensor(Keys.ENTROPYS), entropies, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(computed.padded(Keys.OLD_LOG_PROBS), log_probs, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(computed.padded(Keys.ENTROPYS), entropies, atol=2e-5, rtol=1e-4)
 
 
 def test_the_reference_equals_the_policy_before_training(
@@ -74,9 +73,9 @@ def test_the_reference_equals_the_policy_before_training(
 ) -> None:
     reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
     computed = reference.compute_ref_log_prob(batch)
-    assert computed.keys() == {Keys.REF_LOG_PROB}
-    expected = make_policy().compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
-    assert torch.equal(computed.tensor(Keys.REF_LOG_PROB), expected)
+    assert computed.columns.keys() == {Keys.REF_LOG_PROB}
+    expected = make_policy().compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+    assert torch.equal(computed.padded(Keys.REF_LOG_PROB), expected)
 
 
 OWN_LOSS = {
@@ -92,7 +91,10 @@ def test_neither_micro_batches_nor_checkpointing_change_an_update(
 ) -> None:
     kl, correction = KL(in_loss=True, loss_coefficient=0.1), RolloutCorrection()
     algorithm = AlgorithmSpec.model_validate({"kl": kl, "rolloutCorrection": correction, **loss})
-    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: batch.tensor(Keys.OLD_LOG_PROBS) - 0.3})
+    old = batch.ragged(Keys.OLD_LOG_PROBS)
+    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old.with_values(old.values - 0.3)})
+    # With only the columns that a rank gets; reading another one is an error.
+    batch = batch.select(sorted(set(READ_BY_UPDATE) - unread_by_update(algorithm)))
     settings = {"loss_aggregation": aggregation, "entropy_coefficient": 0.01}
     whole, cut = make_policy(algorithm, **settings), make_policy(algorithm, True, max_tokens_per_gpu=16, **settings)
     before = parameters(whole)
@@ -106,8 +108,9 @@ def test_padding_rows_weigh_nothing(
     make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     batch = batch_of(7, num_mini_batches=1)
-    padded, added = batch.pad_to_divisor(4)
-    assert added == 1
+    padded = batch[[*range(7), 0]]
+    mask = padded.ragged(Keys.RESPONSE_MASK)
+    padded = padded.with_fields({Keys.RESPONSE_MASK: mask.with_values(mask.values & (mask.row_of < 7))})
     plain, with_padding = make_policy(), make_policy()
     before = parameters(plain)
     assert with_padding.update(padded) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-6)
@@ -116,12 +119,12 @@ def test_padding_rows_weigh_nothing(
 
 def test_an_update_follows_the_advantages(make_policy: Callable[..., PolicyEngine], batch: DataProto) -> None:
     engine = make_policy()
-    before = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
-    mask = batch.tensor(Keys.RESPONSE_MASK)
-    wanted = batch.with_fields({Keys.OLD_LOG_PROBS: before, Keys.ADVANTAGES: mask.float()})
+    before = engine.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    mask = batch.ragged(Keys.RESPONSE_MASK)
+    wanted = batch.with_fields({Keys.OLD_LOG_PROBS: before, Keys.ADVANTAGES: mask.with_values(mask.values.float())})
     metrics = engine.update(wanted)
-    after = engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
-    assert after.sum() > before.sum()
+    after = engine.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    assert after.values.sum() > before.values.sum()
     assert metrics["actor/lr"] == pytest.approx(1e-3)
     assert metrics["actor/non_finite_steps"] == 0
     assert "perf/mfu/actor" not in metrics
@@ -136,15 +139,15 @@ def test_the_correction_multiplies_the_advantages_by_the_weights(
     corrected, by_hand = make_policy(CORRECTED), make_policy()
     before = parameters(by_hand)
     batch = batch_of(8)
-    mask, old = batch.tensor(Keys.RESPONSE_MASK), batch.tensor(Keys.OLD_LOG_PROBS)
+    mask, old = batch.padded(Keys.RESPONSE_MASK), batch.padded(Keys.OLD_LOG_PROBS)
     # Half of the tokens have the weight exp(0.5), the others, above the bound, 2.
     apart = torch.full(old.shape, 0.5)
     apart[::2] = 1.5
     weights = apart.exp().clamp(max=2.0)
-    advantages = batch.tensor(Keys.ADVANTAGES) * weights
+    advantages = batch.padded(Keys.ADVANTAGES) * weights
 
-    metrics = corrected.update(batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old - apart}))
-    by_hand.update(batch.with_fields({Keys.ADVANTAGES: advantages}))
+    metrics = corrected.update(batch.with_fields({Keys.ROLLOUT_LOG_PROBS: unpadded(batch, old - apart)}))
+    by_hand.update(batch.with_fields({Keys.ADVANTAGES: unpadded(batch, advantages)}))
 
     assert_same_updates(parameters(corrected), parameters(by_hand), before)
     high = mask[::2].sum() / mask.sum()
@@ -162,9 +165,9 @@ def test_without_old_log_probs_the_weights_are_those_of_the_policy_before_its_on
 ) -> None:
     left_out, computed = make_policy(CORRECTED), make_policy(CORRECTED)
     batch = batch_of(8, num_mini_batches=1)
-    old = computed.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS)
-    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old - 0.3, Keys.OLD_LOG_PROBS: old})
-    without = batch.select([name for name in batch.tensors() if name != Keys.OLD_LOG_PROBS])
+    old = computed.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old.with_values(old.values - 0.3), Keys.OLD_LOG_PROBS: old})
+    without = batch.select([name for name in batch.columns if name != Keys.OLD_LOG_PROBS])
 
     metrics = left_out.update(without)
 
@@ -188,7 +191,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_fails_by_name_after_so
     engine = make_policy(max_non_finite_steps=2)
     before = parameters(engine)
     bad = batch_of(8, num_mini_batches=1)
-    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("nan")
+    bad.ragged(Keys.ADVANTAGES).values[0] = float("nan")
     metrics = engine.update(bad)
     assert metrics["actor/non_finite_steps"] == 1
     torch.testing.assert_close(parameters(engine), before, atol=0, rtol=0)
@@ -201,7 +204,7 @@ def test_a_skipped_step_leaves_moments_and_their_count_of_steps(
 ) -> None:
     skipping, without = make_policy(max_non_finite_steps=9), make_policy()
     bad, good = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
-    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("inf")
+    bad.ragged(Keys.ADVANTAGES).values[0] = float("inf")
     # Also before there are any moments, and between two steps that have some.
     for batch in (bad, good, bad, good):
         skipping.update(batch)
@@ -254,12 +257,12 @@ def test_a_good_step_in_between_forgives_the_bad_one(
 ) -> None:
     engine = make_policy(max_non_finite_steps=2)
     good, bad = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
-    bad.tensor(Keys.ADVANTAGES)[0, 0] = float("inf")
+    bad.ragged(Keys.ADVANTAGES).values[0] = float("inf")
     for batch in (bad, good, bad):
         engine.update(batch)
 
 
-@pytest.mark.parametrize("missing", ["temperature", "num_mini_batches", "epochs"])
+@pytest.mark.parametrize("missing", ["temperature", "num_mini_batches", "epochs", "response_length"])
 def test_a_batch_that_does_not_say_how_is_refused_by_name(
     make_policy: Callable[..., PolicyEngine], batch: DataProto, missing: str
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_warmup_does_not_change_the_policys_first_steps(
     assert torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in warmed_up.module.parameters())
     assert not warmed_up.optimizer.adamw.state
-    log_probs = [engine.compute_log_prob(batch).tensor(Keys.OLD_LOG_PROBS) for engine in (plain, warmed_up)]
+    log_probs = [engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, warmed_up)]
     assert torch.equal(*log_probs)
     for _ in range(2):
         assert warmed_up.update(batch) == plain.update(batch)
@@ -77,7 +77,7 @@ def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMe
     plain, warmed_up = make(), make()
     warmed_up.warm_up(PROMPT, RESPONSE)
     values = [engine.compute_values(batch) for engine in (plain, warmed_up)]
-    assert torch.equal(*(found.tensor(Keys.VALUES) for found in values))
+    assert torch.equal(*(found.padded(Keys.VALUES) for found in values))
     assert warmed_up.update(batch) == plain.update(batch)
     reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
     reference.warm_up(PROMPT, RESPONSE)
@@ -85,5 +85,5 @@ def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMe
 
 def test_the_two_batches_differ_in_all_sizes_and_have_the_longest_sequence() -> None:
     first, second = synthetic_batches(7, 5)
-    assert [int(batch.tensor(Keys.ATTENTION_MASK).sum()) for batch in (first, second)] == [12, 12 + 8]
+    assert [int(batch.ragged(Keys.INPUT_IDS).lengths.sum()) for batch in (first, second)] == [12, 12 + 8]
     assert [len(batch) for batch in (first, second)] == [1, 2]

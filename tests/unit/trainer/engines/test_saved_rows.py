@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from obstore.store import MemoryStore
+from safetensors.torch import save_file
 
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
 from ppojob_trainer.engines.saved_rows import load_rows, save_rows
+from ppojob_trainer.protocol import Ragged
 
 ROWS = {
-    "responses": torch.tensor([[5, 7, 0], [1, 2, 3]]),
-    "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
-    "rollout_log_probs": torch.tensor([[-0.1, -float("inf"), 0.0], [-1.0, -2.0, -3.0]]),
-    "flipped": torch.arange(6).reshape(2, 3).T,
+    "input_ids": Ragged.from_rows([[5, 7], [1, 2, 3, 4]], torch.int32),
+    "response_mask": Ragged.from_rows([[True], [False, True, True]], torch.bool),
+    "rollout_log_probs": Ragged.from_rows([[-float("inf")], [-1.0, -2.0, -3.0]], torch.float32),
+    "part": Ragged.from_rows([[1], [2, 3], [4]], torch.int32).take(slice(1, 3)),
 }
 
 
@@ -27,9 +29,9 @@ def test_rows_come_back_as_they_were(tmp_path: Path, memory: MemoryStore, is_in_
     found = load_rows(location)
 
     assert found.keys() == ROWS.keys()
-    for name, tensor in ROWS.items():
-        assert torch.equal(found[name], tensor)
-        assert found[name].dtype == tensor.dtype
+    for name, column in ROWS.items():
+        assert found[name].to_lists() == column.to_lists()
+        assert found[name].dtype == column.dtype
 
 
 @pytest.mark.parametrize("is_in_bucket", [False, True])
@@ -45,6 +47,14 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"no tensors")
 
     with pytest.raises(CheckpointUnreadableError, match="cannot be read"):
+        load_rows(str(path))
+
+
+def test_padded_rows_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "0.safetensors"
+    save_file({"responses": torch.zeros(2, 3), "response_mask": torch.ones(2, 3)}, path)
+
+    with pytest.raises(CheckpointUnreadableError, match="Earlier versions wrote padded tensors: resume with the image"):
         load_rows(str(path))
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
 VOCABULARY = 97
+RESPONSE_LENGTH = 7
 SAME_UPDATES = 1e-2
 """How far two updates may be apart, as a share of the update. Orders of the sums differ by up to 1e-4, and an advantage
 of one row of eight that is 1 % larger makes 3e-2."""
@@ -48,12 +49,17 @@ def make_batch(size: int, num_mini_batches: int = 2, epochs: int = 1, seed: int 
         length = int(torch.randint(1, longest + 1, (1,), generator=generator))
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
-    tensors = rollout_batch([tokens(9) for _ in range(size)], [tokens(7) for _ in range(size)], 0, 9, 7)
+    tensors = rollout_batch([tokens(9) for _ in range(size)], [tokens(RESPONSE_LENGTH) for _ in range(size)])
     mask = tensors[Keys.RESPONSE_MASK]
     for key in (Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES, Keys.VALUES, Keys.RETURNS):
-        tensors[key] = torch.randn(mask.shape, generator=generator) * mask
-    tensors[Keys.OLD_LOG_PROBS] -= 3 * mask
-    meta = {"temperature": 0.7, "num_mini_batches": num_mini_batches, "epochs": epochs}
+        tensors[key] = mask.unpadded(torch.randn(size, RESPONSE_LENGTH, generator=generator))
+    tensors[Keys.OLD_LOG_PROBS] = mask.with_values(tensors[Keys.OLD_LOG_PROBS].values - 3)
+    meta = {
+        "temperature": 0.7,
+        "num_mini_batches": num_mini_batches,
+        "epochs": epochs,
+        "response_length": RESPONSE_LENGTH,
+    }
     return DataProto.from_dict(tensors, meta_info=meta)
 
 

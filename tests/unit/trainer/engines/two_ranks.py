@@ -18,7 +18,7 @@ from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
 from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
-from tests.unit.trainer.engines.tiny_llama import make_batch
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 
 WORLD_SIZE = 2
 NUM_LAYERS, VALUE_HEAD = 3, 1
@@ -61,8 +61,8 @@ def shard(rank: int) -> DataProto:
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and two."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
-    log_probs = policy.compute_log_prob(batch).tensor("old_log_probs")
-    values = critic.compute_values(batch).tensor("values")
+    log_probs = policy.compute_log_prob(batch).padded("old_log_probs", RESPONSE_LENGTH)
+    values = critic.compute_values(batch).padded("values", RESPONSE_LENGTH)
     metrics = {**policy.update(batch), **critic.update(batch)}
     policy.save(folder / "checkpoint")
     policy.export(folder / "export")
@@ -124,7 +124,9 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
         ):
             with Messages() as seen:
                 found = call(batch)
-            numbers[f"{name} {step}"] = found if isinstance(found, dict) else dict(found.tensors())
+            numbers[f"{name} {step}"] = (
+                found if isinstance(found, dict) else {key: found.ragged(key).values for key in found.columns}
+            )
             messages[name] = (seen.gathers, seen.scatters)
     with Messages() as seen:
         list(policy.weights().gather())

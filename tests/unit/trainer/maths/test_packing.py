@@ -1,4 +1,4 @@
-"""Packing and back, micro-batches by a token budget, and that a packed model run equals the padded one."""
+"""Packing, micro-batches by a token budget, and that a packed model run equals the padded one."""
 
 import random
 from itertools import chain
@@ -10,31 +10,22 @@ from ppojob_trainer.maths.log_probs import linear_log_probs, plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, policy_loss
 from ppojob_trainer.maths.packing import micro_batches, num_micro_batches, pack
 from ppojob_trainer.maths.policy_losses import PolicyLossInputs
-from ppojob_trainer.protocol import response_part, rollout_batch
-
-TENSORS = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], pad_token_id=0)
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 
 def test_the_worked_example() -> None:
-    packed = pack(TENSORS["input_ids"], TENSORS["attention_mask"])
+    packed = pack(torch.tensor([5, 6, 7, 1, 2, 8, 3], dtype=torch.int32), torch.tensor([5, 2]))
     assert packed.input_ids.tolist() == [5, 6, 7, 1, 2, 8, 3]
+    assert packed.input_ids.dtype == torch.int64
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert packed.cu_seqlens.tolist() == [0, 5, 7]
     assert packed.cu_seqlens.dtype == torch.int32
-    assert (packed.max_seqlen, packed.shape) == (5, (2, 5))
-    assert packed.indices.tolist() == [0, 1, 2, 3, 4, 7, 8]
     assert packed.labels.tolist() == [6, 7, 1, 2, 0, 3, 0]
 
 
-def test_unpack_undoes_pack() -> None:
-    packed = pack(TENSORS["input_ids"], TENSORS["attention_mask"])
-    values = torch.randn(2, 5, 3)
-    mask = TENSORS["attention_mask"].unsqueeze(-1)
-    assert torch.equal(packed.unpack(packed.pack(values)), values * mask)
-
-
-def test_a_row_of_padding_alone() -> None:
-    packed = pack(torch.tensor([[1, 2], [0, 0], [3, 4]]), torch.tensor([[1, 1], [0, 0], [0, 1]]))
+def test_a_sequence_without_tokens() -> None:
+    packed = pack(torch.tensor([1, 2, 4]), torch.tensor([2, 0, 1]))
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 3]
     assert packed.input_ids.tolist() == [1, 2, 4]
     assert packed.labels.tolist() == [2, 0, 0]
@@ -57,49 +48,53 @@ class TinyModel(torch.nn.Module):
         return x + attended.squeeze(-3)
 
 
-def random_batch(rows: int = 6) -> dict[str, torch.Tensor]:
+def random_batch(rows: int = 6) -> DataProto:
     rng = random.Random(3)
     prompts = [[rng.randrange(1, 32) for _ in range(rng.randint(1, 6))] for _ in range(rows)]
     responses = [[rng.randrange(1, 32) for _ in range(rng.randint(1, 8))] for _ in range(rows)]
-    return rollout_batch(prompts, responses, pad_token_id=0)
+    return DataProto.from_dict(rollout_batch(prompts, responses))
 
 
-def padded_log_probs(model: TinyModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    length = batch["input_ids"].shape[1]
-    keys = batch["attention_mask"].bool()[:, None, None, :]
+def padded_log_probs(model: TinyModel, batch: DataProto) -> torch.Tensor:
+    inputs, responses = padded_inputs(batch), padded_responses(batch)
+    length = inputs["input_ids"].shape[1]
+    keys = inputs["attention_mask"].bool()[:, None, None, :]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     # Queries on padding see themselves, or the softmax over nothing would be NaN.
     mask = (causal & keys) | torch.eye(length, dtype=torch.bool)
-    hidden = model.hidden(batch["input_ids"], batch["position_ids"], mask)
-    log_probs, _ = plain_log_probs(model.head(hidden), batch["input_ids"].roll(-1, dims=1))
-    return response_part(log_probs, batch["responses"].shape[1]) * batch["response_mask"]
+    hidden = model.hidden(inputs["input_ids"], inputs["position_ids"], mask)
+    log_probs, _ = plain_log_probs(model.head(hidden), inputs["input_ids"].roll(-1, dims=1))
+    return response_part(log_probs, responses.shape[1]) * batch.padded(Keys.RESPONSE_MASK)
 
 
-def packed_log_probs(model: TinyModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    packed = pack(batch["input_ids"], batch["attention_mask"])
+def packed_log_probs(model: TinyModel, batch: DataProto, width: int) -> torch.Tensor:
+    """Return log-probs [B, width] of the response tokens."""
+    sequences = batch.ragged(Keys.INPUT_IDS)
+    packed = pack(sequences.values, sequences.lengths)
     lengths = packed.cu_seqlens.diff().tolist()
     mask = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
     hidden = model.hidden(packed.input_ids, packed.position_ids, mask)
     log_probs, _ = linear_log_probs(hidden, model.head.weight, packed.labels, chunk_size=7)
-    return response_part(packed.unpack(log_probs), batch["responses"].shape[1]) * batch["response_mask"]
+    # The output at a token predicts the next one: of each sequence, drop the last, and then take the response's.
+    predictions = sequences.with_values(log_probs).head(sequences.lengths - 1)
+    return predictions.tail(batch.ragged(Keys.RESPONSE_MASK).lengths).padded(width)
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 30, 14])
 def test_packed_micro_batches_give_the_padded_loss_and_gradient(max_tokens: int) -> None:
     torch.manual_seed(0)
     model, batch = TinyModel(), random_batch()
-    mask = batch["response_mask"]
+    mask = batch.padded(Keys.RESPONSE_MASK)
     old, advantages = torch.randn(2, *mask.shape, dtype=torch.float64)
     denominators = Denominators.of(mask)
     expected_log_probs = padded_log_probs(model, batch)
     expected, _ = policy_loss(PolicyLossInputs(expected_log_probs, old - 3, advantages, mask), denominators)
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
 
-    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    lengths = batch.ragged(Keys.INPUT_IDS).lengths.tolist()
     total = 0.0
     for rows in micro_batches(lengths, max_tokens):
-        part = {key: value[rows] for key, value in batch.items()}
-        log_probs = packed_log_probs(model, part)
+        log_probs = packed_log_probs(model, batch[rows], mask.shape[1])
         assert torch.allclose(log_probs, expected_log_probs[rows])
         loss, _ = policy_loss(PolicyLossInputs(log_probs, old[rows] - 3, advantages[rows], mask[rows]), denominators)
         loss.backward()

@@ -1,102 +1,86 @@
-"""The padded layout: the worked example of the docstring, and what is refused."""
+"""The layout of a rollout: the worked example of the docstring, and what is refused."""
 
 import pytest
 import torch
 
 from ppojob_trainer.protocol import (
     FIELDS,
+    ROLLOUT_COLUMNS,
     DataProto,
     Keys,
     ProtocolError,
+    Ragged,
     check_layout,
-    response_part,
     responses_to_lists,
     rollout_batch,
 )
 
 
 def test_the_worked_example() -> None:
-    tensors = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], pad_token_id=0, log_probs=[[-0.5, -1.0], [-2.0]])
-    assert {key: value.tolist() for key, value in tensors.items()} == {
-        "prompts": [[5, 6, 7], [0, 0, 8]],
-        "responses": [[1, 2], [3, 0]],
-        "input_ids": [[5, 6, 7, 1, 2], [0, 0, 8, 3, 0]],
-        "attention_mask": [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]],
-        "position_ids": [[0, 1, 2, 3, 4], [0, 0, 0, 1, 1]],
-        "response_mask": [[1, 1], [1, 0]],
-        "rollout_log_probs": [[-0.5, -1.0], [-2.0, 0.0]],
+    columns = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], log_probs=[[-0.5, -1.0], [-2.0]])
+    assert {key: column.to_lists() for key, column in columns.items()} == {
+        "input_ids": [[5, 6, 7, 1, 2], [8, 3]],
+        "response_mask": [[True, True], [True]],
+        "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
     }
-    check_layout(DataProto.from_dict(tensors))
+    assert tuple(columns) == ROLLOUT_COLUMNS
+    check_layout(DataProto.from_dict(columns))
 
 
-def test_fixed_widths() -> None:
-    tensors = rollout_batch([[5]], [[1]], pad_token_id=9, prompt_length=3, response_length=2)
-    assert tensors["input_ids"].tolist() == [[9, 9, 5, 1, 9]]
-
-
-def test_an_empty_response_is_all_padding() -> None:
-    tensors = rollout_batch([[5], [6]], [[], [1]], pad_token_id=0)
-    assert tensors["response_mask"].tolist() == [[0], [1]]
-
-
-def test_response_part_lines_up_with_the_response_tokens() -> None:
-    tensors = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], pad_token_id=0)
-    following = tensors["input_ids"].roll(-1, dims=1)
-    assert torch.equal(response_part(following, 2), tensors["responses"])
-
-
-def test_lists_come_back_without_padding() -> None:
-    responses = [[1, 2, 3], [4], []]
-    tensors = rollout_batch([[1], [1], [1]], responses, pad_token_id=0)
-    assert responses_to_lists(tensors["responses"], tensors["response_mask"]) == responses
+def test_an_empty_response_has_no_entries() -> None:
+    assert rollout_batch([[5], [6]], [[], [1]])["response_mask"].to_lists() == [[], [True]]
 
 
 def test_a_gap_in_the_mask_keeps_the_tokens_before_the_end() -> None:
-    assert responses_to_lists(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 0, 1, 0]])) == [[1, 2, 3]]
+    responses = Ragged.from_rows([[1, 2, 3, 4], [5], [], [6, 7]], torch.int32)
+    mask = Ragged.from_rows([[True, False, True, False], [True], [], [False, False]], torch.bool)
+    assert responses_to_lists(responses, mask) == [[1, 2, 3], [5], [], []]
 
 
 @pytest.mark.parametrize(
-    ("prompts", "responses", "options", "message"),
+    ("prompts", "responses", "log_probs", "message"),
     [
-        ([[1]], [], {}, "1 prompts but 0 responses"),
-        ([[1], []], [[1], [1]], {}, "prompt 1 is empty"),
-        ([[1, 2, 3]], [[1]], {"prompt_length": 2}, "prompt 0 has 3 tokens, more than the prompt length 2"),
-        ([[1]], [[1, 2]], {"response_length": 1}, "response 0 has 2 tokens, more than the response length 1"),
-        ([[1]], [[1, 2]], {"log_probs": [[0.0]]}, "response 0 has 2 tokens but 1 log-probs"),
+        ([[1]], [], None, "1 prompts but 0 responses"),
+        ([[1], []], [[1], [1]], None, "prompt 1 is empty"),
+        ([[1]], [[1, 2]], [[0.0]], "response 0 has 2 tokens but 1 log-probs"),
     ],
 )
-def test_what_does_not_fit_is_refused(prompts, responses, options, message) -> None:
+def test_what_does_not_fit_is_refused(prompts, responses, log_probs, message) -> None:
     with pytest.raises(ProtocolError, match=message):
-        rollout_batch(prompts, responses, 0, **options)
+        rollout_batch(prompts, responses, log_probs)
 
 
 class TestCheckLayout:
-    def proto(self, **fields: torch.Tensor) -> DataProto:
-        return DataProto.from_dict({**rollout_batch([[1, 2]], [[3]], 0), **fields})
+    def proto(self, **columns: Ragged | torch.Tensor) -> DataProto:
+        return DataProto.from_dict({**rollout_batch([[1, 2]], [[3]]), **columns})
 
     @pytest.mark.parametrize(
-        ("fields", "message"),
+        ("columns", "message"),
         [
+            ({Keys.VALUES: Ragged.from_rows([[1]], torch.float64)}, "'values' has torch.float64, wanted torch.float32"),
+            ({Keys.VALUES: torch.zeros(1, 1)}, r"'values' is a tensor \[1, 1\], wanted a Ragged .*unpadded\(tensor\)"),
             (
-                {Keys.VALUES: torch.zeros(1, 1, dtype=torch.float64)},
-                r"'values' is torch.float64\[1, 1\], wanted torch.float32\[B, R\]",
+                {Keys.VALUES: Ragged.from_rows([[1, 2]], torch.float32)},
+                "'values' has 2 values in row 0, but 'response_mask' has 1: return one for each token of the response",
             ),
-            ({Keys.VALUES: torch.zeros(1, 1, 1)}, "wanted torch.float32"),
-            ({Keys.VALUES: torch.zeros(1, 2)}, "'values' has R = 2, but 'responses' has R = 1"),
-            ({Keys.PROMPTS: torch.zeros(1, 3, dtype=torch.int64)}, "which is not prompt length 3"),
         ],
     )
-    def test_wrong_fields_are_named(self, fields, message) -> None:
+    def test_wrong_columns_are_named(self, columns, message) -> None:
         with pytest.raises(ProtocolError, match=message):
-            check_layout(self.proto(**fields))
+            check_layout(self.proto(**columns))
 
-    def test_unknown_fields_and_no_tensors_pass(self) -> None:
+    def test_an_answer_has_the_lengths_of_the_batch_that_was_sent(self) -> None:
+        answer = DataProto.from_dict({Keys.VALUES: Ragged.from_rows([[1, 2]], torch.float32)})
+        check_layout(answer)
+        with pytest.raises(ProtocolError, match="'values' has 2 values in row 0, but 'response_mask' has 1"):
+            check_layout(answer, self.proto())
+
+    def test_unknown_columns_and_no_columns_pass(self) -> None:
         check_layout(self.proto(mine=torch.zeros(1, 7, 7)))
         check_layout(DataProto())
 
     def test_every_tensor_key_is_documented(self) -> None:
-        tensors = {
-            "PROMPT_IDS",
+        of_objects = {
             "RAW_PROMPT",
             "DATA_SOURCE",
             "GROUND_TRUTH",
@@ -106,5 +90,5 @@ class TestCheckLayout:
             "INDEX",
             "SAMPLE_INDEX",
         }
-        names = {value for key, value in vars(Keys).items() if key.isupper() and key not in tensors}
+        names = {value for key, value in vars(Keys).items() if key.isupper() and key not in of_objects}
         assert names == FIELDS.keys()

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 
-from ppojob_trainer.protocol import DataProto, Keys, check_layout, rollout_batch
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, check_layout, rollout_batch
 from ppojob_trainer.rewards import ScoreItem, Scorer, ScoreResult
 from ppojob_trainer.rewards.batch import counts_of, numbers_in, score_batch, scores_by_source, scores_on_last_token
 
@@ -18,7 +18,7 @@ class Letters:
 
 
 def rollout() -> DataProto:
-    tensors = rollout_batch([[5, 6], [7], [8]], [[1, 2, 0], [3], []], pad_token_id=9)
+    tensors = rollout_batch([[5, 6], [7], [8]], [[1, 2, 0], [3], []])
     return DataProto.from_dict(
         tensors,
         {
@@ -49,7 +49,7 @@ def scored(*results: ScoreResult) -> tuple[Any, Graded]:
 
 def test_scores_lie_on_the_last_token_of_each_response() -> None:
     found, scorer = scored(ScoreResult(2.0, {"text": "ab"}), ScoreResult(0.0), ScoreResult(3.0))
-    assert found.scores.tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
+    assert found.scores.to_lists() == [[0, 0, 2], [0], []]
     assert found.extras == [{"text": "ab"}, {}, {}]
     assert found.errors == ["", "", ""]
     assert scorer.items == [
@@ -66,19 +66,15 @@ def test_failures_are_kept_beside_the_scores_and_counted() -> None:
         ScoreResult(0.0, error="too slow", is_timeout=True, is_dropped=True),
         ScoreResult(1.0),
     )
-    assert found.scores.tolist() == [[0, 0, -1], [0, 0, 0], [0, 0, 0]]
+    assert found.scores.to_lists() == [[0, 0, -1], [0], []]
     assert found.extras == [{"error": "it raised"}, {"error": "too slow"}, {}]
     assert found.kept.tolist() == [True, False, True]
     assert counts_of(found.results) == {"count/errors": [1.0], "count/timeouts": [1.0], "count/dropped": [1.0]}
 
 
 def test_masks_with_gaps_and_without_tokens() -> None:
-    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
-    assert scores_on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [
-        [0, 0, 1, 0],
-        [0, 0, 0, 0],
-        [3, 0, 0, 0],
-    ]
+    mask = Ragged.from_rows([[True, False, True, False], [False, False], [], [True]], torch.bool)
+    assert scores_on_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask).to_lists() == [[0, 0, 1, 0], [0, 0], [], [4]]
 
 
 def test_numbers_beside_the_score_are_metrics_and_words_are_not() -> None:
@@ -92,5 +88,5 @@ def test_numbers_beside_the_score_are_metrics_and_words_are_not() -> None:
 
 def test_scores_are_listed_by_data_source() -> None:
     batch = DataProto.from_dict(non_tensors={Keys.DATA_SOURCE: ["a", "b", "a"]})
-    scores = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+    scores = Ragged.from_rows([[0.0, 1.0], [2.0], []], torch.float32)
     assert scores_by_source(batch, scores) == {"source/a": [1.0, 0.0], "source/b": [2.0]}

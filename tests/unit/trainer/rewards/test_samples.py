@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, rollout_batch
 from ppojob_trainer.rewards.samples import MAX_TEXT, Sample, SampleLog, samples_of
 
 
@@ -17,20 +17,18 @@ class _Decoder:
         return ["".join(chr(97 + token) for token in sequence) for sequence in sequences]
 
 
-def _batch(rows: int) -> tuple[DataProto, torch.Tensor]:
+def _batch(rows: int) -> tuple[DataProto, Ragged]:
     """Rows with the prompt `ab`, a response of row + 1 letters `c`, and the score row / 2 on the last token."""
-    mask = torch.tensor([[int(place <= row) for place in range(rows)] for row in range(rows)])
     batch = DataProto.from_dict(
-        {Keys.RESPONSES: torch.full((rows, rows), 2), Keys.RESPONSE_MASK: mask},
+        rollout_batch([[0, 1]] * rows, [[2] * (row + 1) for row in range(rows)]),
         {
-            Keys.PROMPT_IDS: [[0, 1]] * rows,
             Keys.DATA_SOURCE: ["products"] * rows,
             Keys.GROUND_TRUTH: ["42"] * rows,
             Keys.INDEX: list(range(100, 100 + rows)),
             Keys.SAMPLE_INDEX: [0] * rows,
         },
     )
-    return batch, torch.diag(torch.arange(rows) / 2)
+    return batch, Ragged.from_rows([[0.0] * row + [row / 2] for row in range(rows)], torch.float32)
 
 
 def test_samples_are_taken_at_equal_distances() -> None:
@@ -66,7 +64,7 @@ def test_no_more_samples_than_rows(number: int, rows: int) -> None:
 
 def test_a_long_text_is_cut() -> None:
     batch, scores = _batch(1)
-    batch = batch.with_fields(non_tensors={Keys.PROMPT_IDS: [[0] * (MAX_TEXT + 5)]})
+    batch = batch.with_fields(rollout_batch([[0] * (MAX_TEXT + 5)], [[2]]))
 
     (sample,) = samples_of(batch, scores, _Decoder(), 1)
 

@@ -13,9 +13,14 @@ from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec
 from ppojob_trainer.maths.overlong import Overlong
-from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.protocol import DataProto, Keys, Meta, Ragged
 from ppojob_trainer.rewards import RewardFunctionError
-from ppojob_trainer.worker_groups.advantages import compute_advantages
+from ppojob_trainer.worker_groups.advantages import (
+    READ_BY_ADVANTAGES,
+    AdvantageSettings,
+    compute_advantages,
+    unread_by_advantages,
+)
 from ppojob_trainer.worker_groups.partition import Partition, in_groups
 
 ROWS, WIDTH, SAMPLES = 6, 5, 2
@@ -55,16 +60,16 @@ class ThreadRanks:
 def batch() -> DataProto:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([5, 2, 4, 1, 3, 5])
-    mask = (torch.arange(WIDTH) < lengths.unsqueeze(1)).long()
     scores = torch.zeros(ROWS, WIDTH)
     scores[torch.arange(ROWS), lengths - 1] = torch.rand(ROWS, generator=generator)
+    column = Ragged(torch.ones(int(lengths.sum()), dtype=torch.bool), lengths)
     return DataProto.from_dict(
         {
-            Keys.RESPONSE_MASK: mask,
-            Keys.TOKEN_LEVEL_SCORES: scores,
-            Keys.VALUES: torch.rand(ROWS, WIDTH, generator=generator) * mask,
-            Keys.OLD_LOG_PROBS: -torch.rand(ROWS, WIDTH, generator=generator) * mask,
-            Keys.REF_LOG_PROB: -torch.rand(ROWS, WIDTH, generator=generator) * mask,
+            Keys.RESPONSE_MASK: column,
+            Keys.TOKEN_LEVEL_SCORES: column.unpadded(scores),
+            Keys.VALUES: column.unpadded(torch.rand(ROWS, WIDTH, generator=generator)),
+            Keys.OLD_LOG_PROBS: column.unpadded(-torch.rand(ROWS, WIDTH, generator=generator)),
+            Keys.REF_LOG_PROB: column.unpadded(-torch.rand(ROWS, WIDTH, generator=generator)),
         },
         {Keys.UID: [f"p{row // SAMPLES}" for row in range(ROWS)]},
     )
@@ -77,9 +82,8 @@ def compute(whole: DataProto, algorithm: AlgorithmSpec, partition: Partition) ->
     def one(rank: int) -> DataProto:
         share = partition[rank]
         part = whole[list(share.rows)]
-        mask = part.tensor(Keys.RESPONSE_MASK).clone()
-        mask[sorted(share.padding)] = 0
-        return compute_advantages(part.with_fields({Keys.RESPONSE_MASK: mask}), algorithm, 0.1, ranks)
+        given = as_sent(masked(part, sorted(share.padding)), algorithm)
+        return compute_advantages(given, AdvantageSettings(algorithm, WIDTH), 0.1, ranks)
 
     with ThreadPoolExecutor(len(partition)) as pool:
         parts = list(pool.map(one, range(len(partition))))
@@ -87,7 +91,7 @@ def compute(whole: DataProto, algorithm: AlgorithmSpec, partition: Partition) ->
     for share, part in zip(partition, parts, strict=True):
         for position, row in enumerate(share.rows):
             for key in found if position not in share.padding else ():
-                found[key][row] = part.tensor(key)[position]
+                found[key][row] = part.padded(key, WIDTH)[position]
     return found, [part.meta_info[Meta.METRICS] for part in parts]
 
 
@@ -109,10 +113,9 @@ def test_the_number_of_ranks_changes_nothing(estimator: str, num_ranks: int) -> 
 
 def test_the_statistics_are_those_of_rows_and_tokens() -> None:
     whole = batch()
-    mask = whole.tensor(Keys.RESPONSE_MASK).bool()
     _, [metrics] = compute(whole, AlgorithmSpec(), in_groups(ROWS, SAMPLES, 1))
 
-    scores, values = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1), whole.tensor(Keys.VALUES)[mask]
+    scores, values = whole.ragged(Keys.TOKEN_LEVEL_SCORES).sums(), whole.ragged(Keys.VALUES).values
     assert metrics["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
     assert metrics["critic/score/min"] == [pytest.approx(float(scores.min()))]
     assert metrics["critic/values/max"] == [pytest.approx(float(values.max()))]
@@ -126,19 +129,30 @@ def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
 
     _, [metrics] = compute(whole, algorithm, in_groups(ROWS, SAMPLES, 1))
 
-    kl = whole.tensor(Keys.OLD_LOG_PROBS) - whole.tensor(Keys.REF_LOG_PROB)
-    of_rows = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1) - 0.1 * kl.sum(dim=1)
+    kl = whole.padded(Keys.OLD_LOG_PROBS) - whole.padded(Keys.REF_LOG_PROB)
+    of_rows = whole.ragged(Keys.TOKEN_LEVEL_SCORES).sums() - 0.1 * kl.sum(dim=1)
     assert metrics["critic/rewards/mean"] == [pytest.approx(float(of_rows.mean()), abs=1e-6)]
-    lengths = whole.tensor(Keys.RESPONSE_MASK).sum(dim=1)
+    lengths = whole.ragged(Keys.RESPONSE_MASK).sums()
     assert metrics["actor/reward_kl_penalty"] == [pytest.approx(float((kl.sum(dim=1) / lengths).mean()), abs=1e-6)]
+
+
+def as_sent(batch: DataProto, algorithm: AlgorithmSpec) -> DataProto:
+    """Return the columns that a rank gets with this algorithm; reading another one is an error."""
+    reads = frozenset(READ_BY_ADVANTAGES) - unread_by_advantages(algorithm)
+    columns = {name: column for name, column in batch.items() if name in reads}
+    return DataProto.of_columns(columns, {}, {Keys.VALUES, Keys.UID, Keys.OLD_LOG_PROBS} - reads)
+
+
+def masked(whole: DataProto, rows: list[int]) -> DataProto:
+    """Return the batch with an empty mask in these rows."""
+    mask = whole.ragged(Keys.RESPONSE_MASK)
+    kept = ~torch.isin(mask.row_of, torch.tensor(rows, dtype=torch.int64))
+    return whole.with_fields({Keys.RESPONSE_MASK: mask.with_values(mask.values & kept)})
 
 
 def without(dropped: list[int]) -> DataProto:
     """Return the batch as the reward leaves it that drops these rows: their mask is 0."""
-    whole = batch()
-    mask = whole.tensor(Keys.RESPONSE_MASK).clone()
-    mask[dropped] = 0
-    return whole.with_fields({Keys.RESPONSE_MASK: mask})
+    return masked(batch(), dropped)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS_OF_API)
@@ -155,13 +169,13 @@ def test_dropped_responses_count_nowhere(estimator: str, dropped: list[int], num
         assert not values[dropped].any()
     for of_rank in metrics:
         assert all(math.isfinite(value) for values in of_rank.values() for value in values)
-        scores = batch().tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1)[kept]
+        scores = batch().ragged(Keys.TOKEN_LEVEL_SCORES).sums()[kept]
         assert of_rank["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
     if dropped in ([0, 1], [2, 3, 4, 5]):
         # Whole groups are dropped: the others have the advantages of a batch without these.
         rows = batch()[kept]
-        alone = compute_advantages(rows, algorithm, 0.1, ThreadRanks(1))
-        torch.testing.assert_close(found[Keys.ADVANTAGES][kept], alone.tensor(Keys.ADVANTAGES))
+        alone = compute_advantages(rows, AdvantageSettings(algorithm, WIDTH), 0.1, ThreadRanks(1))
+        torch.testing.assert_close(found[Keys.ADVANTAGES][kept], alone.padded(Keys.ADVANTAGES, WIDTH))
 
 
 @pytest.mark.parametrize("estimator", ["GRPO", "DrGRPO", "RLOO"])
@@ -182,14 +196,15 @@ def test_a_step_whose_responses_are_all_dropped_fails() -> None:
 def test_the_penalty_of_length_is_in_the_rewards_and_not_in_the_scores() -> None:
     whole = batch()
     overlong = Overlong(max_length=WIDTH, buffer=2, factor=0.5)
+    settings = AdvantageSettings(algorithm_of("ReinforcePlusPlus"), WIDTH, overlong)
 
-    found = compute_advantages(whole, algorithm_of("ReinforcePlusPlus"), 0.1, ThreadRanks(1), overlong)
+    found = compute_advantages(whole, settings, 0.1, ThreadRanks(1))
 
     metrics = found.meta_info[Meta.METRICS]
     # The responses have 5, 2, 4, 1, 3 and 5 tokens.
-    scores = whole.tensor(Keys.TOKEN_LEVEL_SCORES).sum(dim=1)
+    scores = whole.ragged(Keys.TOKEN_LEVEL_SCORES).sums().float()
     rewards = scores - torch.tensor([0.5, 0.0, 0.25, 0.0, 0.0, 0.5])
     assert metrics["critic/score/mean"] == [pytest.approx(float(scores.mean()))]
     assert metrics["critic/rewards/mean"] == [pytest.approx(float(rewards.mean()))]
     assert metrics["reward/overlong_penalty/mean"] == [pytest.approx(1.25 / 6)]
-    torch.testing.assert_close(found.tensor(Keys.RETURNS)[:, 0], rewards)
+    torch.testing.assert_close(found.padded(Keys.RETURNS)[:, 0], rewards)

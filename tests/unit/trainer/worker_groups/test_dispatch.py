@@ -66,10 +66,15 @@ def test_rank_zero_alone_cannot_run_what_is_split_over_ranks() -> None:
         register(dispatch=Dispatch.DP_COMPUTE_PROTO, execute=Execute.RANK_ZERO)(method)
 
 
+def test_a_declaration_of_no_column_is_refused() -> None:
+    with pytest.raises(ValueError, match="reads names no column: name those that the method reads"):
+        register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=())
+
+
 def test_what_peers_are_asked_together() -> None:
     asked_together = {mode for mode in Dispatch if mode.knows_peers}
 
-    assert asked_together == {Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO}
+    assert asked_together == {Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO}
     assert {mode for mode in Dispatch if mode.returns_rows} == {Dispatch.DP_COMPUTE_PROTO, Dispatch.MESH_COMPUTE_PROTO}
 
 

@@ -8,7 +8,8 @@ import pytest
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.protocol import Keys
 from ppojob_trainer.worker_groups.roles.reward import RewardGroup
-from ppojob_trainer.worker_groups.table import Source, Table, rows_of_block
+from ppojob_trainer.worker_groups.stored_rows import rows_of_block
+from ppojob_trainer.worker_groups.table import Source, Table
 from tests.good_spec import GOOD
 
 
@@ -79,11 +80,11 @@ def test_blocks_are_neither_too_many_nor_too_small(num_rows: int, num_bytes: int
 
 
 def test_sums_follow_their_columns() -> None:
-    rollout = part(("a",), [0], [0], sums={Keys.RESPONSE_MASK: (7,), Keys.ATTENTION_MASK: (9,)})
+    rollout = part(("a",), [0], [0], sums={Keys.RESPONSE_MASK: (7,), Keys.INPUT_IDS: (9,)})
     scores = part(("b",), [0], [0], sums={Keys.RESPONSE_MASK: (0,), Keys.TOKEN_LEVEL_SCORES: (0.5,)})
 
     assert rollout.union(scores).sums[Keys.RESPONSE_MASK] == (7,)
-    replaced = {Keys.RESPONSE_MASK: (0,), Keys.ATTENTION_MASK: (9,), Keys.TOKEN_LEVEL_SCORES: (0.5,)}
+    replaced = {Keys.RESPONSE_MASK: (0,), Keys.INPUT_IDS: (9,), Keys.TOKEN_LEVEL_SCORES: (0.5,)}
     assert rollout.union(scores.replacing()).sums == replaced
     assert rollout.replaced_by(scores).sums == replaced
 

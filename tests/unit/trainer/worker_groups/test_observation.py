@@ -14,7 +14,7 @@ import torch
 
 from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, rollout_batch
 from ppojob_trainer.telemetry import CurrentPhase, current_phase, within_phase
 from ppojob_trainer.worker_groups.gpu_sampler import GpuSampler, GpuUse
 from ppojob_trainer.worker_groups.observation import Moved, Observed, observed_metrics
@@ -58,12 +58,16 @@ def test_metrics_of_a_step_are_the_largest_over_ranks_and_the_mean_over_samples(
 
 def test_what_a_phase_moved_is_the_slowest_rank_and_all_bytes() -> None:
     observed = [
-        Observed("actor", 3, phase="old_log_prob", moved=Moved(0.25, 2_000_000)),
+        Observed("actor", 3, phase="old_log_prob", moved=Moved(0.25, 2_000_000, 500_000)),
         Observed("actor", 3, phase="old_log_prob", moved=Moved(0.5, 1_000_000)),
         Observed("actor", 3, phase="update_weights"),
     ]
 
-    assert observed_metrics(observed, {"actor": "a"}) == {"comm_s/old_log_prob": 0.5, "comm_mb/old_log_prob": 3.0}
+    assert observed_metrics(observed, {"actor": "a"}) == {
+        "comm_s/old_log_prob": 0.5,
+        "comm_mb/old_log_prob": 3.0,
+        "comm_stored_mb/old_log_prob": 0.5,
+    }
 
 
 def test_on_cpu_there_is_nothing_to_see() -> None:
@@ -226,13 +230,13 @@ def test_the_first_process_keeps_samples_of_its_step(
 ) -> None:
     spec = parse_spec({**RAW, "telemetry": {"samplesPerStep": number}})
     keeper = SampleKeeper(WorkerContext("reward", rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
-    mask = torch.ones(4, 3, dtype=torch.int64)
+    rows = rollout_batch([[1]] * 4, [[1] * 3] * 4)
     texts = {name: ["x"] * 4 for name in (Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
-    numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4, Keys.PROMPT_IDS: [[1]] * 4}
-    batch = DataProto.from_dict({Keys.RESPONSES: mask, Keys.RESPONSE_MASK: mask}, {**texts, **numbers})
+    numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4}
+    batch = DataProto.from_dict(rows, {**texts, **numbers})
 
     with within_phase(None if step is None else _phase(step)):
-        keeper.keep(batch, mask.float(), _Decoder())
+        keeper.keep(batch, Ragged.from_rows([[1.0] * 3] * 4, torch.float32), _Decoder())
 
     file = tmp_path / "samples.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

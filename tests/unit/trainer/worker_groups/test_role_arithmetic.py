@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, Ragged
 from ppojob_trainer.worker_groups.roles.actor import rollout_difference
 from ppojob_trainer.worker_groups.roles.data import with_samples
 from ppojob_trainer.worker_groups.roles.rollout import sample_seed
@@ -47,9 +47,9 @@ def test_samples_of_a_prompt_lie_side_by_side_and_are_numbered() -> None:
 def test_the_distance_between_engines_is_of_probabilities_on_response_tokens() -> None:
     batch = DataProto.from_dict(
         {
-            Keys.RESPONSE_MASK: torch.tensor([[1, 1, 0]]),
-            Keys.ROLLOUT_LOG_PROBS: torch.tensor([[0.5, 0.2, 1.0]]).log(),
-            Keys.OLD_LOG_PROBS: torch.tensor([[0.4, 0.4, 0.1]]).log(),
+            Keys.RESPONSE_MASK: Ragged.from_rows([[True, True, False]], torch.bool),
+            Keys.ROLLOUT_LOG_PROBS: Ragged(torch.tensor([0.5, 0.2, 1.0]).log(), torch.tensor([3])),
+            Keys.OLD_LOG_PROBS: Ragged(torch.tensor([0.4, 0.4, 0.1]).log(), torch.tensor([3])),
         }
     )
 

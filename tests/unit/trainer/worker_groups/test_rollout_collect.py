@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError, RolloutMemoryError
 from ppojob_trainer.protocol import DataProto, Keys
-from ppojob_trainer.protocol.data_proto import object_array
+from ppojob_trainer.protocol.ragged import Ragged
 from ppojob_trainer.worker_groups.roles import rollout as rollout_module
 from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -68,7 +69,7 @@ class Replica(RolloutWorker):
         return cast("Any", list(written))
 
     def give(self, prompts: Sequence[int], generation: int = 1, is_validation: bool = False) -> None:
-        batch = DataProto.from_dict(non_tensors={Keys.PROMPT_IDS: object_array([[prompt] for prompt in prompts])})
+        batch = DataProto.from_dict({Keys.PROMPT_IDS: Ragged.from_rows([[prompt] for prompt in prompts], torch.int32)})
         self.begin(batch, [100 + prompt for prompt in prompts], 3, generation, is_validation)
 
     def end(self) -> None:

@@ -12,7 +12,8 @@ from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
-from ppojob_trainer.worker_groups.table import StoredRows, Table
+from ppojob_trainer.worker_groups.stored_rows import StoredRows
+from ppojob_trainer.worker_groups.table import Table
 from tests.unit.trainer.worker_groups.fake_processes import (
     Processes,
     actor,
@@ -154,7 +155,7 @@ async def test_engines_beside_a_role_that_trains_sleep_at_the_end_of_a_generatio
 
 
 async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_of_them() -> None:
-    collected = Collected((7, 4), StoredRows((), (0, 2), {Keys.RESPONSE_MASK: [3.0, 5.0]}, {}))
+    collected = Collected((7, 4), StoredRows({}, 2, {Keys.RESPONSE_MASK: [3.0, 5.0]}, {}))
     engines = Processes(2, {RolloutWorker.collect: lambda num_rows: collected if num_rows == 2 else None})
     rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
     generating = rollout.begin(3, is_validation=False)

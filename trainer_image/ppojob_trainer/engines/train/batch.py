@@ -1,11 +1,11 @@
-"""Divides a padded batch into micro-batches of packed tokens, with the position of each response token's output.
+"""Divides a batch into micro-batches of packed tokens, with the position of each response token's output.
 
 Called by the FSDP engines. Everything here runs on the CPU, before the tokens are copied to the device, so that no step
 of a training loop waits for the device. It refuses shards that cannot be divided into equal minibatches, because ranks
 with different numbers of minibatches would deadlock.
 
-Suffixes: B sequences, b sequences of a micro-batch, R response length, S whole length, T packed tokens, N tokens of
-the policy in a micro-batch (response_mask 1).
+Suffixes: B sequences, b sequences of a micro-batch, R data.maxResponseLength, T packed tokens, N tokens of the policy
+in a micro-batch (response_mask True).
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from torch import Tensor
 
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.maths.packing import micro_batches, pack
-from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, response_part
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
 
 _BOUND_STEP: Final = 256
 
 
 class EngineMeta:
-    """Keys of `DataProto.meta_info` that the engines' updates read."""
+    """Keys of `DataProto.meta_info` that the engines' updates read.
 
+    RESPONSE_LENGTH: data.maxResponseLength, the width R of the padded tensors that the losses read.
+    """
+
+    RESPONSE_LENGTH: Final = "response_length"
     NUM_MINI_BATCHES: Final = "num_mini_batches"
     EPOCHS: Final = "epochs"
 
@@ -77,7 +81,7 @@ class MicroBatch:
     """Some sequences of a batch, on the device that computes.
 
     indices: their rows in the batch, int64 [b] on the CPU. places: int64 [N], the position of each token of the policy
-    in the flattened [b * R]. fields: the tensors [b, R] that the loss reads.
+    in the flattened [b * R]. fields: the tensors [b, R] that the loss reads; response_mask is int64.
     """
 
     indices: Tensor
@@ -95,8 +99,8 @@ class MicroBatch:
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
-    """Return the number of tokens of each sequence (prompt and response), without padding."""
-    lengths: list[int] = batch.tensor(Keys.ATTENTION_MASK).sum(dim=1).tolist()
+    """Return the number of tokens of each sequence (prompt and response)."""
+    lengths: list[int] = batch.ragged(Keys.INPUT_IDS).lengths.tolist()
     return lengths
 
 
@@ -126,43 +130,55 @@ def build_micro_batches(
     batch: DataProto,
     plan: MicroBatchPlan,
     fields: Sequence[str],
+    width: int,
     device: torch.device,
     peers: SequencePeers | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches, nearly equal in tokens, each on `device`; of its tokens only this rank's slice."""
+    """Yield the micro-batches, nearly equal in tokens, each on `device`; of its tokens only this rank's slice.
+
+    Args:
+        fields: columns of the response that become `MicroBatch.fields`.
+        width: R of padded tensors.
+    """
     for part in micro_batches(sequence_lengths(batch), plan.max_tokens, plan.number):
-        yield _build(batch, torch.tensor(part), fields, device, peers)
+        yield _build(batch, torch.tensor(part), fields, width, device, peers)
 
 
 def _build(
-    batch: DataProto, indices: Tensor, fields: Sequence[str], device: torch.device, peers: SequencePeers | None
+    batch: DataProto,
+    indices: Tensor,
+    fields: Sequence[str],
+    width: int,
+    device: torch.device,
+    peers: SequencePeers | None,
 ) -> MicroBatch:
-    def taken(key: str) -> Tensor:
-        return batch.tensor(key).index_select(0, indices)
-
     def moved(tensor: Tensor) -> Tensor:
         if device.type == "cpu":
             return tensor
         # A copy from memory that is not pinned would wait for all queued work of the device.
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    response_mask = taken(Keys.RESPONSE_MASK).bool()
-    packed = pack(taken(Keys.INPUT_IDS), taken(Keys.ATTENTION_MASK))
-    # The output at a token predicts the next one, so the prediction of response token r is one column before it.
-    predicts_BS = torch.zeros(packed.shape, dtype=torch.bool)
-    response_part(predicts_BS, response_mask.shape[1]).copy_(response_mask)
-    rows = packed.pack(predicts_BS).nonzero().flatten()
-    places, labels = response_mask.flatten().nonzero().flatten(), packed.labels[rows]
+    def field(key: str) -> Tensor:
+        padded = moved(batch.ragged(key).take(indices).padded(width))
+        return padded.long() if padded.dtype == torch.bool else padded
+
+    sequences, mask = batch.ragged(Keys.INPUT_IDS).take(indices), batch.ragged(Keys.RESPONSE_MASK).take(indices)
+    packed = pack(sequences.values, sequences.lengths)
+    # The output at a token predicts the next one, so the prediction of response token r is one position before it.
+    before_response = sequences.starts + sequences.lengths - mask.lengths - 1
+    rows = (before_response[mask.row_of] + mask.place_of)[mask.values]
+    places = (mask.row_of * width + mask.place_of)[mask.values]
+    labels = packed.labels[rows]
     input_ids, position_ids = packed.input_ids, packed.position_ids
     if peers is not None:
-        first, width = peers.rank * peers.width(len(input_ids)), peers.width(len(input_ids))
-        is_mine = (rows >= first) & (rows < first + width)
+        first, size = peers.rank * peers.width(len(input_ids)), peers.width(len(input_ids))
+        is_mine = (rows >= first) & (rows < first + size)
         rows, labels, places = rows[is_mine] - first, labels[is_mine], places[is_mine]
         input_ids, position_ids = peers.cut(input_ids), peers.cut(position_ids)
     tokens = PackedTokens(
         input_ids=moved(input_ids.unsqueeze(0)),
         position_ids=moved(position_ids.unsqueeze(0)),
-        segments=Segments(moved(packed.cu_seqlens), tuple(packed.cu_seqlens.diff().tolist()), peers),
+        segments=Segments(moved(packed.cu_seqlens), tuple(sequences.lengths.tolist()), peers),
         rows=moved(rows),
         labels=moved(labels),
     )
@@ -170,6 +186,6 @@ def _build(
         indices=indices,
         tokens=tokens,
         places=moved(places),
-        fields={key: moved(taken(key)) for key in fields},
-        shape=(response_mask.shape[0], response_mask.shape[1]),
+        fields={key: field(key) for key in fields},
+        shape=(len(mask), width),
     )

@@ -5,7 +5,7 @@
                   its slice of the tokens, all heads  ◀─ exchange ─
 
 Jacobs et al. 2023, arXiv 2309.14509, section 3. Everything except attention works on single tokens, so a rank computes
-it for its own slice. Used by `batch` (slices, sums over the group) and `fsdp.attention` (exchanges); `fsdp.mesh`
+it for its own slice. Used by `batch` (slices, sums over the group) and `fsdp.attention` (exchanges); `train.mesh`
 creates the groups. `fsdp.divisions` refuses heads that cannot be divided, before anything is loaded.
 
 Suffixes: T tokens of a micro-batch, t tokens of a slice (T / size rounded up; the excess is padding), H query heads,

@@ -6,14 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.algorithms import try_functions
 from ppojob_trainer.engines.train.batch import EngineMeta
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
-from ppojob_trainer.protocol import DataProto, Keys, Meta
-from ppojob_trainer.worker_groups.advantages import Ranks, compute_advantages, overlong_of, with_metrics
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Meta
+from ppojob_trainer.worker_groups.advantages import (
+    READ_BY_ADVANTAGES,
+    AdvantageSettings,
+    Ranks,
+    compute_advantages,
+    unread_by_advantages,
+    with_metrics,
+)
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
@@ -26,6 +34,15 @@ if TYPE_CHECKING:
     from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 
 __all__ = ["ActorGroup", "ActorWorker"]
+
+READ_BY_UPDATE = (
+    *SEQUENCES,
+    Keys.ADVANTAGES,
+    Keys.OLD_LOG_PROBS,
+    Keys.REF_LOG_PROB,
+    Keys.ROLLOUT_LOG_PROBS,
+)
+"""The last two only with some algorithms, see `unread_by_update`."""
 
 
 class ActorWorker(TrainedWorker):
@@ -79,29 +96,29 @@ class ActorWorker(TrainedWorker):
         )
         self.warm_up(self._engine, is_compiled=spec.model.actor.compile)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return old_log_probs; the metrics have their difference from the rollout's log-probs."""
         found = self.engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
         difference = {}
-        if Keys.ROLLOUT_LOG_PROBS in batch.tensors():
-            difference = rollout_difference(batch.union(found), self.parallel)
-        return with_metrics(found.tensors(), difference)
+        if Keys.ROLLOUT_LOG_PROBS in batch:
+            difference = rollout_difference(batch.with_fields(found.columns), self.parallel)
+        return with_metrics(found.columns, difference)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob, by the policy with its adapters off."""
         return self.engine.compute_ref_log_prob(batch)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_UPDATE)
     def update_actor(self, batch: DataProto) -> Metrics:
         """Run PPO's minibatches on the batch."""
         return self.engine.update(batch)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=READ_BY_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns, for estimators without a critic."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
+        return compute_advantages(batch, AdvantageSettings.of(self.spec), kl_coefficient, self.parallel)
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
@@ -152,7 +169,13 @@ class ActorGroup:
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.actor.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size
-        self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
+        self._updating = {
+            EngineMeta.NUM_MINI_BATCHES: num_minibatches,
+            EngineMeta.EPOCHS: spec.algorithm.epochs,
+            EngineMeta.RESPONSE_LENGTH: spec.data.max_response_length,
+        }
+        self._unread_by_update = unread_by_update(spec.algorithm)
+        self._unread_by_advantages = unread_by_advantages(spec.algorithm)
 
     async def compute_log_prob(self, batch: Table) -> Table:
         """See `ActorPort`."""
@@ -166,13 +189,21 @@ class ActorGroup:
     async def update(self, batch: Table) -> dict[str, float]:
         """See `ActorPort`."""
         partition = in_minibatches(batch.tokens, self._minibatch_rows, self.group.num_shards)
-        return await self.group.over(partition).using(self._updating).call(ActorWorker.update_actor, batch)
+        group = self.group.over(partition).using(self._updating).without(self._unread_by_update)
+        return await group.call(ActorWorker.update_actor, batch)
 
     async def compute_advantages(self, batch: Table, kl_coefficient: float) -> tuple[Table, dict[str, float]]:
         """See `AdvantagePort`."""
         group = self.group.over(in_groups(len(batch), self._samples, self.group.num_shards))
+        group = group.without(self._unread_by_advantages)
         found = await group.call(ActorWorker.compute_advantages, batch, kl_coefficient)
         return found, reduce_metrics(found)
+
+
+def unread_by_update(algorithm: AlgorithmSpec) -> frozenset[str]:
+    """Return the columns that an update of the policy does not read with this algorithm."""
+    is_read = {Keys.REF_LOG_PROB: algorithm.kl.in_loss, Keys.ROLLOUT_LOG_PROBS: algorithm.correction is not None}
+    return frozenset(column for column, read in is_read.items() if not read)
 
 
 def reduce_metrics(table: Table) -> dict[str, float]:
@@ -187,8 +218,8 @@ def rollout_difference(batch: DataProto, ranks: Ranks) -> dict[str, float]:
     verl's `training/rollout_probs_diff_*`: mean, maximum and standard deviation of |exp(rollout) - exp(trainer)|. A
     mean above 0.005 indicates that the engines do not compute the same model.
     """
-    mask = batch.tensor(Keys.RESPONSE_MASK)
-    rollout, trainer = batch.tensor(Keys.ROLLOUT_LOG_PROBS), batch.tensor(Keys.OLD_LOG_PROBS)
+    mask = batch.ragged(Keys.RESPONSE_MASK).values
+    rollout, trainer = batch.ragged(Keys.ROLLOUT_LOG_PROBS).values, batch.ragged(Keys.OLD_LOG_PROBS).values
     difference = (rollout.exp() - trainer.exp()).abs() * mask
     moments = Moments.from_tensor(ranks.sum(Moments.of(difference, mask).to_tensor()))
     return {

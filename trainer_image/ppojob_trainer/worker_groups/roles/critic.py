@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.batch import EngineMeta
-from ppojob_trainer.protocol import DataProto
-from ppojob_trainer.worker_groups.advantages import compute_advantages, overlong_of
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys
+from ppojob_trainer.worker_groups.advantages import (
+    READ_BY_ADVANTAGES,
+    AdvantageSettings,
+    compute_advantages,
+    unread_by_advantages,
+)
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
@@ -71,17 +76,17 @@ class CriticWorker(TrainedWorker):
         )
         self.warm_up(self._engine, is_compiled=spec.model.critic.compile)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return values."""
         return self.engine.compute_values(batch)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=READ_BY_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
         """Return advantages and returns."""
-        return compute_advantages(batch, self.spec.algorithm, kl_coefficient, self.parallel, overlong_of(self.spec))
+        return compute_advantages(batch, AdvantageSettings.of(self.spec), kl_coefficient, self.parallel)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=(*SEQUENCES, Keys.VALUES, Keys.RETURNS))
     def update_critic(self, batch: DataProto) -> Metrics:
         """Run the value loss's minibatches on the batch."""
         return self.engine.update(batch)
@@ -105,7 +110,12 @@ class CriticGroup:
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.critic.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.critic.mini_batch_size
-        self._updating = {EngineMeta.NUM_MINI_BATCHES: num_minibatches, EngineMeta.EPOCHS: spec.algorithm.epochs}
+        self._updating = {
+            EngineMeta.NUM_MINI_BATCHES: num_minibatches,
+            EngineMeta.EPOCHS: spec.algorithm.epochs,
+            EngineMeta.RESPONSE_LENGTH: spec.data.max_response_length,
+        }
+        self._unread_by_advantages = unread_by_advantages(spec.algorithm)
 
     async def compute_values(self, batch: Table) -> Table:
         """See `CriticPort`."""

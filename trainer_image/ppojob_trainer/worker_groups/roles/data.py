@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ppojob_api.v1alpha1.data import DataSource
 from ppojob_api.v1alpha1.model import ActorModel, RewardModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
 from ppojob_trainer.engines.errors import ModelNotFoundError
-from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.protocol import ROLLOUT_COLUMNS, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
-from ppojob_trainer.worker_groups.table import StoredRows, Table, store_rows
+from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
+from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -48,7 +51,7 @@ def load_tokenizer(model: ActorModel | RewardModel) -> Any:
 
 def with_samples(prompts: DataProto, samples: int) -> DataProto:
     """Repeat each prompt for its samples, in consecutive rows, and number the samples."""
-    repeated = prompts.repeat(samples)
+    repeated = prompts[torch.arange(len(prompts)).repeat_interleave(samples)]
     return repeated.with_fields(non_tensors={Keys.SAMPLE_INDEX: [row % samples for row in range(len(repeated))]})
 
 
@@ -75,7 +78,7 @@ class ReadPrompts:
     @classmethod
     def of(cls, batch: DataProto, num_samples: int, epoch: int = 0) -> ReadPrompts:
         """Store a batch of prompts."""
-        tokens = zip(batch.array(Keys.INDEX).tolist(), batch.array(Keys.PROMPT_IDS).tolist(), strict=True)
+        tokens = zip(batch.array(Keys.INDEX).tolist(), batch.ragged(Keys.PROMPT_IDS).to_lists(), strict=True)
         prompts = tuple(Prompt(index, len(token_ids)) for index, token_ids in tokens)
         return cls(store_rows(with_samples(batch, num_samples)), prompts, num_samples, epoch)
 
@@ -157,21 +160,21 @@ class DataWorker:
         self.loader.load_state_dict(state)
         self._positions[step] = self.loader.state_dict()
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=ROLLOUT_COLUMNS)
     def keep(self, batch: DataProto) -> DataProto:
         """Return a batch of other processes, which is then stored by this one."""
         return batch
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=ROLLOUT_COLUMNS)
     def save_rows(self, batch: DataProto, location: str) -> Metrics:
-        """Write the tensors of a batch into a checkpoint.
+        """Write the rollout's columns of a batch into a checkpoint.
 
         Raises:
             CheckpointUnwritableError, BucketFailedError: see `engines.saved_rows`.
         """
         from ppojob_trainer.engines.saved_rows import save_rows
 
-        save_rows(location, batch.tensors())
+        save_rows(location, {name: batch.ragged(name) for name in batch.columns})
         return {}
 
     @register(dispatch=Dispatch.RANK_ZERO)
@@ -233,7 +236,7 @@ class DataGroup:
         await self.group.call(DataWorker.restore, step, dict(state))
 
     async def save_rows(self, batch: Table, location: str) -> None:
-        """Write the tensors of a batch into a checkpoint, at a new file or key."""
+        """Write the rollout's columns of a batch into a checkpoint, at a new file or key."""
         await self.group.call(DataWorker.save_rows, batch, location)
 
     async def saved_rows(self, location: str) -> Table:

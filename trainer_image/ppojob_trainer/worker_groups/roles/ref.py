@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.protocol import DataProto, Meta
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
@@ -58,7 +58,7 @@ class RefWorker(TrainedWorker):
         )
         self.warm_up(self._engine, is_compiled=is_compiled)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob."""
         assert self._engine is not None, "load() comes first"

@@ -30,7 +30,7 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
-from ppojob_trainer.worker_groups.samples import SampleKeeper
+from ppojob_trainer.worker_groups.samples import READ_BY_SAMPLES, SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -69,7 +69,7 @@ class RewardWorker:
         self._scorer.start(data_sources)
         self._decoder = load_tokenizer(self.spec.model.actor)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.EXTRA_INFO))
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Return the scores: token_level_scores, or function_scores if a model scores too.
 
@@ -85,7 +85,7 @@ class RewardWorker:
         scored = score_batch(batch, self._scorer, self._decoder)
         kept = scored.kept
         metrics = {
-            **scores_by_source(batch[kept], scored.scores[kept]),
+            **scores_by_source(batch[kept], scored.scores.take(kept.nonzero().flatten())),
             **numbers_in(scored.extras),
             **counts_of(scored.results),
         }
@@ -97,27 +97,31 @@ class RewardWorker:
         if on_error is not OnError.FAIL:
             errors = {Keys.REWARD_ERROR: object_array(scored.errors)}
         if on_error is OnError.DROP:
-            mask = batch.tensor(Keys.RESPONSE_MASK)
-            tensors[Keys.RESPONSE_MASK] = mask * kept.to(mask.dtype).unsqueeze(1)
+            mask = batch.ragged(Keys.RESPONSE_MASK)
+            tensors[Keys.RESPONSE_MASK] = mask.with_values(mask.values & kept[mask.row_of])
         return DataProto.from_dict(tensors, errors, meta_info={Meta.METRICS: metrics})
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(
+        dispatch=Dispatch.DP_COMPUTE_PROTO,
+        reads=(*READ_BY_SAMPLES, Keys.FUNCTION_SCORES, Keys.MODEL_SCORES, Keys.REWARD_ERROR),
+    )
     def add_scores(self, batch: DataProto) -> DataProto:
         """Return token_level_scores, the weighted sum of function_scores and model_scores, with metrics of each."""
-        of_function, of_model = batch.tensor(Keys.FUNCTION_SCORES), batch.tensor(Keys.MODEL_SCORES)
-        total = weighted(of_function, of_model, self.spec.reward.weights or RewardWeights())
+        of_function, of_model = batch.ragged(Keys.FUNCTION_SCORES), batch.ragged(Keys.MODEL_SCORES)
+        sums = weighted(of_function.values, of_model.values, self.spec.reward.weights or RewardWeights())
+        total = of_function.with_values(sums)
         assert self._decoder is not None, "load() comes first"
-        errors = batch.array(Keys.REWARD_ERROR).tolist() if Keys.REWARD_ERROR in batch.non_tensor_batch else []
+        errors = batch.array(Keys.REWARD_ERROR).tolist() if Keys.REWARD_ERROR in batch else []
         self._samples.keep(batch, total, self._decoder, [{"error": error} if error else {} for error in errors])
-        kept = batch.tensor(Keys.RESPONSE_MASK).bool().any(dim=1)
-        metrics = scores_by_source(batch[kept], total[kept])
+        kept = batch.ragged(Keys.RESPONSE_MASK).any().nonzero().flatten()
+        metrics = scores_by_source(batch[kept], total.take(kept))
         for name, scores in (("function", of_function), ("model", of_model)):
-            metrics[f"{REWARD_PREFIX}{name}"] = scores[kept].sum(dim=1).tolist()
+            metrics[f"{REWARD_PREFIX}{name}"] = scores.take(kept).sums().tolist()
         return DataProto.from_dict({Keys.TOKEN_LEVEL_SCORES: total}, meta_info={Meta.METRICS: metrics})
 
 
 def weighted(of_function: Tensor, of_model: Tensor, weights: RewardWeights) -> Tensor:
-    """Return the weighted sum of two scores [B, R]."""
+    """Return the weighted sum of two scores of each token."""
     return weights.function * of_function + weights.model * of_model
 
 

@@ -23,7 +23,7 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker
-from ppojob_trainer.worker_groups.samples import SampleKeeper
+from ppojob_trainer.worker_groups.samples import READ_BY_SAMPLES, SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -81,7 +81,7 @@ class RewardModelWorker(TrainedWorker):
             dtype=dtype_of(self.spec.device),
         )
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.RAW_PROMPT))
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Return the scores, and as metrics those of each data source. Collective.
 
@@ -101,17 +101,19 @@ class RewardModelWorker(TrainedWorker):
         for index, score in zip(indices, scores.tolist(), strict=True):
             if score - score != 0:
                 raise RewardModelError(f"the reward model's score of prompt {index} is {score}: it must be finite")
-        mask = batch.tensor(Keys.RESPONSE_MASK)
+        mask = batch.ragged(Keys.RESPONSE_MASK)
         placed = scores_on_last_token(scores, mask)
         # Copies that pad a rank's share have no response tokens.
-        kept = mask.bool().any(dim=1)
-        metrics = scores_by_source(batch[kept], placed[kept])
+        is_row = mask.any().tolist()
+        kept = mask.any().nonzero().flatten()
+        of_rows = placed.take(kept)
+        metrics = scores_by_source(batch[kept], of_rows)
         longest = self._input.max_length
         metrics[f"{REWARD_PREFIX}clip_ratio"] = [
-            float(len(tokens) >= longest) for tokens, is_row in zip(token_lists, kept.tolist(), strict=True) if is_row
+            float(len(tokens) >= longest) for tokens, counts in zip(token_lists, is_row, strict=True) if counts
         ]
         if not self.spec.reward.uses_function:
-            self._samples.keep(batch[kept], placed[kept], self._decoder)
+            self._samples.keep(batch[kept], of_rows, self._decoder)
         name = Keys.MODEL_SCORES if self.spec.reward.uses_function else Keys.TOKEN_LEVEL_SCORES
         return DataProto.from_dict({name: placed}, meta_info={Meta.METRICS: metrics})
 

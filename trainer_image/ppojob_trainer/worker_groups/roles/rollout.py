@@ -31,7 +31,7 @@ from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
-from ppojob_trainer.worker_groups.table import StoredRows, store_rows
+from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ _Written: TypeAlias = "tuple[int, Generation]"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE_S = 2.0
 """Seconds after which a replica answers though too little is finished: the controller may have more work for it."""
-_PAD_TOKEN = 0
-"""Padding token; packing drops padding before a model reads it."""
+_READ = (Keys.PROMPT_IDS, Keys.UID, Keys.SAMPLE_INDEX)
 
 
 def rollout_environment(spec: PPOJobSpec, pool: str) -> dict[str, str]:
@@ -124,7 +123,7 @@ class RolloutWorker:
         self._wait(self._starting)
         return self._engine.capacity()
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=_READ)
     def begin(
         self, prompts: DataProto, numbers: Sequence[int], step: int, generation: int, is_validation: bool
     ) -> Metrics:
@@ -135,7 +134,7 @@ class RolloutWorker:
         """
         if generation != self._drawn.number:
             self._drawn = _Drawn(generation)
-        prompt_ids = prompts.array(Keys.PROMPT_IDS).tolist()
+        prompt_ids = prompts.ragged(Keys.PROMPT_IDS).to_lists()
         self._drawn.prompts |= dict(zip(numbers, prompt_ids, strict=True))
         sampling = self._validation if is_validation else self._training
         work = self._write(self._drawn, numbers, prompt_ids, self._seeds(prompts, step), sampling)
@@ -202,18 +201,8 @@ class RolloutWorker:
         return [sample_seed(self.spec.trainer.seed, step, str(uid), int(sample)) for uid, sample in samples]
 
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
-        data = self.spec.data
-        return DataProto.from_dict(
-            rollout_batch(
-                prompt_ids,
-                [generation.token_ids for generation in written],
-                _PAD_TOKEN,
-                # Use the same padded widths in all replicas, so that their results can be concatenated.
-                data.max_prompt_length,
-                data.max_response_length,
-                _log_probs(written),
-            )
-        )
+        token_ids = [generation.token_ids for generation in written]
+        return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written)))
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:

@@ -67,9 +67,9 @@ class CriticEngine:
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Return `values`, float32 [B, R], 0 where response_mask is 0.
+        """Return `values` of the response tokens, 0 where response_mask is False.
 
-        Reads input_ids, attention_mask and response_mask.
+        Reads input_ids and response_mask.
         """
         with self._offloader.on_device():
             return self._passes.compute(batch, (Keys.VALUES,), self._values)
@@ -127,8 +127,8 @@ class CriticEngine:
 
     def _explained_variance(self, batch: DataProto) -> float:
         """Return the explained variance of the values before the update, over all ranks."""
-        returns, mask = batch.tensor(Keys.RETURNS), batch.tensor(Keys.RESPONSE_MASK)
-        residuals = returns - batch.tensor(Keys.VALUES)
+        returns, mask = batch.ragged(Keys.RETURNS).values, batch.ragged(Keys.RESPONSE_MASK).values
+        residuals = returns - batch.ragged(Keys.VALUES).values
         both = torch.stack([Moments.of(returns, mask).to_tensor(), Moments.of(residuals, mask).to_tensor()])
         summed = self.parallel.sum(both)
         return explained_variance(Moments.from_tensor(summed[0]), Moments.from_tensor(summed[1]))

@@ -87,9 +87,9 @@ class PolicyEngine:
         self._passes = Passes(parallel, self.module, training.max_tokens_per_gpu, stays_gathered=stays_gathered)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `old_log_probs` and `entropys`, float32 [B, R], 0 where response_mask is 0.
+        """Return `old_log_probs` and `entropys` of the response tokens, 0 where response_mask is False.
 
-        Reads input_ids, attention_mask and response_mask, and `Meta.TEMPERATURE`.
+        Reads input_ids and response_mask, and `Meta.TEMPERATURE`.
         """
         with self._offloader.on_device():
             return self._passes.compute(batch, (Keys.OLD_LOG_PROBS, Keys.ENTROPYS), _log_probs_of(self.module, batch))
@@ -154,7 +154,7 @@ class PolicyEngine:
     def _fields(self, batch: DataProto) -> list[str]:
         """Return the fields of this batch that the loss reads."""
         fields = [Keys.RESPONSE_MASK, Keys.ADVANTAGES]
-        if Keys.OLD_LOG_PROBS in batch.tensors():
+        if Keys.OLD_LOG_PROBS in batch:
             fields.append(Keys.OLD_LOG_PROBS)
         if self.kl.in_loss:
             fields.append(Keys.REF_LOG_PROB)
@@ -238,7 +238,7 @@ class ReferenceEngine:
         self._passes = Passes(parallel, self.module, max_tokens_per_gpu)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `ref_log_prob`, float32 [B, R], 0 where response_mask is 0; reads what `compute_log_prob` reads."""
+        """Return `ref_log_prob`, 0 where response_mask is False; reads what `compute_log_prob` reads."""
         with self._offloader.on_device():
             return _ref_log_prob(self._passes, self.module, batch)
 

@@ -30,7 +30,7 @@ from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.losses import Denominators, Loss
 from ppojob_trainer.maths.packing import num_micro_batches
-from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError
+from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, Ragged
 
 LossOf = Callable[[MicroBatch, Denominators], Loss]
 
@@ -75,20 +75,22 @@ class Passes:
     def compute(
         self, batch: DataProto, names: Sequence[str], forward: Callable[[MicroBatch], Sequence[Tensor]]
     ) -> DataProto:
-        """Return what `forward` gives for every micro-batch ([b, R] for each name) as fields [B, R] on the CPU."""
+        """Return what `forward` gives for every micro-batch ([b, R] for each name) as ragged columns on the CPU."""
         self.module.eval()
         (plan,) = self._plans([batch])
-        shape = batch.tensor(Keys.RESPONSE_MASK).shape
-        outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+        mask = batch.ragged(Keys.RESPONSE_MASK)
+        width = int(mask.lengths.max())
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
-        for micro in build_micro_batches(batch, plan, (), self.parallel.device, self.parallel.sequence):
+        for micro in build_micro_batches(batch, plan, (), width, self.parallel.device, self.parallel.sequence):
             found.append((micro.indices, forward(micro)))
-        for indices, values in found:
-            for name, value in zip(names, values, strict=True):
-                outputs[name][indices] = value.float().cpu()
+        order = torch.cat([indices for indices, _ in found]).argsort()
+        outputs = {
+            name: Ragged.concat([mask.take(indices).unpadded(each[number].float().cpu()) for indices, each in found])
+            for number, name in enumerate(names)
+        }
         # A pass without backward leaves parameters gathered, and the copies would be stale after the next update.
         _reshard(self.module)
-        return DataProto.from_dict(outputs)
+        return DataProto.from_dict({name: column.take(order) for name, column in outputs.items()})
 
     def update(self, batch: DataProto, fields: Sequence[str], optimizer: Optimizer, loss_of: LossOf) -> UpdateResult:
         """Run the epochs and minibatches that `batch.meta_info` asks for. Collective."""
@@ -98,7 +100,7 @@ class Passes:
             split_minibatches(batch, _meta(batch, EngineMeta.NUM_MINI_BATCHES)),
         )
         counts = self.parallel.sum(
-            torch.stack([Denominators.of(part.tensor(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches])
+            torch.stack([Denominators.of(part.padded(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches])
         )
         denominators = [Denominators.from_tensor(row) for row in counts]
         plans = self._plans(minibatches)
@@ -122,20 +124,23 @@ class Passes:
     def warm_up(self, batch: DataProto, fields: Sequence[str], loss_of: LossOf) -> None:
         """Run forward and backward as an update does, and drop the gradients. Collective."""
         self.module.train()
-        denominators = Denominators.of(batch.tensor(Keys.RESPONSE_MASK))
+        denominators = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
         (plan,) = self._plans([batch])
-        for micro in build_micro_batches(batch, plan, fields, self.parallel.device, self.parallel.sequence):
+        for micro in self._micro_batches(batch, plan, fields):
             self._backward(micro, denominators, loss_of, {})
         _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
 
     def _of_step(self, minibatch: DataProto, plan: MicroBatchPlan, fields: Sequence[str]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an optimizer step; if requested, gradients are reduced only in the last one."""
-        micros = build_micro_batches(minibatch, plan, fields, self.parallel.device, self.parallel.sequence)
-        for number, micro in enumerate(micros, start=1):
+        for number, micro in enumerate(self._micro_batches(minibatch, plan, fields), start=1):
             if self._is_reduced_once:
                 cast(FSDPModule, self.module).set_requires_gradient_sync(number == plan.number)
             yield micro
+
+    def _micro_batches(self, part: DataProto, plan: MicroBatchPlan, fields: Sequence[str]) -> Iterator[MicroBatch]:
+        width = _meta(part, EngineMeta.RESPONSE_LENGTH)
+        return build_micro_batches(part, plan, fields, width, self.parallel.device, self.parallel.sequence)
 
     def _backward(
         self, micro: MicroBatch, denominators: Denominators, loss_of: LossOf, sums: dict[str, Tensor]
@@ -147,8 +152,8 @@ class Passes:
             sums[name] = sums[name] + share if name in sums else share
 
     def _reduce(self, result: UpdateResult, sums: dict[str, Tensor], batch: DataProto, epochs: int) -> None:
-        lengths = batch.tensor(Keys.ATTENTION_MASK).sum(dim=1).double()
-        policy_tokens = batch.tensor(Keys.RESPONSE_MASK).sum().double()
+        lengths = batch.ragged(Keys.INPUT_IDS).lengths.double()
+        policy_tokens = batch.ragged(Keys.RESPONSE_MASK).values.sum().double()
         work = torch.stack([lengths.sum(), policy_tokens, lengths.square().sum()]) * epochs
         shares = torch.stack([share.double() for share in sums.values()]).cpu()
         *summed, tokens, policy, pairs = self.parallel.sum(torch.cat([shares, work])).tolist()

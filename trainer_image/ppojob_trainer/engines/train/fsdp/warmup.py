@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ppojob_trainer.engines.train.batch import EngineMeta
 from ppojob_trainer.protocol import DataProto, Keys, Meta, rollout_batch
 
 __all__ = ["synthetic_batches"]
@@ -31,6 +32,8 @@ def synthetic_batches(prompt_tokens: int, response_tokens: int) -> Iterator[Data
     """
     full, half = [0] * prompt_tokens, [0] * max(1, prompt_tokens // 2)
     for prompts in ([full], [full, half]):
-        rows = rollout_batch(prompts, [[0] * response_tokens] * len(prompts), 0, prompt_tokens, response_tokens)
-        zeros = torch.zeros(len(prompts), response_tokens)
-        yield DataProto.from_dict(rows | dict.fromkeys(_READ_BY_LOSSES, zeros), meta_info={Meta.TEMPERATURE: 1.0})
+        rows = rollout_batch(prompts, [[0] * response_tokens] * len(prompts))
+        mask = rows[Keys.RESPONSE_MASK]
+        zeros = mask.with_values(torch.zeros(len(mask.values)))
+        meta = {Meta.TEMPERATURE: 1.0, EngineMeta.RESPONSE_LENGTH: response_tokens}
+        yield DataProto.from_dict(rows | dict.fromkeys(_READ_BY_LOSSES, zeros), meta_info=meta)
