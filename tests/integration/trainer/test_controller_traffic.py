@@ -134,6 +134,8 @@ async def make_ready(groups: Groups) -> None:
     meeting = (join(group.group) for group in (groups.actor, groups.critic, groups.own_ref))
     loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
     await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
+    await groups.rollout.begin_load()
+    await groups.rollout.load()
 
 
 async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:

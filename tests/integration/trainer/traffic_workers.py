@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.rollout.options import SamplingOptions
+from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
 from ppojob_trainer.engines.weights.transfer import Receipt
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -60,6 +60,18 @@ class _Engine:
 
     def __init__(self) -> None:
         self.length = 1
+
+    def capacity(self) -> Capacity:
+        return Capacity(1024, 0)
+
+    def check(self) -> None:
+        """It is never lost."""
+
+    def signal_gpu_free(self) -> None:
+        """Nobody waits for it."""
+
+    async def start(self, *, waits_for_gpu: bool) -> None:
+        """There is nothing to load."""
 
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions

@@ -12,7 +12,7 @@ and chains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -37,8 +37,70 @@ class ForwardPhase(Generic[B]):
 
 @dataclass(frozen=True)
 class _Part(Generic[B]):
+    """Rows by number, and what is known of them."""
+
     rows: Sequence[int]
     batch: B
+
+    def without(self, rows: Set[int]) -> _Part[B] | None:
+        """Return the part without these rows; None if none is left."""
+        kept = [position for position, row in enumerate(self.rows) if row not in rows]
+        if len(kept) == len(self.rows):
+            return self
+        return _Part([self.rows[position] for position in kept], self.batch.take(kept)) if kept else None
+
+
+class _Chain(Generic[B]):
+    """The parts of one chain: those that wait, those that are being computed, and what was computed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._waiting: list[_Part[B]] = []
+        self._found: dict[str, list[_Part[B]]] = {name: [] for name in names}
+        self._dropped: set[int] = set()
+        self._is_ended = False
+        self._changed = asyncio.Event()
+
+    def add(self, part: _Part[B]) -> None:
+        """Add a part."""
+        self._waiting.append(part)
+        self._changed.set()
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget rows, also those that are computed or being computed."""
+        lost = frozenset(rows)
+        self._dropped |= lost
+        self._waiting = _without(self._waiting, lost)
+        self._found = {name: _without(parts, lost) for name, parts in self._found.items()}
+
+    def end(self) -> None:
+        """Signal that there are no more parts."""
+        self._is_ended = True
+        self._changed.set()
+
+    async def take_all(self) -> _Part[B] | None:
+        """Wait for a part; return it with all others that wait. None after the last part."""
+        while not self._waiting and not self._is_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._waiting:
+            return None
+        parts, self._waiting, self._dropped = self._waiting, [], set()
+        first, *others = (part.batch for part in parts)
+        rows = [row for part in parts for row in part.rows]
+        return _Part(rows, first.join_rows(others, range(len(rows))) if others else first)
+
+    def keep(self, name: str, computed: _Part[B]) -> None:
+        """Keep the columns that a phase computed, without the rows that were dropped meanwhile."""
+        self._found[name] += _without([computed], self._dropped)
+
+    def found(self) -> dict[str, B]:
+        """Return each phase's columns of the whole batch, in its row order."""
+        return {name: join_parts((part.rows, part.batch) for part in parts) for name, parts in self._found.items()}
+
+
+def _without(parts: Iterable[_Part[B]], rows: Set[int]) -> list[_Part[B]]:
+    return [left for part in parts if (left := part.without(rows)) is not None]
 
 
 async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Sequence[str]], batch: B) -> dict[str, B]:
@@ -59,24 +121,28 @@ class StreamedPhases(Generic[B]):
 
     def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
         self._phases = phases
-        self._waiting: list[asyncio.Queue[_Part[B] | None]] = [asyncio.Queue() for _ in chains]
-        followed = zip(chains, self._waiting, strict=True)
-        self._tasks = [asyncio.create_task(self._follow(names, waiting)) for names, waiting in followed]
+        self._chains = [_Chain[B](names) for names in chains]
+        self._tasks = [asyncio.create_task(self._follow(chain)) for chain in self._chains]
 
     def add(self, rows: Sequence[int], batch: B) -> None:
         """Add a part; `rows` are its row numbers in the whole batch."""
-        for waiting in self._waiting:
-            waiting.put_nowait(_Part(rows, batch))
+        for chain in self._chains:
+            chain.add(_Part(rows, batch))
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget rows whose responses were lost. They come again, and may differ by the engine's rounding."""
+        for chain in self._chains:
+            chain.drop(rows)
 
     def end(self) -> None:
         """Signal that there are no more parts."""
-        for waiting in self._waiting:
-            waiting.put_nowait(None)
+        for chain in self._chains:
+            chain.end()
 
     async def found(self) -> dict[str, B]:
         """Wait for all phases on all parts; return each phase's columns of the whole batch, in its row order."""
-        found = await asyncio.gather(*self._tasks)
-        return {name: columns for one in found for name, columns in one.items()}
+        await asyncio.gather(*self._tasks)
+        return {name: columns for chain in self._chains for name, columns in chain.found().items()}
 
     def cancel(self) -> None:
         """Cancel the phases that are not computed yet."""
@@ -85,18 +151,13 @@ class StreamedPhases(Generic[B]):
             # Retrieve its exception: `found` raised it, or nobody awaits it any more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _follow(self, names: Sequence[str], waiting: asyncio.Queue[_Part[B] | None]) -> dict[str, B]:
+    async def _follow(self, chain: _Chain[B]) -> None:
         # Parts queue up until the first phase may start.
-        await self._phases[names[0]].ready()
-        found: dict[str, list[_Part[B]]] = {name: [] for name in names}
-        while parts := await _all_that_wait(waiting):
-            rows = [row for part in parts for row in part.rows]
-            first, *others = (part.batch for part in parts)
-            batch = first.join_rows(others, range(len(rows))) if others else first
-            for name in names:
+        await self._phases[chain.names[0]].ready()
+        while part := await chain.take_all():
+            for name in chain.names:
                 await self._phases[name].ready()
-                found[name].append(_Part(rows, await self._phases[name].compute(batch)))
-        return {name: join_parts((part.rows, part.batch) for part in computed) for name, computed in found.items()}
+                chain.keep(name, _Part(part.rows, await self._phases[name].compute(part.batch)))
 
 
 def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
@@ -104,21 +165,6 @@ def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
     found = list(parts)
     first, *others = (batch for _, batch in found)
     return first.join_rows(others, [row for rows, _ in found for row in rows])
-
-
-async def _all_that_wait(waiting: asyncio.Queue[_Part[B] | None]) -> list[_Part[B]]:
-    """Wait for a part; return it and all others that are queued. The list is empty after the last part."""
-    parts: list[_Part[B]] = []
-    part = await waiting.get()
-    while part is not None:
-        parts.append(part)
-        if waiting.empty():
-            return parts
-        part = waiting.get_nowait()
-    if parts:
-        # Leave the end marker for the next call.
-        waiting.put_nowait(None)
-    return parts
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, None]]) -> None:

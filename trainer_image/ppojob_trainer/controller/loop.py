@@ -23,8 +23,9 @@ from ppojob_api.v1alpha1.progress import Activity
 from ppojob_trainer.controller.errors import StoppedError
 from ppojob_trainer.controller.generation import OWN, Generation
 from ppojob_trainer.controller.metrics import throughput_metrics
+from ppojob_trainer.controller.monitor_port import MonitorPort
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, MonitorPort, Ports
+from ppojob_trainer.controller.ports import B, Ports
 from ppojob_trainer.controller.ppo import PPO
 from ppojob_trainer.controller.queue import Generated
 from ppojob_trainer.controller.schedule import Schedule
@@ -330,7 +331,7 @@ class TrainingLoop(Generic[B]):
         prompts = await self._phases.run(Phase.VALIDATE, "data", step, ports.data.validation_prompts())
         rollout = await self._generation.validate(prompts, step)
         scores = "reward" if ports.reward.model is None else "reward_model"
-        judging = ports.reward.validate(prompts.union(rollout.batch))
+        judging = ports.reward.validate(prompts.batch.union(rollout.batch))
         return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:

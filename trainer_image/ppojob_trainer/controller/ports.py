@@ -6,13 +6,10 @@ columns and passes the batch on. The controller sees ids, lengths, scalars and m
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ppojob_api.v1alpha1.progress import Activity, LiveSettings
-from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.workers import HookPoint
 
 Metrics = Mapping[str, float]
@@ -50,8 +47,22 @@ B = TypeVar("B", bound=Batch)
 B_co = TypeVar("B_co", bound=Batch, covariant=True)
 
 
+class Sample(Protocol):
+    """One row of prompts."""
+
+    @property
+    def prompt(self) -> int:
+        """The prompt's number in the data, the same in all epochs."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
 class Prompts(Protocol[B_co]):
-    """The prompts of one step, each repeated for its samples."""
+    """The prompts of one step or of a validation, each repeated for its samples."""
 
     @property
     def batch(self) -> B_co:
@@ -59,8 +70,13 @@ class Prompts(Protocol[B_co]):
         ...
 
     @property
+    def samples(self) -> Sequence[Sample]:
+        """What each row is; those of a prompt are consecutive."""
+        ...
+
+    @property
     def epoch(self) -> int:
-        """The pass over the data that the prompts belong to, from 0."""
+        """The pass over the data that the prompts belong to, from 0; 0 for a validation."""
         ...
 
 
@@ -83,24 +99,68 @@ class Rollout(Protocol[B_co]):
         ...
 
 
-class Finished(Protocol[B_co]):
-    """Responses that are finished while others are still being generated."""
+class Capacity(Protocol):
+    """How much an engine computes at the same time."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The most sequences."""
+        ...
+
+    @property
+    def cache_tokens(self) -> int:
+        """The most tokens, prompts included; 0: unknown."""
+        ...
+
+
+class Reported(Protocol[B_co]):
+    """What an engine reports: responses that are finished while it generates others, or that it was lost."""
 
     @property
     def rows(self) -> Sequence[int]:
-        """Row numbers of their prompts."""
+        """Row numbers of the finished responses; empty if too few were finished in time."""
         ...
 
     @property
-    def batch(self) -> B_co:
-        """`Rollout.batch` for these rows."""
+    def batch(self) -> B_co | None:
+        """`Rollout.batch` for these rows; None without rows."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine was lost; it generates no more in this attempt. None: it was not."""
+        ...
+
+    @property
+    def are_rows_lost(self) -> bool:
+        """Whether everything that it reported earlier was lost with it."""
         ...
 
 
-class DataPort(Protocol[B_co]):
+class Generating(Protocol[B]):
+    """One generation by the engines of a pool, from `RolloutPort.begin` on."""
+
+    async def exchange(self, engine: int, rows: Sequence[int], prompts: B | None, num_rows: int) -> Reported[B]:
+        """Give an engine more work, and return what it has finished meanwhile.
+
+        A sample's seed depends only on run seed, step, prompt and sample number.
+
+        Args:
+            rows: numbers under which the engine reports the responses to `prompts`.
+            prompts: None: no more work.
+            num_rows: return when so many responses are finished, or after some seconds without any.
+        """
+        ...
+
+    async def end(self) -> None:
+        """Release what the engines need only for generation; they have no work left."""
+        ...
+
+
+class DataPort(Protocol[B]):
     """The prompts."""
 
-    async def prompts(self, step: int, count: int | None = None) -> Prompts[B_co]:
+    async def prompts(self, step: int, count: int | None = None) -> Prompts[B]:
         """Return the next prompts for a step. Steps are requested in order; the first follows the restored step.
 
         Args:
@@ -108,8 +168,12 @@ class DataPort(Protocol[B_co]):
         """
         ...
 
-    async def validation_prompts(self) -> B_co:
+    async def validation_prompts(self) -> Prompts[B]:
         """Return all validation prompts, each repeated for its samples."""
+        ...
+
+    async def keep(self, batch: B) -> B:
+        """Return a copy of a batch that is lost only with the data's process."""
         ...
 
     async def state(self, step: int) -> Mapping[str, Any]:
@@ -125,24 +189,25 @@ class RolloutPort(Protocol[B]):
     """The engines of a pool, which generate responses."""
 
     @property
-    def num_replicas(self) -> int:
-        """Number of engines that generate at the same time."""
+    def engines(self) -> Mapping[int, Capacity]:
+        """The engines by number, without those that were lost."""
         ...
 
-    async def generate(self, prompts: B, step: int) -> Rollout[B]:
-        """Generate a response to each row. A sample's seed depends only on run seed, step, prompt and sample number."""
+    @property
+    def num_lost(self) -> int:
+        """Number of engines that were lost since the attempt began."""
         ...
 
-    def stream(self, prompts: B, step: int) -> AsyncIterator[Finished[B]]:
-        """Generate the same responses as `generate`, and yield them in the order in which they finish."""
+    def begin(self, step: int, *, is_validation: bool) -> Generating[B]:
+        """Begin a generation; the one before must have ended.
+
+        Args:
+            is_validation: sample with the parameters of validation, and keep what the next generation needs.
+        """
         ...
 
     def joined(self, batch: B) -> Rollout[B]:
-        """Return the result that `generate` would return, from rows that were generated in parts."""
-        ...
-
-    async def generate_for_validation(self, prompts: B) -> Rollout[B]:
-        """Generate a response to each row with the sampling parameters of validation."""
+        """Return the responses of a generation, whose rows were generated in parts."""
         ...
 
 
@@ -280,63 +345,3 @@ class Ports(Generic[B]):
     weights: WeightsPort
     hooks: Sequence[HookPort[B]] = ()
     shared: Mapping[str, RolloutPort[B]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Uploaded:
-    """The result of an upload: the address of the complete export, or why there is none."""
-
-    address: str | None
-    failure: UploadFailure | None = None
-
-
-class MonitorPort(Protocol):
-    """Receives what the run reports, and provides live settings, checkpoint requests and stop requests."""
-
-    @property
-    def settings(self) -> LiveSettings:
-        """The latest values of the settings that may change while the job runs."""
-        ...
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the run, by the latest settings; read once the data is loaded."""
-        ...
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a graceful stop was requested."""
-        ...
-
-    @property
-    def checkpoint_request(self) -> str | None:
-        """The last checkpoint request, kept until its answer was acknowledged; None if there is no request."""
-        ...
-
-    async def wait_for_stop(self) -> None:
-        """Return when a stop is requested."""
-        ...
-
-    def set_activity(self, activity: Activity) -> None:
-        """Report the current activity of the run."""
-        ...
-
-    def resumed(self, step: int) -> None:
-        """Report that the run resumes after `step`."""
-        ...
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Report the metrics of a finished step; step 0 is the validation before training."""
-        ...
-
-    def saved(self, step: int, location: str, request: str | None) -> None:
-        """Report a saved checkpoint, and the last request received before it was written."""
-        ...
-
-    def exported(self, path: Path) -> None:
-        """Report where the policy was exported."""
-        ...
-
-    def uploaded(self, result: Uploaded) -> None:
-        """Report how an upload ended."""
-        ...

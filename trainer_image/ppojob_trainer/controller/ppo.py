@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
 from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
-from ppojob_trainer.controller.generation import Generation
+from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, Metrics, Ports, Rollout
+from ppojob_trainer.controller.ports import B, Metrics, Ports, Prompts, Rollout
 from ppojob_trainer.controller.queue import Generated, GenerationQueue
 from ppojob_trainer.controller.schedule import Schedule
 
@@ -100,7 +100,9 @@ class PPO(Generic[B]):
         self._phases = phases
         self._settings = settings
         self._kl = kl
-        self._generation = Generation(ports, phases)
+        # On-policy, the policy does not change while the engines generate, so its weights can be sent again.
+        on_policy = schedule.max_staleness == 0
+        self._generation = Generation(ports, phases, self._load_again if on_policy else None, keeps=not on_policy)
         self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
@@ -120,9 +122,9 @@ class PPO(Generic[B]):
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
-            rollout, streamed = await self._stream(prompts.batch, step)
+            rollout, streamed = await self._stream(prompts, step)
         else:
-            rollout = await self._generation.write(prompts.batch, step)
+            rollout = await self._generation.write(prompts, step)
         return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
 
     async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
@@ -142,7 +144,7 @@ class PPO(Generic[B]):
         if number > 1 and self._ports.weights.are_released:
             # The policy is still that of the last step.
             await self._push(step, step - 1)
-        rollout = await self._generation.write(prompts.batch, step)
+        rollout = await self._generation.write(prompts, step)
         batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
         phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
         scores = await on_whole(phases, self._chains(phases).values(), batch)
@@ -166,6 +168,7 @@ class PPO(Generic[B]):
         metrics = {
             **length_metrics(generated.rollout, self._settings.max_response_length),
             **staleness_metrics(step, generated.version),
+            **self._generation.metrics(),
             **generate_hooked,
             **found,
             **hooked,
@@ -218,6 +221,9 @@ class PPO(Generic[B]):
             await self.queue.idle()
             await self._push(step, step)
             self.queue.pushed(step, is_base=False)
+
+    async def _load_again(self, step: int) -> None:
+        await self._push(step, self.queue.loaded)
 
     async def _push(self, step: int, version: int) -> Metrics:
         own, *shared = self._generation.roles
@@ -301,7 +307,7 @@ class PPO(Generic[B]):
         batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
         return batch, {**metrics, **total}
 
-    async def _stream(self, prompts: B, step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
+    async def _stream(self, prompts: Prompts[B], step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
         """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
         phases, pool_of = self._forward_phases(step), self._settings.pool_of
         chains = {chain: names for chain, names in self._chains(phases).items() if self._is_streamed(chain)}
@@ -312,10 +318,11 @@ class PPO(Generic[B]):
         streamed = self._streamed = StreamedPhases(phases, list(chains.values()))
 
         def take(rows: Sequence[int], responses: B) -> None:
-            streamed.add(rows, prompts.take(rows).union(responses))
+            streamed.add(rows, prompts.batch.take(rows).union(responses))
 
+        listener = Listener(take, streamed.drop, lambda role: written[pool_of[role]].set())
         try:
-            rollout = await self._generation.stream(prompts, step, take, lambda role: written[pool_of[role]].set())
+            rollout = await self._generation.write(prompts, step, listener)
         except BaseException:
             streamed.cancel()
             raise

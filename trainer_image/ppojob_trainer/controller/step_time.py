@@ -2,15 +2,17 @@
 
 Pure; called by `recommendation` and by the benchmark. `ppo`'s docstring draws the dependencies; a test compares this
 module with the real controller in virtual time, for all modes. A pool runs one phase at a time; data and the reward
-function run on CPU cores at any time. All responses are assumed to end at the same time, as if of equal length: the
-time that streaming saves is left out, so the result is an upper bound. Validation, checkpoints and the critic's warm-up
-are left out, and a phase that was not measured takes no time.
+function run on CPU cores at any time. All responses are assumed to end at the same time, as if of equal length. So the
+result is an upper bound: it leaves out what streaming saves, and what an engine saves others that generate at the same
+time. What a pool takes over from one that has not begun is in it. Validation, checkpoints and the critic's warm-up are
+left out, and a phase that was not measured takes no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.phases import Phase
@@ -198,9 +200,32 @@ class _Simulation:
             return ready
         taken, pools = self.seconds[phase] * share, self._layout.pools_of(phase)
         begins = {pool: max(ready, self._free.get(pool, 0.0)) for pool in pools}
-        if phase != Phase.GENERATE:
+        if phase == Phase.GENERATE:
+            ends = _ends_of_pulled(taken, begins, self._layout.gpus)
+        else:
             # Only generation starts in one pool independently of the others.
-            begins = dict.fromkeys(pools, max(begins.values(), default=ready))
-        ends = {pool: begin + taken for pool, begin in begins.items()}
+            ends = dict.fromkeys(pools, max(begins.values(), default=ready) + taken)
         self._free |= ends
         return max(ends.values(), default=ready + taken)
+
+
+def _ends_of_pulled(taken: float, begins: Mapping[str, float], gpus: Mapping[str, int]) -> dict[str, float]:
+    """Return when each pool has no more to generate. A pool that is done takes over what another has not begun.
+
+    Args:
+        taken: seconds in which an engine generates an equal share of all samples.
+        begins: when each pool is free.
+        gpus: of each pool; its engines are proportional to them.
+    """
+    waiting, ends = {pool: gpus[pool] for pool in begins}, dict(begins)
+    free = [(begin, pool) for pool, begin in begins.items()]
+    heapify(free)
+    while free:
+        now, pool = heappop(free)
+        ends[pool], room = now, gpus[pool]
+        for other in (pool, *waiting):
+            count = min(room, waiting[other])
+            waiting[other], room = waiting[other] - count, room - count
+        if room < gpus[pool]:
+            heappush(free, (now + taken, pool))
+    return ends

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
-from ppojob_trainer.controller.ports import B, Uploaded
+from ppojob_trainer.controller.monitor_port import Uploaded
+from ppojob_trainer.controller.ports import B
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,10 @@ class RolloutError(EngineError):
     """The rollout engine refused a request or failed to serve it."""
 
 
+class EngineLostError(RolloutError):
+    """vLLM's processes exited or cannot be reached; responses that are finished are still there."""
+
+
 class EngineArgumentError(RolloutError):
     """vLLM does not take an argument of `rollout.engineArgs`; the message names it."""
 

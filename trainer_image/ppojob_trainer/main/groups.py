@@ -26,6 +26,7 @@ from ppojob_trainer.main.host_memory import saves_in_background
 from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
+from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
@@ -34,12 +35,8 @@ from ppojob_trainer.worker_groups.roles.data import DataGroup, DataWorker
 from ppojob_trainer.worker_groups.roles.ref import AdaptersOff, RefGroup, RefWorker
 from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGroup, RewardWorker
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
-from ppojob_trainer.worker_groups.roles.rollout import (
-    GpuHolder,
-    RolloutGroup,
-    RolloutWorker,
-    rollout_environment,
-)
+from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker, rollout_environment
+from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker, join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
@@ -97,6 +94,11 @@ class Groups:
     def engines(self) -> list[WorkerGroup[Any]]:
         """Return the processes of all engines."""
         return [group for rollout in self.rollouts for group in rollout.groups]
+
+    @property
+    def lost(self) -> list[WorkerGroupError]:
+        """Return why engines were lost."""
+        return [failure for rollout in self.rollouts for failure in rollout.lost.values()]
 
     @property
     def rollouts(self) -> list[RolloutGroup]:

@@ -20,7 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.secrecy import shown
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.layout import layout_of
-from ppojob_trainer.controller.ports import Uploaded
+from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.controller.recommendation import NUM_STEPS, Recommendation, recommend
 from ppojob_trainer.main.terminating_pods import TerminatingPods
 from ppojob_trainer.telemetry import (

@@ -130,7 +130,8 @@ class _Attempt:
                 return Outcome(0, is_finished=False)
             return await _first(asyncio.create_task(self._train()), watch)
         except WorkerGroupError as error:
-            reason = await explained(error, self._groups.all() if self._groups is not None else [])
+            groups = self._groups
+            reason = error if groups is None else await explained(error, groups.all(), groups.lost)
             if reason is error:
                 raise
             raise reason from error

@@ -80,7 +80,8 @@ class Launcher:
                 "num_cpus": CPUS_PER_PROCESS,
                 "num_gpus": gpu_fraction,
                 "scheduling_strategy": pool.strategy(bundle),
-                # No restarts: the shards of the other ranks need those of the lost process, so the attempt ends.
+                # No restarts: the other ranks' shards of a model are useless without those of the lost process, so the
+                # attempt ends. The rollout's replicas hold no shards; the run continues without a lost one.
                 "max_restarts": 0,
             }
             if environment:

@@ -25,14 +25,22 @@ _ASK_S: Final = 20.0
 """Seconds. A process that computes answers when it is done; a process that exited is known at once."""
 
 
-async def explained(error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]]) -> WorkerGroupError:
-    """Return the failure of the lost process; any other error, or one without explanation, is returned unchanged."""
+async def explained(
+    error: WorkerGroupError, groups: Sequence[WorkerGroup[Any]], lost: Sequence[WorkerGroupError] = ()
+) -> WorkerGroupError:
+    """Return the failure of the lost process; any other error, or one without explanation, is returned unchanged.
+
+    Args:
+        lost: the failures of processes that the run continued without. They explain only that their rows are missing.
+    """
     cause = error.__cause__
     if not isinstance(cause, ObjectLostError) and type(cause) is not RolloutError and not is_of_communication(cause):
         return error
     asked = (asyncio.wait_for(_is_there(group), _ASK_S) for group in groups)
     found = await asyncio.gather(*asked, return_exceptions=True)
     gone = [failure for failure in found if isinstance(failure, WorkerGroupError)]
+    if isinstance(cause, ObjectLostError):
+        gone += lost
     return min(gone, key=rank_of_explanation, default=error)
 
 

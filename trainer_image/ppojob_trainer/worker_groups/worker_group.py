@@ -40,7 +40,7 @@ class WorkerGroup(Generic[W]):
         meta: Mapping[str, Any] | None = None,
         observations: Observations | None = None,
         num_peers: int = 1,
-        first_rank: int = 0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -49,7 +49,7 @@ class WorkerGroup(Generic[W]):
             meta: entries for the meta_info of every batch that is sent.
             observations: collects the measurements of the processes.
             num_peers: size of a tensor- or sequence-parallel group, whose consecutive ranks work on the same rows.
-            first_rank: number of the first process among those of the role, for messages.
+            ranks: of the processes among those of the role, for messages; None: from 0.
 
         Raises:
             ValueError: the number of processes is not a multiple of `num_peers`.
@@ -61,7 +61,7 @@ class WorkerGroup(Generic[W]):
         self._meta = dict(meta or {})
         self._observations = observations
         self._num_peers = num_peers
-        self._first_rank = first_rank
+        self._ranks = tuple(range(len(processes)) if ranks is None else ranks)
         self._unread: frozenset[str] = frozenset()
         self._check_peers(num_peers)
 
@@ -85,10 +85,14 @@ class WorkerGroup(Generic[W]):
         """Return the same group, to which these columns are not sent although its methods may read them."""
         return self._with(_unread=self._unread | set(columns))
 
-    def only(self, rank: int) -> WorkerGroup[W]:
-        """Return the process of that rank as a separate group; it keeps its rank in messages."""
-        process = self._processes[rank : rank + 1]
-        return self._with(_processes=process, _partition=None, _num_peers=1, _first_rank=self._first_rank + rank)
+    def only(self, *ranks: int) -> WorkerGroup[W]:
+        """Return the processes of these ranks as a separate group; they keep their ranks in messages."""
+        return self._with(
+            _processes=tuple(self._processes[rank] for rank in ranks),
+            _partition=None,
+            _num_peers=1,
+            _ranks=tuple(self._ranks[rank] for rank in ranks),
+        )
 
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
         """Return the same group, in which each `num_peers` consecutive ranks work on the same rows.
@@ -173,7 +177,7 @@ class WorkerGroup(Generic[W]):
         return future.result(self._timeout_s) if method.blocking else future
 
     def _origin(self, method: RemoteMethod[W, Any, Any, Any, Any], ranks: tuple[int, ...]) -> Origin:
-        return Origin(self.role, method.__name__, tuple(self._first_rank + rank for rank in ranks))
+        return Origin(self.role, method.__name__, tuple(self._ranks[rank] for rank in ranks))
 
     def addresses(self) -> Future[list[str]]:
         """Return each process's address, once all of them are up."""
@@ -185,7 +189,7 @@ class WorkerGroup(Generic[W]):
 
     def _addresses(self, when: str) -> Future[list[str]]:
         refs = [process.address.remote() for process in self._processes]
-        return Future(refs, list, Origin(self.role, when, tuple(range(len(self)))))
+        return Future(refs, list, Origin(self.role, when, self._ranks))
 
     def kill(self) -> None:
         """Terminate all processes of the group at once; they write nothing more."""

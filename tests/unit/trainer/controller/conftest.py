@@ -16,8 +16,9 @@ from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.controller.storage_ports import Restored, Storage
 from ppojob_trainer.maths.kl import AdaptiveKLController
-from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, World, fake_ports
+from tests.unit.trainer.controller.fake_ports import fake_ports
 from tests.unit.trainer.controller.fake_surroundings import FakeCheckpoints, FakeExports, FakeMonitor
+from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, World
 
 SPLIT = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "reward_model": "c"}
 

@@ -1,152 +1,45 @@
 """Ports without processes: every phase takes virtual time, and every number tells what it was computed from.
 
-A fake model is one number; an update changes it by what is in the batch. So a phase that runs on the wrong weights, or
-before its input is there, changes the numbers that the tests compare.
+`fake_world` has the models and the time, `fake_engines` the rollout.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.ports import Metrics, Ports
-from tests.unit.trainer.controller.virtual_time import VirtualTime
+from tests.unit.trainer.controller.fake_engines import FakeRollouts
+from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, World, number_of
 
 T = TypeVar("T")
 
-# Seconds of virtual time. Generation is longest, the critic's update outlasts the actor's and the push together.
-DURATIONS = {
-    "prompts": 0.1,
-    "generate": 10.0,
-    "validate": 4.0,
-    "generate_shared": 10.0,
-    "validate_shared": 4.0,
-    "judge": 1.0,
-    "old_log_prob": 3.0,
-    "values": 2.0,
-    "ref": 1.0,
-    "reward": 2.5,
-    "reward_model": 1.5,
-    "hook_Generate": 0.5,
-    "hook_Score": 0.5,
-    "hook_Step": 3.0,
-    "advantages": 0.5,
-    "update_actor": 5.0,
-    "update_critic": 8.0,
-    "push": 1.0,
-    "save": 2.0,
-    "export": 1.0,
-}
-NUM_ROWS = 2
-"""Rows of every whole batch."""
-
 
 @dataclass(frozen=True)
-class FakeBatch:
-    """Rows with columns; a column is one number. rows: the prompt and the sample of each row, if a test reads them."""
-
-    num_rows: int
-    columns: Mapping[str, float]
-    rows: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def union(self, *others: FakeBatch) -> FakeBatch:
-        merged = dict(self.columns)
-        for other in others:
-            merged |= other.columns
-        return FakeBatch(self.num_rows, merged, self.rows)
-
-    def replaced_by(self, other: FakeBatch) -> FakeBatch:
-        return FakeBatch(self.num_rows, {**self.columns, **other.columns}, self.rows)
-
-    def take(self, rows: Sequence[int]) -> FakeBatch:
-        return FakeBatch(len(rows), self.columns, tuple(self.rows[row] for row in rows) if self.rows else ())
-
-    def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
-        assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
-        rows = [row for batch in (self, *others) for row in batch.rows]
-        return FakeBatch(len(numbers), self.columns, tuple(rows[numbers.index(n)] for n in range(len(rows))))
-
-
-@dataclass(frozen=True)
-class FakeFinished:
-    rows: Sequence[int]
-    batch: FakeBatch
+class FakeSample:
+    prompt: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class FakePrompts:
+    """Each prompt has `NUM_ROWS` samples."""
+
     batch: FakeBatch
     epoch: int = 0
 
-
-@dataclass(frozen=True)
-class FakeRollout:
-    batch: FakeBatch
-    prompt_lengths: Sequence[int] = (4, 6)
-    response_lengths: Sequence[int] = (2, 8)
-
-
-@dataclass
-class World:
-    """The fake models and all that happened, as (time, what, 'start' or 'end')."""
-
-    time: VirtualTime = field(default_factory=VirtualTime)
-    durations: dict[str, float] = field(default_factory=lambda: dict(DURATIONS))
-    failing: dict[str, Exception] = field(default_factory=dict)
-    events: list[tuple[float, str, str]] = field(default_factory=list)
-    actor: float = 1.0
-    critic: float = 2.0
-    rollout: float = 1.0
-    generated: dict[int, float] = field(default_factory=dict)
-    """The engines' weights with which the responses of each step were generated."""
-    trained: list[tuple[int, int]] = field(default_factory=list)
-    """Step and prompts of each update of the actor; 0: the prompts of dynamic sampling, which `rows` names."""
-    actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    """The actor's weights after each step."""
-    engines_sleep: bool = False
-    share_of_mixed: float = 0.5
-    asleep: set[str] = field(default_factory=set)
-
-    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
-        """Take a phase's time, for a part of the rows its share."""
-        name = f"{what} {step}" if step else what
-        self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
-        if what in self.failing:
-            raise self.failing[what]
-        self.events.append((self.time.now, name, "end"))
-
-    def at(self, name: str, edge: str) -> float:
-        """Return when a phase started or ended."""
-        return next(time for time, what, found in self.events if (what, found) == (name, edge))
-
-    def names(self, edge: str = "start") -> list[str]:
-        """Return the phases in the order in which they started (or ended)."""
-        return [what for _, what, found in self.events if found == edge]
-
-    def overlap(self, one: str, other: str) -> bool:
-        """Whether two phases ran at the same time for a while."""
-        return self.at(one, "start") < self.at(other, "end") and self.at(other, "start") < self.at(one, "end")
-
-
-def number_of(*inputs: object) -> float:
-    """Return a number from 0 to 1 that depends on all inputs."""
-    digest = hashlib.sha256(repr(inputs).encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32
+    @property
+    def samples(self) -> list[FakeSample]:
+        return [FakeSample(row // NUM_ROWS, 4) for row in range(len(self.batch))]
 
 
 class FakeData:
     def __init__(self, world: World) -> None:
         self.world = world
         self.restored: tuple[int, Mapping[str, Any]] | None = None
-        self.position = 0
+        self.position = self.num_kept = 0
         self.positions: dict[int, int] = {0: 0}
         """Prompts that were read up to each step; each batch has the number of the last one in the column `prompt`."""
         self.counts: dict[int, list[int]] = {}
@@ -164,8 +57,12 @@ class FakeData:
         rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
         return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
 
-    async def validation_prompts(self) -> FakeBatch:
-        return FakeBatch(2, {"validation": 1.0})
+    async def validation_prompts(self) -> FakePrompts:
+        return FakePrompts(FakeBatch(2, {"validation": 1.0}))
+
+    async def keep(self, batch: FakeBatch) -> FakeBatch:
+        self.num_kept += 1
+        return batch
 
     async def state(self, step: int) -> Mapping[str, Any]:
         return {"position": self.positions[step]}
@@ -173,51 +70,6 @@ class FakeData:
     async def restore(self, step: int, state: Mapping[str, Any]) -> None:
         self.restored = (step, state)
         self.position = self.positions[step] = state["position"]
-
-
-class FakeRollouts:
-    """Engines of a pool. Those of all pools draw the same; each takes its share of the time, by its part of the rows.
-
-    suffix: of the names of their phases, for a pool that is shared.
-    """
-
-    def __init__(self, world: World, suffix: str = "", num_replicas: int = 1) -> None:
-        self.world, self.suffix, self.num_replicas = world, suffix, num_replicas
-
-    async def generate(self, prompts: FakeBatch, step: int) -> FakeRollout:
-        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
-        weights = self.world.generated[step] = self.world.rollout
-        await self.world.phase(f"generate{self.suffix}", step)
-        assert self.world.rollout == weights, "the engines got other weights while they generated"
-        self._sleep()
-        return FakeRollout(FakeBatch(len(prompts), {"response": number_of(step, weights)}))
-
-    async def stream(self, prompts: FakeBatch, step: int) -> AsyncIterator[FakeFinished]:
-        """The last row is written in half of the time."""
-        assert self.suffix not in self.world.asleep, "the engine released its weights when it slept"
-        response = {"response": number_of(step, self.world.rollout)}
-        writing = asyncio.create_task(self.world.phase(f"generate{self.suffix}", step))
-        rows = range(len(prompts))
-        try:
-            await self.world.time.sleep(self.world.durations[f"generate{self.suffix}"] / 2)
-            yield FakeFinished(rows[-1:], FakeBatch(1, response))
-            await writing
-            if rows[:-1]:
-                yield FakeFinished(rows[:-1], FakeBatch(len(rows) - 1, response))
-        finally:
-            writing.cancel()
-        self._sleep()
-
-    def joined(self, batch: FakeBatch) -> FakeRollout:
-        return FakeRollout(batch)
-
-    async def generate_for_validation(self, prompts: FakeBatch) -> FakeRollout:
-        await self.world.phase(f"validate{self.suffix}")
-        return FakeRollout(FakeBatch(len(prompts), {"response": number_of("validation", self.world.rollout)}))
-
-    def _sleep(self) -> None:
-        if self.world.engines_sleep:
-            self.world.asleep.add(self.suffix)
 
 
 class FakeActor:

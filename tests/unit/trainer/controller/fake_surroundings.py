@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
-from ppojob_trainer.controller.ports import Metrics, Uploaded
+from ppojob_trainer.controller.monitor_port import Uploaded
+from ppojob_trainer.controller.ports import Metrics
 from ppojob_trainer.controller.storage_ports import Restored
-from tests.unit.trainer.controller.fake_ports import FakeBatch, World
+from tests.unit.trainer.controller.fake_world import FakeBatch, World
 
 
 class FakeCheckpoints:

@@ -17,7 +17,8 @@ from ppojob_trainer.controller.ports import Metrics
 from ppojob_trainer.maths.losses import Denominators, policy_loss
 from ppojob_trainer.maths.policy_losses import Clipping
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import FakeActor, FakeAdvantages, FakeBatch, World, number_of
+from tests.unit.trainer.controller.fake_ports import FakeActor, FakeAdvantages
+from tests.unit.trainer.controller.fake_world import FakeBatch, World, number_of
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 EXAMPLE = str(Path("examples/12-own-algorithm/algorithm.py").absolute())

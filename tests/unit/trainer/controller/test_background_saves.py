@@ -4,7 +4,7 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import NUM_ROWS
+from tests.unit.trainer.controller.fake_world import NUM_ROWS
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 

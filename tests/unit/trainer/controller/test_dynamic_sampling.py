@@ -12,7 +12,8 @@ from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, SamplingS
 from ppojob_trainer.controller.errors import BatchNotFilledError
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, Run
-from tests.unit.trainer.controller.fake_ports import NUM_ROWS, FakeBatch, FakeData, number_of
+from tests.unit.trainer.controller.fake_ports import FakeData
+from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, number_of
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")

@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.training import ScheduleMode
-from ppojob_trainer.controller.ports import Uploaded
+from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import Exporting, MakeRun, StopAt
 

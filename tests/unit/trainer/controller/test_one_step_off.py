@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
-from tests.unit.trainer.controller.fake_ports import DURATIONS, NUM_ROWS, FakeBatch
+from tests.unit.trainer.controller.fake_world import DURATIONS, NUM_ROWS, FakeBatch
 from tests.unit.trainer.controller.test_pools_take_turns import TIMES
 
 POOLS = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "critic": "c", "reward": "c"}

@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
-from tests.unit.trainer.controller.fake_ports import DURATIONS, World
+from tests.unit.trainer.controller.fake_world import DURATIONS, World
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 MODES: list[tuple[ScheduleMode, list[Overlap]]] = [
@@ -248,7 +248,7 @@ async def test_engines_that_are_shared_write_when_the_critic_is_done_and_take_me
     pools = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_shared": "c"}
     run = make_run(OVERLAPPED, steps=2, pool_of=pools, shared=["rollout_shared"])
     run.world.engines_sleep = sleeps
-    run.world.durations["update_critic"] = 100.0
+    run.world.durations["update_critic"] = 12.0
 
     await run()
 

@@ -6,7 +6,7 @@ from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import schedule_of
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import DURATIONS
+from tests.unit.trainer.controller.fake_world import DURATIONS
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 WHOLE = schedule_of(OVERLAPPED, [Overlap.STREAMING])
@@ -136,11 +136,12 @@ async def test_a_pool_whose_engines_are_done_goes_on_while_those_of_another_writ
 async def test_engines_without_rows_hold_nobody_up(make_run: MakeRun) -> None:
     pools = {**SHARED, "rollout_third": "d", "ref": "d"}
     run = make_run(OVERLAPPED, steps=1, pool_of=pools, shared=["rollout_shared", "rollout_third"])
+    run.world.durations["generate"] /= 2
 
     await run()
 
-    assert run.world.names().count("generate_shared 1") == 1, "there are fewer rows than pools"
-    assert run.world.overlap("ref 1", "generate 1")
+    assert [suffix for suffix, *_ in run.world.written] == ["", "_shared"], "there are fewer rows than pools"
+    assert run.world.overlap("ref 1", "generate_shared 1")
 
 
 async def test_a_worker_that_changes_the_responses_sees_all_of_them_first(make_run: MakeRun) -> None:

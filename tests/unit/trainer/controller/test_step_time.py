@@ -12,7 +12,7 @@ from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.schedule import schedule_of
 from ppojob_trainer.controller.step_time import Layout, role_of, step_time
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_ports import DURATIONS
+from tests.unit.trainer.controller.fake_world import DURATIONS
 
 SERIAL, PARALLEL, OVERLAPPED = ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED
 SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic"}
@@ -147,6 +147,26 @@ async def test_the_real_controller_takes_as_long(
     measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]
     assert measured == pytest.approx([found.seconds] * 3)
     assert run.monitor.records[4]["pool/a/busy_fraction"] == pytest.approx(found.busy["a"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("update_critic", "taken_over"),
+    [(8.0, False), (12.0, False), (30.0, True), (100.0, True)],
+)
+async def test_engines_that_are_done_take_over_what_a_late_pool_has_not_begun(
+    make_run: MakeRun, update_critic: float, taken_over: bool
+) -> None:
+    schedule, shared = schedule_of(OVERLAPPED, [Overlap.STREAMING]), {**POOLS, "rollout_shared": "c"}
+    run = make_run(schedule, steps=6, pool_of={"data": "a", "reward": "c", **shared}, shared=["rollout_shared"])
+    run.world.durations["update_critic"] = update_critic
+    await run()
+    seconds = {phase: run.world.durations[name] for phase, name in NAMES.items()}
+
+    found = step_time(seconds, Layout(shared, {"a": 1, "c": 1}, schedule, shared=["c"]))
+
+    assert ("_shared" not in {suffix for suffix, _, step, _ in run.world.written if step == 4}) is taken_over
+    measured = [run.monitor.records[step]["timing_s/step"] for step in range(3, 6)]
+    assert measured == pytest.approx([found.seconds] * 3)
 
 
 @pytest.mark.parametrize("most", range(5))

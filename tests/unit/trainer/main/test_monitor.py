@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, Progre
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.checkpoints import FencedOutError
-from ppojob_trainer.controller.ports import Uploaded
+from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.main import monitor as monitor_module
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.telemetry import RunFiles, TrackedRun

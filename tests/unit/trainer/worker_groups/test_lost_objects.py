@@ -63,6 +63,16 @@ async def test_whoever_is_gone_explains_why_the_others_do_not_reach_it(cause: Ex
     assert await explained(error, groups(None, None)) is error
 
 
+@pytest.mark.parametrize(
+    ("cause", "told"), [(MISSED, True), (WeightLinkError("stopped receiving"), False), (ValueError("shapes"), False)]
+)
+async def test_an_engine_that_the_run_went_on_without_explains_only_that_its_rows_are_missing(
+    cause: Exception, told: bool
+) -> None:
+    error = missed(cause)
+    assert await explained(error, groups(None), [LOST]) is (LOST if told else error)
+
+
 async def test_another_failure_stays_as_it_is() -> None:
     error = missed(ValueError("shapes"))
     assert await explained(error, groups(LOST)) is error

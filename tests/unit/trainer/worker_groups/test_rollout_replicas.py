@@ -1,118 +1,28 @@
-"""Replicas of several GPUs: which GPUs each is told of, and which worker of vLLM's meets which sender."""
+"""Replicas: the GPUs that each uses, the sender that each vLLM worker meets, and what a generation gets from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
-from ppojob_api.v1alpha1.resolve import resolve
-from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink
-from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.rollout import (
-    GpuHolder,
-    RolloutGroup,
-    RolloutWorker,
-)
+from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
+from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
+from ppojob_trainer.worker_groups.stored_rows import StoredRows
 from ppojob_trainer.worker_groups.table import Table
-from ppojob_trainer.worker_groups.worker_group import WorkerGroup
-
-
-class Processes:
-    """Answers calls from a table, and remembers their arguments."""
-
-    def __init__(self, number: int, answers: dict[Any, Callable[..., Any]]) -> None:
-        self.number, self.answers = number, answers
-        self.calls: dict[Any, Any] = {}
-
-    def over(self, shares: Any) -> Processes:
-        return self
-
-    def only(self, rank: int) -> Processes:
-        return self
-
-    def __len__(self) -> int:
-        return self.number
-
-    async def call(self, method: Any, *args: Any) -> Any:
-        self.calls[method] = args[0] if args else None
-        return self.answers.get(method, lambda *_: None)(*args)
-
-
-def as_group(processes: Processes) -> WorkerGroup[Any]:
-    return cast("WorkerGroup[Any]", processes)
-
-
-def group_of(spec: PPOJobSpec, replicas: Processes, holders: Processes | None = None) -> RolloutGroup:
-    """Those of the rollout's own pool."""
-    return RolloutGroup(
-        as_group(replicas), spec, spec.placement.rollout_pools[0], None if holders is None else as_group(holders)
-    )
-
-
-def spec_of(placement: dict[str, Any]) -> PPOJobSpec:
-    return resolve(
-        parse_spec(
-            {
-                "image": "i",
-                "model": {"actor": {"path": "/m"}},
-                "data": {"train": {"reasoningGym": {"task": "t"}}, "trainBatchSize": 256},
-                "reward": {"function": {"module": "r"}},
-                "pools": [{"name": "train", "gpusPerNode": 4}, {"name": "write", "gpusPerNode": 4}],
-                "placement": placement,
-                "rollout": {"tensorParallelSize": 2},
-                "storage": {"claimName": "c"},
-            }
-        )
-    )
-
-
-@pytest.fixture
-def replicas() -> Processes:
-    """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
-    return Processes(
-        2,
-        {
-            RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)],
-            RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]],
-        },
-    )
-
-
-@pytest.fixture
-def holders() -> Processes:
-    return Processes(2, {GpuHolder.visible_gpu: lambda: ["1", "3"]})
-
-
-def receipt(version: int) -> Receipt:
-    return Receipt(version, 1, 8, (version,), is_read_back=True)
-
-
-def link(plan: LinkPlan) -> WeightLink:
-    return WeightLink(plan.backend, f"rank {plan.sender_rank}", 1, len(plan.receivers), 9)
-
-
-def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
-    return Processes(
-        4,
-        {
-            ActorWorker.open_weights: lambda plans: [[link(plan) for plan in of_rank] for of_rank in plans],
-            ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
-            ActorWorker.push_weights: lambda version: [sends(version)] * 4,
-        },
-    )
-
-
-def places_told(replicas: Processes) -> list[list[tuple[str, int]]]:
-    """For each worker of each replica the sender and the number it connects with."""
-    told = replicas.calls[RolloutWorker.connect_weights]
-    return [[(link.address, number) for link, number in each] for each in told]
+from tests.unit.trainer.worker_groups.fake_processes import (
+    Processes,
+    actor,
+    as_group,
+    group_of,
+    places_told,
+    receipt,
+    spec_of,
+)
 
 
 async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
@@ -226,34 +136,37 @@ async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Process
         await weights.push(1)
 
 
+@pytest.mark.parametrize("is_validation", [False, True])
 @pytest.mark.parametrize(
-    ("placement", "pool", "sleeps"),
+    ("placement", "pool", "shares"),
     [
         ({"actor": "train", "critic": "write", "rollout": ["train", "write"]}, "write", True),
         ({"actor": "train", "rollout": ["write"]}, "write", False),
     ],
 )
-async def test_engines_beside_a_role_that_trains_sleep_when_their_responses_are_written(
-    placement: dict[str, Any], pool: str, sleeps: bool
+async def test_engines_beside_a_role_that_trains_sleep_at_the_end_of_a_generation_but_not_of_a_validation(
+    placement: dict[str, Any], pool: str, shares: bool, is_validation: bool
 ) -> None:
-    for streams in (False, True):
-        # `collect` answers that there is no rest.
-        engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
-        rollout = RolloutGroup(as_group(engines), spec_of(placement), pool)
-        prompts = cast("Table", range(4))
+    engines = Processes(2, {})
 
-        if streams:
-            assert [part async for part in rollout.stream(prompts, 1)] == []
-        else:
-            await rollout.generate(prompts, 1)
+    await RolloutGroup(as_group(engines), spec_of(placement), pool).begin(1, is_validation=is_validation).end()
 
-        assert (list(engines.calls)[-1] is RolloutWorker.sleep) is sleeps
+    assert (RolloutWorker.sleep in engines.calls) is (shares and not is_validation)
 
 
-async def test_engines_stay_awake_after_validation() -> None:
-    engines = Processes(2, {RolloutWorker.generate: lambda prompts, *_: prompts})
+async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_of_them() -> None:
+    collected = Collected((7, 4), StoredRows({}, 2, {Keys.RESPONSE_MASK: [3.0, 5.0]}, {}))
+    engines = Processes(2, {RolloutWorker.collect: lambda num_rows: collected if num_rows == 2 else None})
     rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+    generating = rollout.begin(3, is_validation=False)
+    prompts = cast("Table", object())
 
-    await rollout.generate_for_validation(cast("Table", range(4)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ppojob_trainer.worker_groups.table.ray.put", lambda value: value)
+        report = await generating.exchange(1, [4, 7, 8], prompts, 2)
 
-    assert list(engines.calls) == [RolloutWorker.generate]
+    assert engines.arguments[RolloutWorker.begin] == (prompts, [4, 7, 8], 3, 1, False)
+    assert report.rows == (7, 4)
+    assert report.batch is not None
+    assert report.batch.sums[Keys.RESPONSE_MASK] == (3.0, 5.0)
+    assert (await generating.exchange(1, [], None, 1)).rows == ()

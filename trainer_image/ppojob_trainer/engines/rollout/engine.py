@@ -24,11 +24,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.errors import EngineArgumentError, GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
     SCHEDULER,
+    Capacity,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
@@ -77,6 +78,12 @@ class RolloutEngine:
         """
         self._gpu_free_file.touch()
 
+    def capacity(self) -> Capacity:
+        """Return what the engine computes at the same time; it must have started."""
+        config = self._running().vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return Capacity(scheduler.max_num_seqs, (cache.num_gpu_blocks or 0) * (cache.block_size or 0))
+
     @property
     def _gpu_free_file(self) -> Path:
         return Path(self._folder.name) / "gpu-is-free"
@@ -118,12 +125,15 @@ class RolloutEngine:
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield (index of the prompt, its response) as each response finishes.
 
+        Several streams may run at the same time. A response that was yielded keeps no weights from being loaded.
+
         Args:
             prompts: token ids, each with at least one token and room for `max_tokens` more.
             seeds: one for each; a prompt with its seed gives the same response in any batch.
 
         Raises:
-            RolloutError: weights are missing, a request was refused, or the engine exited.
+            RolloutError: weights are missing, or a request was refused.
+            EngineLostError: the engine exited.
             GenerationTimeoutError: the last response took longer than `timeout_seconds` of the options.
         """
         self._check_ready()
@@ -134,6 +144,9 @@ class RolloutEngine:
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._num_running += len(tasks)
+        for task in tasks:
+            # Added before those of `as_completed`, so the response is not counted any more when it is yielded.
+            task.add_done_callback(self._count_down)
         try:
             for done in asyncio.as_completed(tasks, timeout=self.options.timeout_seconds):
                 yield await done
@@ -143,8 +156,10 @@ class RolloutEngine:
                 f"{left} of {len(prompts)} responses were not finished after {self.options.timeout_seconds:g} s"
             ) from error
         finally:
-            self._num_running -= len(tasks)
             await _cancel(tasks)
+
+    def _count_down(self, _: asyncio.Task[Any]) -> None:
+        self._num_running -= 1
 
     async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:
         """Connect to the trainer's senders, whose `prepare` runs at the same time.
@@ -182,7 +197,10 @@ class RolloutEngine:
         if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
             return
         self._refuse_while_running("the engine cannot sleep now")
-        await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
+        try:
+            await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited before it slept: {error}") from error
         self._is_asleep, self._has_weights = True, False
 
     async def wake(self, part: str | None = None) -> None:
@@ -191,6 +209,15 @@ class RolloutEngine:
             return
         await self._running().wake_up(tags=None if part is None else [part])
         self._is_asleep = part == "weights"
+
+    def check(self) -> None:
+        """Find out whether the engine still runs.
+
+        Raises:
+            EngineLostError: one of its processes exited.
+        """
+        if self._running().errored:
+            raise EngineLostError("vLLM's engine exited while it was idle")
 
     async def shutdown(self) -> None:
         """Terminate the engine and its child process. It cannot be used afterwards."""
@@ -209,7 +236,9 @@ class RolloutEngine:
                 {"prompt_token_ids": prompt}, sampling_parameters(sampling, seed), request_id
             ):
                 final = output
-        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited: {error}") from error
+        except (EngineGenerateError, ValueError) as error:
             raise RolloutError(f"vLLM failed at prompt {index} of {len(prompt)} tokens: {error}") from error
         if final is None:
             raise RolloutError(f"vLLM ended prompt {index} without an answer")

@@ -115,6 +115,14 @@ class RolloutOptions:
         )
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """How much an engine computes at the same time: sequences, and tokens in the cache. 0 tokens: unknown."""
+
+    num_sequences: int
+    cache_tokens: int
+
+
 def environment(options: RolloutOptions, num_threads: int | None = None) -> dict[str, str]:
     """Return the environment variables for the engine's process; see `engines.environment`."""
     common = base_environment(options.device, num_threads) | {

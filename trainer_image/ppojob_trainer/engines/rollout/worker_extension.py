@@ -39,9 +39,12 @@ class WeightReceiverExtension:
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.
 
+        An earlier connection is closed; it included an engine that was lost.
+
         Returns:
             The transports by which this worker passes weights on.
         """
+        self.ppojob_disconnect_weights()
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
         self.ppojob_num_copied = 0

@@ -92,11 +92,13 @@ class LinkPlan:
 class Receivers:
     """The vLLM workers of all replicas of a pool; each receives full tensors and keeps its part of them.
 
-    on_actor: worker i runs on the GPU of FSDP rank i.
+    on_actor: worker i runs on the GPU of FSDP rank i. lost: workers that receive nothing any more, because their engine
+    was lost.
     """
 
     number: int
     on_actor: bool
+    lost: frozenset[int] = frozenset()
 
 
 def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -> list[LinkPlan]:
@@ -109,14 +111,15 @@ def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -
     apart: list[int] = []
     first = 0
     for pool in receivers:
-        numbers = range(first, first + pool.number)
-        first += pool.number
+        numbers = [first + worker for worker in range(pool.number) if worker not in pool.lost]
         if not pool.on_actor or device is Device.CPU:
             apart += numbers
+            first += pool.number
             continue
         if pool.number > num_ranks:
             raise ValueError(f"{pool.number} rollout workers cannot share the GPUs of {num_ranks} actor ranks")
-        plans += [LinkPlan(rank, "cuda_ipc", (number,)) for rank, number in enumerate(numbers)]
+        plans += [LinkPlan(number - first, "cuda_ipc", (number,)) for number in numbers]
+        first += pool.number
     if apart:
         plans.append(LinkPlan(0, "gloo" if device is Device.CPU else "nccl", tuple(apart)))
     return plans

@@ -122,7 +122,12 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
-        """Open the weight links, one for each plan; a rank without a plan only takes part in gathering."""
+        """Open the weight links, one for each plan; a rank without a plan only takes part in gathering.
+
+        Earlier links are closed.
+        """
+        if self._sender is not None:
+            self._sender.close()
         self._sender = WeightSender(
             self.engine.weights(), plans, self.context.address, self.context.timeout_s, device=self.parallel.device
         )

@@ -7,7 +7,7 @@ and reads the responses that a checkpoint has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,34 @@ def with_samples(prompts: DataProto, samples: int) -> DataProto:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """See `controller.ports.Sample`: one row of prompts."""
+
+    prompt: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class ReadPrompts:
+    """Prompts of a step or of the validation, each repeated for its samples: references to them, and what they are.
+
+    prompts: without the repetitions.
+    """
+
+    rows: StoredRows
+    prompts: tuple[Prompt, ...]
+    num_samples: int
+    epoch: int = 0
+
+    @classmethod
+    def of(cls, batch: DataProto, num_samples: int, epoch: int = 0) -> ReadPrompts:
+        """Store a batch of prompts."""
+        tokens = zip(batch.array(Keys.INDEX).tolist(), batch.ragged(Keys.PROMPT_IDS).to_lists(), strict=True)
+        prompts = tuple(Prompt(index, len(token_ids)) for index, token_ids in tokens)
+        return cls(store_rows(with_samples(batch, num_samples)), prompts, num_samples, epoch)
+
+
+@dataclass(frozen=True)
 class LoadedData:
     """Facts about the data.
 
@@ -73,7 +101,7 @@ class DataWorker:
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self.spec = spec
         self._loader: PromptLoader | None = None
-        self._validation: StoredRows | None = None
+        self._validation: ReadPrompts | None = None
         self._positions: dict[int, dict[str, Any]] = {}
 
     @property
@@ -97,22 +125,22 @@ class DataWorker:
         if data.validation is not None:
             dataset = self._dataset(data.validation, tokenizer)
             prompts = dataset.batch(range(len(dataset)))
-            self._validation = store_rows(with_samples(prompts, self.spec.rollout.validation.samples_per_prompt))
+            self._validation = ReadPrompts.of(prompts, self.spec.rollout.validation.samples_per_prompt)
             names |= dataset.data_sources()
         return LoadedData(sorted(names), self._loader.steps_per_epoch)
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def next_batch(self, step: int, count: int | None) -> tuple[StoredRows, int]:
-        """Return prompts for a step, each repeated for its samples, and their epoch; see `PromptLoader.next_batch`."""
+    def next_batch(self, step: int, count: int | None) -> ReadPrompts:
+        """Return prompts for a step; see `PromptLoader.next_batch`."""
         batch = self.loader.next_batch(count)
         # No entry of the rows: with dynamic sampling a batch may have prompts of two epochs.
         epoch: int = batch.meta_info.pop(Meta.EPOCH)
         self._positions[step] = self.loader.state_dict()
         self._positions.pop(step - _KEPT_POSITIONS, None)
-        return store_rows(with_samples(batch, self.spec.rollout.samples_per_prompt)), epoch
+        return ReadPrompts.of(batch, self.spec.rollout.samples_per_prompt, epoch)
 
     @register(dispatch=Dispatch.RANK_ZERO)
-    def validation_batch(self) -> StoredRows:
+    def validation_batch(self) -> ReadPrompts:
         """Return all validation prompts."""
         assert self._validation is not None, "the spec has no validation data"
         return self._validation
@@ -131,6 +159,11 @@ class DataWorker:
         """
         self.loader.load_state_dict(state)
         self._positions[step] = self.loader.state_dict()
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=ROLLOUT_COLUMNS)
+    def keep(self, batch: DataProto) -> DataProto:
+        """Return a batch of other processes, which is then stored by this one."""
+        return batch
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=ROLLOUT_COLUMNS)
     def save_rows(self, batch: DataProto, location: str) -> Metrics:
@@ -166,7 +199,14 @@ class PromptsOfStep:
     """See `controller.ports.Prompts`."""
 
     batch: Table
+    samples: Sequence[Prompt]
     epoch: int
+
+    @classmethod
+    def of(cls, read: ReadPrompts) -> PromptsOfStep:
+        """Take over what the data's process returned."""
+        samples = [prompt for prompt in read.prompts for _ in range(read.num_samples)]
+        return cls(Table.of_stored(read.rows), samples, read.epoch)
 
 
 class DataGroup:
@@ -177,12 +217,15 @@ class DataGroup:
 
     async def prompts(self, step: int, count: int | None = None) -> PromptsOfStep:
         """See `DataPort`."""
-        stored, epoch = await self.group.call(DataWorker.next_batch, step, count)
-        return PromptsOfStep(Table.of_stored(stored), epoch)
+        return PromptsOfStep.of(await self.group.call(DataWorker.next_batch, step, count))
 
-    async def validation_prompts(self) -> Table:
+    async def validation_prompts(self) -> PromptsOfStep:
         """See `DataPort`."""
-        return Table.of_stored(await self.group.call(DataWorker.validation_batch))
+        return PromptsOfStep.of(await self.group.call(DataWorker.validation_batch))
+
+    async def keep(self, batch: Table) -> Table:
+        """See `DataPort`."""
+        return await self.group.call(DataWorker.keep, batch)
 
     async def state(self, step: int) -> dict[str, Any]:
         """See `DataPort`."""

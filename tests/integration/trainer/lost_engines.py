@@ -1,0 +1,79 @@
+"""Replicas that lose their engine in the middle of a generation, after some responses were reported.
+
+A worker's process must be able to import them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import psutil  # type: ignore[import-untyped]
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.protocol import DataProto
+from ppojob_trainer.telemetry import current_phase
+from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
+
+LOST_POOL, LOST_STEP, LOST_PART = "critic", 2, 3
+"""The engine of this pool is lost in this step, when it reports for this time."""
+
+
+class _LosesAnEngine(RolloutWorker):
+    num_parts = 0
+
+    def _batch(self, prompt_ids: list[list[int]], written: Sequence[Any]) -> DataProto:
+        phase = current_phase()
+        if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", LOST_STEP, f"rollout_{LOST_POOL}"):
+            self.num_parts += 1
+            if self.num_parts == LOST_PART:
+                self.lose()
+        return super()._batch(prompt_ids, written)
+
+    def lose(self) -> None:
+        raise NotImplementedError
+
+
+class LosesItsProcess(_LosesAnEngine):
+    """Its process is killed, with the responses that it has stored."""
+
+    def lose(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LosesVllm(_LosesAnEngine):
+    """The process of vLLM that computes is killed."""
+
+    def lose(self) -> None:
+        kill_children()
+
+
+class LosesIdleVllm(RolloutWorker):
+    """The process of vLLM that computes is killed when the engine is asked, before a push, whether it runs."""
+
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
+        super().__init__(context, spec, pool)
+        check = self._engine.check
+
+        def after_a_kill() -> None:
+            phase = current_phase()
+            if pool == LOST_POOL and phase is not None and phase.step == LOST_STEP:
+                kill_children()
+                deadline = time.monotonic() + 60
+                while not self._engine._running().errored and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            check()
+
+        cast("Any", self._engine).check = after_a_kill
+
+
+def kill_children() -> None:
+    """Kill all processes of vLLM that this replica started."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, timeout=60)

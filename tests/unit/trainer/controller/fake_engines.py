@@ -1,0 +1,117 @@
+"""Rollout engines without processes, in virtual time; a test can let one be lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.unit.trainer.controller.fake_world import FakeBatch, World, number_of
+
+
+@dataclass(frozen=True)
+class FakeCapacity:
+    num_sequences: int = 1024
+    cache_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    rows: Sequence[int] = ()
+    batch: FakeBatch | None = None
+    failure: Exception | None = None
+    are_rows_lost: bool = False
+
+
+@dataclass(frozen=True)
+class FakeRollout:
+    batch: FakeBatch
+    prompt_lengths: Sequence[int] = (4, 6)
+    response_lengths: Sequence[int] = (2, 8)
+
+
+class FakeRollouts:
+    """Engines of a pool. Those of all pools draw the same. What an engine gets at once takes one duration together.
+
+    suffix: of the names of their phases, for a pool that is shared.
+    """
+
+    def __init__(self, world: World, suffix: str = "", num_engines: int = 1) -> None:
+        self.world, self.suffix = world, suffix
+        self.lost: dict[int, Exception] = {}
+        self._num_engines = num_engines
+
+    @property
+    def engines(self) -> dict[int, FakeCapacity]:
+        return {number: FakeCapacity() for number in range(self._num_engines) if number not in self.lost}
+
+    @property
+    def num_lost(self) -> int:
+        return len(self.lost)
+
+    def begin(self, step: int, *, is_validation: bool) -> FakeGenerating:
+        return FakeGenerating(self, step, is_validation)
+
+    def joined(self, batch: FakeBatch) -> FakeRollout:
+        return FakeRollout(batch, (4, 6) * (len(batch) // 2), (2, 8) * (len(batch) // 2))
+
+
+@dataclass
+class _Writing:
+    """A row that is being written; the phase of all that came with it ends at its last row."""
+
+    end: float
+    phase: asyncio.Task[None]
+    is_last: bool
+
+
+class FakeGenerating:
+    """The last of several rows is written in half of the time."""
+
+    def __init__(self, rollouts: FakeRollouts, step: int, is_validation: bool) -> None:
+        self._rollouts, self._step, self._is_validation = rollouts, step, is_validation
+        self._held: dict[int, dict[int, _Writing]] = {}
+        self._num_exchanges: dict[int, int] = {}
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._weights = rollouts.world.rollout
+
+    async def exchange(self, engine: int, rows: Sequence[int], prompts: FakeBatch | None, num_rows: int) -> FakeReport:
+        world, suffix = self._rollouts.world, self._rollouts.suffix
+        held = self._held.setdefault(engine, {})
+        if prompts is not None:
+            assert suffix not in world.asleep, "the engine released its weights when it slept"
+            assert len(prompts) == len(rows)
+            held |= self._begin(rows)
+            self._prompts |= dict(zip(rows, prompts.rows, strict=False))
+        first = sorted(held, key=lambda row: held[row].end)[:num_rows]
+        self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
+        loss = world.losses.get((suffix, engine, self._step))
+        if loss is not None and loss.exchange == self._num_exchanges[engine] and not self._rollouts.lost:
+            await world.time.sleep(loss.after_s)
+            self._rollouts.lost[engine] = loss.failure
+            return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)
+        for row in first:
+            await (held[row].phase if held[row].is_last else world.time.sleep(max(0.0, held[row].end - world.time.now)))
+        assert world.rollout == self._weights, "the engines got other weights while they generated"
+        for row in first:
+            del held[row]
+        of_what = "validation" if self._is_validation else self._step
+        world.written.append((suffix, engine, self._step, first))
+        known = tuple(self._prompts[row] for row in first if row in self._prompts)
+        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, known))
+
+    def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
+        world, what = self._rollouts.world, "validate" if self._is_validation else "generate"
+        name = f"{what}{self._rollouts.suffix}"
+        if not self._is_validation:
+            world.generated[self._step] = self._weights
+        taken = world.durations[name]
+        phase = asyncio.create_task(world.phase(name, 0 if self._is_validation else self._step))
+        early = rows[-1] if len(rows) > 1 else None
+        return {
+            row: _Writing(world.time.now + (taken / 2 if row == early else taken), phase, row != early) for row in rows
+        }
+
+    async def end(self) -> None:
+        if self._rollouts.world.engines_sleep and not self._is_validation:
+            self._rollouts.world.asleep.add(self._rollouts.suffix)

@@ -1,0 +1,28 @@
+"""The replicas of a rollout, as groups that answer from a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker
+from tests.unit.trainer.worker_groups.fake_processes import (
+    Processes,
+    receipt,
+)
+
+
+@pytest.fixture
+def replicas() -> Processes:
+    """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
+    return Processes(
+        2,
+        {
+            RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)],
+            RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]],
+        },
+    )
+
+
+@pytest.fixture
+def holders() -> Processes:
+    return Processes(2, {GpuHolder.visible_gpu: lambda: ["1", "3"]})

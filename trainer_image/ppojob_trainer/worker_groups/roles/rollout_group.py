@@ -1,0 +1,215 @@
+"""The engines of a pool as the controller calls them; see `rollout` for their processes.
+
+The controller decides which engine gets which rows (`controller.sample_queue`). This module passes them on, and tells
+an engine that was lost from every other failure:
+
+    lost process (its node, its pod, a signal)    what it reported was stored there and is lost, too
+    lost vLLM (`EngineLostError`)                 the process stays, because it has the responses that it reported
+    out of memory                                 no loss: the other engines would follow, so the attempt ends
+
+Nothing restarts a lost engine: the weights' connections are opened again without it, and the next attempt has all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.errors import EngineLostError
+from ppojob_trainer.engines.rollout.options import Capacity
+from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.dispatch import RemoteMethod
+from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
+from ppojob_trainer.worker_groups.futures import Future
+from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
+
+__all__ = ["Report", "RolloutGroup", "RolloutOfStep"]
+
+logger = logging.getLogger(__name__)
+
+Command: TypeAlias = RemoteMethod[RolloutWorker, [], None, [], Future[list[None]]]
+"""A method of a replica without arguments or answer."""
+
+
+@dataclass(frozen=True)
+class RolloutOfStep:
+    """See `controller.ports.Rollout`."""
+
+    batch: Table
+
+    @property
+    def prompt_lengths(self) -> Sequence[int]:
+        """Tokens of each prompt."""
+        return [total - response for total, response in zip(self.batch.tokens, self.response_lengths, strict=True)]
+
+    @property
+    def response_lengths(self) -> Sequence[int]:
+        """Tokens of each response."""
+        return [int(length) for length in self.batch.sums[Keys.RESPONSE_MASK]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """See `controller.ports.Reported`."""
+
+    rows: Sequence[int] = ()
+    batch: Table | None = None
+    failure: WorkerGroupError | None = None
+    are_rows_lost: bool = False
+
+    @classmethod
+    def of(cls, collected: Collected | None) -> Report:
+        """Take over what a replica returned."""
+        return cls() if collected is None else cls(collected.numbers, Table.of_stored(collected.rows))
+
+
+def is_loss(failure: WorkerGroupError) -> bool:
+    """Whether a replica failed because its process or vLLM's processes exited."""
+    return isinstance(failure, WorkerLostError) or isinstance(failure.__cause__, EngineLostError)
+
+
+class RolloutGroup:
+    """See `controller.ports.RolloutPort`. An engine's number is its replica's rank."""
+
+    def __init__(
+        self,
+        group: WorkerGroup[RolloutWorker],
+        spec: PPOJobSpec,
+        pool: str,
+        holders: WorkerGroup[GpuHolder] | None = None,
+    ) -> None:
+        """`holders`: those of the first replica's other GPUs, then of the second's, ...; None: one GPU per replica."""
+        self._group, self.pool, self._holders = group, pool, holders
+        self.num_replicas = len(group)
+        self.num_workers = len(group) + (0 if holders is None else len(holders))
+        self.sleeps = spec.engines_sleep_in(pool)
+        self.has_actor = pool == spec.placement.actor
+        self.lost: Mapping[int, WorkerGroupError] = {}
+        """The replicas without an engine, and why."""
+        self._capacities: Sequence[Capacity] = ()
+        self._generations = itertools.count(1)
+
+    @property
+    def engines(self) -> dict[int, Capacity]:
+        """See `RolloutPort`; empty before `load`."""
+        return {rank: capacity for rank, capacity in enumerate(self._capacities) if rank not in self.lost}
+
+    @property
+    def num_lost(self) -> int:
+        """See `RolloutPort`."""
+        return len(self.lost)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the replicas whose engines were not lost."""
+        return [rank for rank in range(self.num_replicas) if rank not in self.lost]
+
+    @property
+    def group(self) -> WorkerGroup[RolloutWorker]:
+        """The replicas whose engines were not lost, in the order of `ranks`."""
+        return self._group.only(*self.ranks) if self.lost else self._group
+
+    @property
+    def groups(self) -> list[WorkerGroup[Any]]:
+        """All processes that are left: those of the replicas, and those that reserve GPUs for them."""
+        without = [rank for rank, failure in self.lost.items() if isinstance(failure, WorkerLostError)]
+        left = [rank for rank in range(self.num_replicas) if rank not in without]
+        return [
+            self._group.only(*left) if without else self._group,
+            *([] if self._holders is None else [self._holders]),
+        ]
+
+    async def begin_load(self) -> None:
+        """Start the engines' processes, which load their libraries and then wait for `load`."""
+        gpus = [] if self._holders is None else await self._holders.call(GpuHolder.visible_gpu)
+        each = len(gpus) // self.num_replicas
+        of_replicas = [gpus[replica * each : (replica + 1) * each] for replica in range(self.num_replicas)]
+        await self._group.call(RolloutWorker.begin_load, of_replicas)
+
+    async def load(self) -> None:
+        """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
+        self._capacities = await self._group.call(RolloutWorker.load)
+
+    def begin(self, step: int, *, is_validation: bool) -> EnginesOfGeneration:
+        """See `RolloutPort`."""
+        return EnginesOfGeneration(self, next(self._generations), step, is_validation)
+
+    def joined(self, batch: Table) -> RolloutOfStep:
+        """See `RolloutPort`."""
+        return RolloutOfStep(batch)
+
+    def one(self, rank: int) -> WorkerGroup[RolloutWorker]:
+        """Return one replica."""
+        return self._group.only(rank)
+
+    async def find_lost(self) -> None:
+        """Find the engines that were lost while they were idle.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.check) for rank in self.ranks))
+
+    async def sleep(self) -> None:
+        """Let the engines release their memory if they share their GPUs.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        if self.sleeps:
+            await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.sleep) for rank in self.ranks))
+
+    async def _unless_lost(self, rank: int, method: Command) -> None:
+        try:
+            await self.one(rank).call(method)
+        except WorkerGroupError as error:
+            if not is_loss(error):
+                raise
+            self.lose(rank, error)
+
+    def lose(self, rank: int, failure: WorkerGroupError) -> None:
+        """Record that a replica has no engine any more, and end what is left of it."""
+        self.lost = {**self.lost, rank: failure}
+        text = "%s. Engines left in pool %s: %d. Other engines repeat its samples, and the run continues without it"
+        logger.warning(text, failure, self.pool, len(self.ranks))
+        if not isinstance(failure, WorkerLostError):
+            # Nobody waits for it: the process is needed only for the responses that it has stored.
+            self._group.only(rank).call(RolloutWorker.stop)
+
+
+class EnginesOfGeneration:
+    """See `controller.ports.Generating`."""
+
+    def __init__(self, rollout: RolloutGroup, number: int, step: int, is_validation: bool) -> None:
+        self._rollout = rollout
+        self._number, self._step, self._is_validation = number, step, is_validation
+
+    async def exchange(self, engine: int, rows: Sequence[int], prompts: Table | None, num_rows: int) -> Report:
+        """See `Generating`. Two calls, and the replica executes them in this order."""
+        replica = self._rollout.one(engine)
+        try:
+            begun = None
+            if prompts is not None:
+                about = (list(rows), self._step, self._number, self._is_validation)
+                begun = replica.call(RolloutWorker.begin, prompts, *about)
+            collecting = replica.call(RolloutWorker.collect, num_rows)
+            if begun is not None:
+                await begun
+            return Report.of(await collecting)
+        except WorkerGroupError as error:
+            if not is_loss(error):
+                raise
+            self._rollout.lose(engine, error)
+            return Report(failure=error, are_rows_lost=isinstance(error, WorkerLostError))
+
+    async def end(self) -> None:
+        """See `Generating`: engines that share their GPU sleep, except after a validation."""
+        if not self._is_validation:
+            await self._rollout.sleep()
