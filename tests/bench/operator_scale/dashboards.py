@@ -6,16 +6,22 @@ addresses to this server, which answers `/api/jobs/` as Ray does: what was submi
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from tools.cluster.addresses import FAKE_POD_CIDR
+
+LOCK = Path(tempfile.gettempdir()) / "ppojob-fake-dashboards.lock"
+"""Whoever holds it has the machine's one rule for the fake heads' addresses."""
 
 
 class Dashboards:
@@ -59,15 +65,20 @@ async def serving() -> AsyncIterator[Dashboards]:
 
 @contextmanager
 def redirected(port: int) -> Iterator[None]:
-    """Lead this machine's own connections to the fake heads' dashboards to a port of this machine."""
+    """Lead this machine's own connections to the fake heads' dashboards to a port of this machine.
+
+    There is one such rule at a time: a second process that needs one waits until the first has removed its own.
+    """
     rule = [
         "OUTPUT",
         *("--protocol", "tcp", "--destination", FAKE_POD_CIDR, "--dport", str(RAY_HEAD_PORTS["dashboard"])),
         *("--jump", "REDIRECT", "--to-ports", str(port)),
     ]
     change = ["iptables", "--wait", "--table", "nat"]
-    subprocess.run([*change, "--insert", *rule], check=True, timeout=30)
-    try:
-        yield
-    finally:
-        subprocess.run([*change, "--delete", *rule], check=True, timeout=30)
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([*change, "--insert", *rule], check=True, timeout=30)
+        try:
+            yield
+        finally:
+            subprocess.run([*change, "--delete", *rule], check=True, timeout=30)

@@ -186,12 +186,13 @@ def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     after = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
     helm("uninstall", "ppojob", where, "--wait")
 
-    # Nothing was written. Fields that were renamed are not shown any more.
+    # Nothing was written. Fields that were renamed or removed are not shown any more.
     assert after["metadata"] == before["metadata"]
     assert after["status"] == before["status"]
     assert sorted(lost(before["spec"], after["spec"])) == [
         "spec.data.train.type",
         "spec.data.validation.type",
+        "spec.runPolicy.infrastructureBackoffLimit",
         "spec.storage.persistentVolumeClaim",
     ]
     # The operator of the chart before knows no Lease: its pod must be gone before the new one decides.

@@ -44,6 +44,7 @@ OTHER_WORDS = {
     "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
     "tensor parallel size that does not divide the node": "actor.tensorParallelSize times sequenceParallelSize must",
     "tensor parallel size that spans nodes": "must divide gpusPerNode of the actor's pool",
+    "tensor and sequence parallelism for more GPUs than a node has": "must divide gpusPerNode of the actor's pool",
     "copies that do not fill the pool": "actor.fsdpSize must be a multiple of sequenceParallelSize",
     "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
     "another version": 'no matches for kind "PPOJob" in version "ppojob.dev/v2"',

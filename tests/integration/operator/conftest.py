@@ -1,5 +1,6 @@
 """The operator as a process of this machine, with the rights that the chart gives it, on the real API server."""
 
+import asyncio
 import base64
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.bench.operator_scale.dashboards import serving
 from tests.integration.operator.hiding_proxy import HidingProxy
 from tests.ports import server_port
 from tools.cluster import operators
@@ -30,6 +33,7 @@ CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"
 _START_SECONDS = 60
 _STOP_SECONDS = 40
+_DASHBOARDS_SECONDS = 360
 
 
 @dataclass
@@ -354,3 +358,23 @@ def fake_nodes(cluster: Any) -> Iterator[FakeNodes]:
     yield nodes
     for kind in kinds:
         remove_nodes(layout, prefix=f"{nodes.prefix}-{kind}")
+
+
+@pytest.fixture(scope="module")
+def dashboards() -> Iterator[None]:
+    """Ray's dashboards of all fake heads: what is submitted there runs. One module at a time has them."""
+    is_up, is_over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with serving():
+            is_up.set()
+            await asyncio.to_thread(is_over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="dashboards")
+    thread.start()
+    try:
+        assert is_up.wait(_DASHBOARDS_SECONDS)
+        yield
+    finally:
+        is_over.set()
+        thread.join(30)

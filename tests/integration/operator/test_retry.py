@@ -10,9 +10,8 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_RETRY, Condition, Reason
 from tests.integration.operator.test_placement import fake_head, fake_pool
-from tests.integration.operator.test_silence import dashboards as dashboards
 
-pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(800)]
 
 RULES = [{"reasons": ["ClusterDeleted"], "action": "Fail"}]
 

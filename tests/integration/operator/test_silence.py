@@ -3,41 +3,18 @@
 The pods are on nodes that exist only in the API server, and the bench's server stands in for Ray's dashboard.
 """
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from tests.bench.operator_scale.dashboards import serving
 from tests.integration.operator.test_placement import fake_head, fake_pool
 from tests.integration.operator.test_replicas import sender_of
 
-pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(800)]
 
 SILENCE_LIMIT_SECONDS = 120.0
-
-
-@pytest.fixture(scope="module")
-def dashboards() -> Iterator[None]:
-    """Ray's dashboards of all fake heads: what is submitted there runs."""
-    is_up, is_over = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with serving():
-            is_up.set()
-            await asyncio.to_thread(is_over.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="dashboards")
-    thread.start()
-    try:
-        assert is_up.wait(30)
-        yield
-    finally:
-        is_over.set()
-        thread.join(30)
 
 
 @pytest.fixture(scope="module")
