@@ -119,8 +119,9 @@ def test_its_gpu_time_is_counted_and_stands_still_while_it_is_suspended(story: S
 
     assert (before["gpus"], after["gpus"]) == (0, 0)
     assert 0 < held[0] < held[1]
-    assert 0 < idle[0] < held[0]
-    assert idle[0] < idle[1] < held[1]
+    # The start is idle; whether a count fell into the few short steps is left open.
+    assert 0 < idle[0] <= held[0]
+    assert idle[0] < idle[1] <= held[1]
     born, ended = (datetime.fromisoformat(time) for time in (done["metadata"]["creationTimestamp"], after["time"]))
     assert held[1] < 3 * (ended - born).total_seconds() / 3600
 

@@ -275,12 +275,14 @@ class GPUUsage(ApiModel):
     gpu_hours: Number
     """GPU-hours for which the job has held GPUs."""
     idle_gpu_hours: Number
-    """Idle GPU-hours, part of gpuHours: start, loading, saving, the time between attempts, and in a step the share in
-    which the pool waits, as in pools[].busyFraction."""
+    """Idle GPU-hours, part of gpuHours: until the end of the first step, loading, saving, between attempts, and in a
+    step the share in which the pool waits, as in pools[].busyFraction."""
     gpus: int = Field(ge=0)
-    """GPUs that the job holds. Their time since `time` is not in gpuHours yet."""
+    """GPUs that the job held at `time`. What they have held since then is not in gpuHours yet."""
+    busy_fraction: Number
+    """Share of these GPUs that computed at `time`, as in the last step; 0 outside the steps."""
     time: Time
-    """End of the counted time. It is counted at each change of the status, and every ten minutes."""
+    """End of the counted time. Time is counted at each change of the status, and every ten minutes."""
 
 
 class RetryStatus(ApiModel):

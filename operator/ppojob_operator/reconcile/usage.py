@@ -1,6 +1,7 @@
 """Policy: the GPU time of a job, for `status.gpuUsage`.
 
     hours += GPUs held since the last count * time since then          at each change of the status, else every 10 min
+    idle hours += the same * (1 - busy share at the last count)
 
 `decide` adds it to the plan. GPUs are counted from the binding of a pod to its node until the pod ends, or until the
 job needs no pods any more: suspended or finished.
@@ -30,20 +31,27 @@ def counted(plan: Plan, job: Job, observed: Observed, now: datetime) -> Plan:
     before = job.status.gpu_usage
     desired = owned(job.status) if plan.status is None else plan.status
     gpus = 0 if desired.get("phase") in _WITHOUT_GPUS else _held(job, observed)
+    busy = _busy(job.status) if gpus else Decimal(0)
     if before is None:
         if not gpus:
             return plan
-        before = GPUUsage(gpu_hours="0", idle_gpu_hours="0", gpus=0, time=format_time(now))
-    elif plan.status is None and gpus == before.gpus and not (gpus and now - parse_time(before.time) >= INTERVAL):
+        before = GPUUsage(gpu_hours="0", idle_gpu_hours="0", gpus=0, busy_fraction="0", time=format_time(now))
+    elif plan.status is None and not _is_due(before, gpus, busy, now):
         return plan
     hours = before.gpus * _seconds_since(before.time, now) / _HOUR
     usage = GPUUsage(
         gpu_hours=_sum(before.gpu_hours, hours),
-        idle_gpu_hours=_sum(before.idle_gpu_hours, hours * (1 - _busy(job.status))),
+        idle_gpu_hours=_sum(before.idle_gpu_hours, hours * (1 - Decimal(before.busy_fraction))),
         gpus=gpus,
+        busy_fraction=str(busy.quantize(_DIGITS)),
         time=format_time(now),
     )
     return replace(plan, status={**desired, "gpuUsage": usage.to_wire()})
+
+
+def _is_due(before: GPUUsage, gpus: int, busy: Decimal, now: datetime) -> bool:
+    has_changed = gpus != before.gpus or (busy > 0) != (Decimal(before.busy_fraction) > 0)
+    return has_changed or (gpus > 0 and now - parse_time(before.time) >= INTERVAL)
 
 
 def _held(job: Job, observed: Observed) -> int:
@@ -56,7 +64,7 @@ def _held(job: Job, observed: Observed) -> int:
 
 
 def _busy(status: PPOJobStatus) -> Decimal:
-    """Return the share of the GPU time since the last count in which they computed: as in the last step."""
+    """Return the share of the job's GPUs that compute, as in the last step; 0 outside the steps."""
     progress, gpus = status.progress, sum(pool.gpus or 0 for pool in status.pools)
     if not gpus or progress is None or progress.attempt != status.attempt or progress.activity not in _COMPUTING:
         return Decimal(0)

@@ -48,8 +48,12 @@ def test_pods_that_wait_for_a_node_hold_nothing() -> None:
 def test_the_time_until_the_first_step_is_idle() -> None:
     world = bound()
     assert world.status["gpuUsage"] == {
-        "gpuHours": "0.0000", "idleGPUHours": "0.0000", "gpus": 3, "time": "2026-03-01T12:00:00Z"
-    }  # fmt: skip
+        "gpuHours": "0.0000",
+        "idleGPUHours": "0.0000",
+        "gpus": 3,
+        "busyFraction": "0.0000",
+        "time": "2026-03-01T12:00:00Z",
+    }
 
     assert hours(running()) == (3, 3)
 
@@ -64,11 +68,20 @@ def test_in_a_step_a_gpu_is_idle_while_no_role_of_its_pool_computes() -> None:
 @pytest.mark.parametrize("activity", ["Loading", "Saving", "Exporting"])
 def test_outside_the_steps_all_gpus_are_idle(activity: str) -> None:
     world = running(pools=BUSY)
-    world.trainer_reports(activity, 1, pools=BUSY).settle()
-    before = hours(world)
-    world.wait(HOUR).settle()
+    world.wait(HOUR).trainer_reports(activity, 1, pools=BUSY).settle()
+    assert hours(world) == (6, pytest.approx(3 + 0.9))
+    world.wait(HOUR).trainer_reports("Training", 2, pools=BUSY).settle()
 
-    assert hours(world) == (before[0] + 3, before[1] + 3)
+    assert hours(world) == (9, pytest.approx(6 + 0.9))
+
+
+def test_the_first_step_is_idle_until_its_end_tells_who_computed() -> None:
+    world = running()
+    world.wait(HOUR).trainer_reports(pools=BUSY).settle()
+    assert hours(world) == (6, 6)
+    world.wait(HOUR).trainer_repeats(pools=BUSY).settle()
+
+    assert hours(world) == (9, pytest.approx(6 + 0.9))
 
 
 def test_without_other_changes_it_is_written_every_ten_minutes() -> None:
