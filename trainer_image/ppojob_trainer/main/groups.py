@@ -295,7 +295,7 @@ async def _load_models(
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"], total_steps)
     if groups.own_ref is not None:
-        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"])
+        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"], total_steps)
     if groups.reward.model is not None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     loading = {

@@ -1,6 +1,6 @@
 """AdamW with gradient clipping and a learning-rate schedule, which skips a step whose gradient is not finite.
 
-Called by the update loop, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
+Called by the engine's update, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
 arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. The device itself decides
 whether a step is skipped, so the host waits for no norm before the end of the update. It raises an error after
 `maxNonFiniteSteps` skipped steps in a row.
@@ -47,21 +47,20 @@ class Optimizer:
         """The learning rate of the current update."""
         return self.training.learning_rate * self._factor(self.num_updates)
 
-    def step(self) -> Tensor:
-        """Clip the gradient, update the parameters if it is finite, and clear it. Collective.
-
-        Returns:
-            The gradient's norm before clipping, float32 [] on the device, for `finish_update`.
-        """
+    def clip(self) -> Tensor:
+        """Clip the gradient to `gradClip`; return its norm before that, float32 [] on the device. Collective."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = _full(torch.nn.utils.get_total_norm(gradients))
         if self.training.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
+        return norm
+
+    def step(self, norm: Tensor) -> None:
+        """Update the parameters if the gradient, whose norm `clip` returned, is finite; clear it."""
         # The fused kernel reads it: 1 leaves parameters, moments and their step count unchanged.
         self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return norm
 
     def finish_update(self, norms: Sequence[Tensor]) -> list[float]:
         """Advance the learning rate, once for each update; return the norms of its steps. Waits for the device.
