@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ppojob_api.v1alpha1.algorithm_rules import user_functions
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
+from ppojob_api.v1alpha1.engine_rules import engine_classes
 from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
@@ -22,6 +23,14 @@ _FILE = "^(/.*|hf://datasets/[^/]+/([^/]+/)+[^/]+|(s3|gs)://([^/]+/)+[^/]+)$"
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
+
+_BLOCKS = {
+    "algorithm.advantageFunction": "algorithm.py",
+    "algorithm.policyLossFunction": "algorithm.py",
+    "actor.engineClass": "engine.py",
+    "critic.engineClass": "engine.py",
+}
+"""Blocks with code of the user, and the file in a message's example."""
 
 
 def _path_rule(holder: str, name: str, condition: str, message: str) -> Rule:
@@ -63,12 +72,9 @@ PATH_RULES = [
     _path_rule("reward.function", "path", "startsWith('/')", _words(_ABSOLUTE, "reward.py")),
     _path_rule("reward.function", "path", "endsWith('.py')", _PYTHON),
     *(
-        _path_rule(f"algorithm.{block}", "path", condition, message)
-        for block in ("advantageFunction", "policyLossFunction")
-        for condition, message in (
-            ("startsWith('/')", _words(_ABSOLUTE, "algorithm.py")),
-            ("endsWith('.py')", _PYTHON),
-        )
+        _path_rule(block, "path", condition, message)
+        for block, example in _BLOCKS.items()
+        for condition, message in (("startsWith('/')", _words(_ABSOLUTE, example)), ("endsWith('.py')", _PYTHON))
     ),
     Rule(
         rule="!has(self.workers) || "
@@ -124,7 +130,7 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     function = spec.reward.function
     if function is not None and function.path is not None:
         yield "reward.function.path", function.path
-    for where, own in user_functions(spec):
+    for where, own in (*user_functions(spec), *engine_classes(spec)):
         if own.path is not None:
             yield f"{where}.path", own.path
     for index, worker in enumerate(spec.workers):

@@ -55,12 +55,16 @@ class EngineSetup:
         return self.model.path
 
     @property
+    def section(self) -> str:
+        """The section of the spec that `training` is; the reference's is the actor's."""
+        return "critic" if isinstance(self.training, CriticSpec) else "actor"
+
+    @property
     def sizes(self) -> dict[str, int]:
         """By field of the spec, the number of ranks over which the model is divided."""
-        role = "critic" if isinstance(self.training, CriticSpec) else "actor"
         return {
-            f"{role}.tensorParallelSize": self.training.tensor_parallel_size,
-            f"{role}.sequenceParallelSize": self.training.sequence_parallel_size,
+            f"{self.section}.tensorParallelSize": self.training.tensor_parallel_size,
+            f"{self.section}.sequenceParallelSize": self.training.sequence_parallel_size,
         }
 
     @property

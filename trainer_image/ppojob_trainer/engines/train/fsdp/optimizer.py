@@ -9,15 +9,16 @@ whether a step is skipped, so the host waits for no norm before the end of the u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LearningRateSchedule
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import NonFiniteError
+from ppojob_trainer.engines.train.learning_rate import learning_rate_factor
 
 
 class Optimizer:
@@ -96,26 +97,6 @@ class Optimizer:
     def _set_learning_rate(self) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
-
-
-def learning_rate_factor(training: ActorSpec | CriticSpec, total_steps: int) -> Callable[[int], float]:
-    """Return update number (from 0) -> factor of the learning rate.
-
-    Over the warm-up it rises linearly and reaches 1 in the last warm-up update; the first update is not wasted on a
-    learning rate of 0. Cosine and Linear then fall to 0 at the end of the run.
-    """
-    warmup = training.learning_rate_warmup_steps
-    kind = training.learning_rate_schedule
-
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / warmup
-        if kind is LearningRateSchedule.CONSTANT:
-            return 1.0
-        done = min(1.0, (update - warmup) / max(1, total_steps - warmup))
-        return 1.0 - done if kind is LearningRateSchedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
-
-    return factor
 
 
 def _full(norm: Tensor) -> Tensor:
