@@ -1,8 +1,8 @@
 """Rules of the spec's paths: what is neither a file of the container nor an address is refused before any pod starts.
 
-`rules.py` puts them beside the others, each in CEL and in Python; `sources.py` has the forms of addresses. Whether a
-file is there, only the trainer knows. `ppojob run` makes relative paths of this machine absolute before it checks a
-spec.
+`rules.py` puts them beside the others, each in CEL and in Python; the CEL of `engineClass` is beside its field.
+`sources.py` has the forms of addresses. Whether a file is there, only the trainer knows. `ppojob run` makes relative
+paths of this machine absolute before it checks a spec.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,6 @@ _FILE = "^(/.*|hf://datasets/[^/]+/([^/]+/)+[^/]+|(s3|gs)://([^/]+/)+[^/]+)$"
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
-
-_BLOCKS = {
-    "algorithm.advantageFunction": "algorithm.py",
-    "algorithm.policyLossFunction": "algorithm.py",
-    "actor.engineClass": "engine.py",
-    "critic.engineClass": "engine.py",
-}
-"""Blocks with code of the user, and the file in a message's example."""
 
 
 def _path_rule(holder: str, name: str, condition: str, message: str) -> Rule:
@@ -72,9 +64,12 @@ PATH_RULES = [
     _path_rule("reward.function", "path", "startsWith('/')", _words(_ABSOLUTE, "reward.py")),
     _path_rule("reward.function", "path", "endsWith('.py')", _PYTHON),
     *(
-        _path_rule(block, "path", condition, message)
-        for block, example in _BLOCKS.items()
-        for condition, message in (("startsWith('/')", _words(_ABSOLUTE, example)), ("endsWith('.py')", _PYTHON))
+        _path_rule(f"algorithm.{block}", "path", condition, message)
+        for block in ("advantageFunction", "policyLossFunction")
+        for condition, message in (
+            ("startsWith('/')", _words(_ABSOLUTE, "algorithm.py")),
+            ("endsWith('.py')", _PYTHON),
+        )
     ),
     Rule(
         rule="!has(self.workers) || "

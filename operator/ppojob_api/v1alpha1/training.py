@@ -38,7 +38,12 @@ class EngineClass(ApiModel):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            Rule(rule="has(self.module) != has(self.path)", message="set exactly one of module and path")
+            Rule(rule="has(self.module) != has(self.path)", message="set exactly one of module and path"),
+            Rule(
+                rule="!has(self.path) || (self.path.startsWith('/') && self.path.endsWith('.py'))",
+                message="must begin with / and end with .py: a Python file in the container",
+                field_path=".path",
+            ),
         )
     )
 
