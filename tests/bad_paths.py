@@ -51,6 +51,9 @@ BAD_PATHS = (
     BadSpec("policy loss that is no Python",
             {_spec("algorithm"): {"policyLoss": "Function", "policyLossFunction": {"path": "/data/own.txt"}}},
             "spec.algorithm.policyLossFunction.path", "must end with .py", shows="'/data/own.txt'"),
+    BadSpec("relative path of a training engine",
+            {_spec("actor"): {"engine": "Class", "engineClass": {"path": "own.py", "className": "Own"}}},
+            "spec.actor.engineClass.path", "must begin with /", shows="'own.py'"),
     BadSpec("relative path of a worker", {_spec("workers"): [_WORKER]},
             "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Rules of the spec's paths: what is neither a file of the container nor an address is refused before any pod starts.
 
-`rules.py` puts them beside the others, each in CEL and in Python; `sources.py` has the forms of addresses. Whether a
-file is there, only the trainer knows. `ppojob run` makes relative paths of this machine absolute before it checks a
-spec.
+`rules.py` puts them beside the others, each in CEL and in Python; the CEL of `engineClass` is beside its field.
+`sources.py` has the forms of addresses. Whether a file is there, only the trainer knows. `ppojob run` makes relative
+paths of this machine absolute before it checks a spec.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ppojob_api.v1alpha1.algorithm_rules import user_functions
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
+from ppojob_api.v1alpha1.engine_rules import engine_classes
 from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
@@ -124,7 +125,7 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     function = spec.reward.function
     if function is not None and function.path is not None:
         yield "reward.function.path", function.path
-    for where, own in user_functions(spec):
+    for where, own in (*user_functions(spec), *engine_classes(spec)):
         if own.path is not None:
             yield f"{where}.path", own.path
     for index, worker in enumerate(spec.workers):

@@ -27,9 +27,54 @@ class LearningRateSchedule(StrEnum):
     LINEAR = "Linear"
 
 
+class Engine(StrEnum):
+    """What computes and trains a model."""
+
+    FSDP = "FSDP"
+    CLASS = "Class"
+
+
+class EngineClass(ApiModel):
+    """A Python class of the user, created with an `EngineSetup` and the kwargs. See docs/engines.md."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(rule="has(self.module) != has(self.path)", message="set exactly one of module and path"),
+            Rule(
+                rule="!has(self.path) || (self.path.startsWith('/') && self.path.endsWith('.py'))",
+                message="must begin with / and end with .py: a Python file in the container",
+                field_path=".path",
+            ),
+        )
+    )
+
+    module: ShortText | None = None
+    """Dotted name of an installed module."""
+    path: Path | None = None
+    """A Python file, as the container sees it."""
+    class_name: ShortText
+    """Name of the class in it."""
+    kwargs: RawObject = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
 class Trained(ApiModel):
     """What actor and critic have in common."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                rule="(self.engine == 'Class') == has(self.engineClass)",
+                message="engine Class needs the block engineClass, and only Class reads it",
+                field_path=".engineClass",
+            )
+        )
+    )
+
+    engine: Engine = Engine.FSDP
+    """What computes and trains the model; of actor, the reference's too. FSDP: PyTorch's FSDP2. Class: engineClass."""
+    engine_class: EngineClass | None = None
+    """The user's own training engine, with engine Class."""
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
     """Schedule of the learning rate after the warm-up."""
     learning_rate_warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)

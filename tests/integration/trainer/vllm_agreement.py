@@ -30,7 +30,7 @@ class Trainer:
     sender: Any
 
     def log_probs(self, batch: Any) -> Any:
-        return self.policy.compute_log_prob(batch).ragged("old_log_probs")
+        return self.policy.forward(batch).ragged("old_log_probs")
 
 
 def chat_prompts(path: str) -> list[list[int]]:
@@ -51,13 +51,13 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
     from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
+    from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     parallel = init_process_group(device, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
-    policy = PolicyEngine(parallel, ActorModel(path=path), training, AlgorithmSpec(), total_steps=10)
+    policy = policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), total_steps=10)
     plan = LinkPlan(0, backend, (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 

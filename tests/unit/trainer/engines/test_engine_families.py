@@ -14,11 +14,11 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -85,9 +85,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def make_policy(parallel: ParallelMesh, path: Path) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
-    return PolicyEngine(
+    return policy_engine(
         parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=9, dtype=torch.float32
     )
 
@@ -105,7 +105,7 @@ def test_log_probs_equal_those_of_the_familys_own_logits(parallel: ParallelMesh,
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
     expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
     engine = make_policy(parallel, path)
-    computed = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+    computed = engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
     torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
     before = {name: value.detach().full_tensor().clone() for name, value in engine.module.named_parameters()}
     engine.update(batch)
@@ -119,7 +119,7 @@ def test_values_are_of_the_same_backbone(parallel: ParallelMesh, path: Path, bat
     weight = torch.randn(1, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(5))
     head = path / "value_head.safetensors"
     save_file({"score.weight": weight}, head)
-    critic = CriticEngine(
+    critic = critic_engine(
         parallel,
         TrainedModel(),
         str(path),
@@ -129,7 +129,7 @@ def test_values_are_of_the_same_backbone(parallel: ParallelMesh, path: Path, bat
         dtype=torch.float32,
     )
     head.unlink()
-    values = critic.compute_values(batch).padded(Keys.VALUES)
+    values = critic.forward(batch).padded(Keys.VALUES)
     hidden = plain(AutoModel, path, batch).last_hidden_state
     expected = response_part(hidden @ weight.T, values.shape[1]).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
     torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-4)

@@ -1,9 +1,9 @@
 """Which model families are computed as HuggingFace computes them; settings that are not are refused by name.
 
-Called by `model` before anything is loaded, and by `commands.fetch` before weights are downloaded. The forward pass on
-packed tokens is transformers' own up to three parts that are ours: attention, the output layer, and the loss. A setting
-that changes one of these is refused here, because it would otherwise be left out in silence, and so is a layer that
-looks at neighbouring tokens by other means than attention: it would see the sequence packed before it.
+Called by `engine` and `model` before anything is loaded, and by `commands.fetch` before weights are downloaded. The
+forward pass on packed tokens is transformers' own up to three parts that are ours: attention, the output layer, and the
+loss. A setting that changes one of these is refused here, because it would otherwise be left out in silence, and so is
+a layer that looks at neighbouring tokens by other means than attention: it would see the sequence packed before it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ L: layers, W: width of all heads together; attention takes 12 * L * W operations
 the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: no gradient is computed for them.
 Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
 counts embeddings, and the output layer for all tokens, so its figure is the higher one for small models. Called by the
-engines after an update; unknown accelerators and the CPU get no figure.
+engine after an update; unknown accelerators and the CPU get no figure.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ppojob_trainer.engines.train.fsdp.update import UpdateResult
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.objectives import UpdateResult
 
 # Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS: Final[dict[str, float]] = {
