@@ -20,6 +20,7 @@ class Support(StrEnum):
     """What is known of a feature with a family. The value is the cell of the table."""
 
     TESTED = "yes"
+    NOT_EXPERTS = "not on experts"
     UNTESTED = "no test"
     REFUSED = "refused"
 
@@ -51,6 +52,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo2": Family(tensor_parallel=Support.REFUSED),
     "smollm3": Family(),
     "glm4": Family(tensor_parallel=Support.REFUSED),
+    "qwen3_moe": Family(
+        "with and without dense layers between those with experts",
+        push=Support.TESTED,
+        lora=Support.NOT_EXPERTS,
+        tensor_parallel=Support.REFUSED,
+    ),
 }
 """By `model_type` of config.json."""
 

@@ -40,6 +40,7 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 NO_CAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
 # The batches' sequences have up to 16 tokens, so a window of 4 hides most of the longer ones.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,6 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {}),
     "glm4": ("glm4", {}),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "qwen3 moe with a dense layer": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 
 
@@ -163,6 +166,8 @@ def test_the_export_is_read_back_by_transformers(
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
         ("qwen3", {"layer_types": ["linear_attention"], "num_hidden_layers": 1}, "layers of type linear_attention"),
+        ("qwen3_moe", {"output_router_logits": True}, "qwen3_moe has output_router_logits=True"),
+        ("qwen3_moe", {"router_jitter_noise": 0.1}, r"qwen3_moe has router_jitter_noise=0\.1"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
@@ -176,7 +181,6 @@ def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict
         ("cohere", "cohere is not a supported family, because no test compares it with transformers"),
         ("mamba", "mamba is not a supported family"),
         ("mixtral", "mixtral is a mixture of experts that is not supported"),
-        ("qwen3_moe", "qwen3_moe is a mixture of experts that is not supported"),
         ("gpt_oss", "gpt_oss is a mixture of experts that is not supported"),
         ("deepseek_v3", "deepseek_v3 is a mixture of experts that is not supported"),
         ("llama4_text", "llama4_text is a mixture of experts that is not supported"),

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.training import CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch
 from ppojob_trainer.engines.train.fsdp import checkpoint
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.experts import imbalance_metrics
 from ppojob_trainer.engines.train.fsdp.flops import mfu
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, ValueModule, load_critic
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
@@ -136,6 +137,7 @@ class CriticEngine:
     def _metrics(self, result: UpdateResult, explained: float) -> dict[str, float]:
         metrics = {f"critic/{name}": result.mean(name) for name in result.shares}
         metrics |= step_metrics("critic", result)
+        metrics |= imbalance_metrics("critic", self.module.backbone, self.parallel)
         metrics["critic/vf_explained_var"] = explained
         if (share := mfu(self.module.backbone, result, self.parallel)) is not None:
             metrics["perf/mfu/critic"] = share

@@ -19,6 +19,7 @@ from ppojob_trainer.algorithms import policy_loss_of
 from ppojob_trainer.engines.train.batch import MicroBatch
 from ppojob_trainer.engines.train.fsdp import checkpoint
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.experts import imbalance_metrics
 from ppojob_trainer.engines.train.fsdp.export import export
 from ppojob_trainer.engines.train.fsdp.flops import mfu
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off
@@ -202,6 +203,7 @@ class PolicyEngine:
             size = effective_share(metrics[f"{_CORRECTION}/{WEIGHTS}"], square)
             metrics[f"{_CORRECTION}/rollout_is_eff_sample_size"] = size
         metrics |= step_metrics("actor", result)
+        metrics |= imbalance_metrics("actor", self.module.backbone, self.parallel)
         if self.kl.in_loss:
             metrics["actor/kl_coef"] = self.kl.loss_coefficient
         if (share := mfu(self.module.backbone, result, self.parallel, self.module.vocabulary_size)) is not None:
