@@ -26,7 +26,11 @@ _COLUMNS = (
     ("Ready", "string", ".status.ready", "GPUs ready / wanted"),
     ("Retries", "integer", ".status.retries.total", "Attempts that failed and were tried again"),
     ("Age", "date", ".metadata.creationTimestamp", ""),
+    ("GPU-Hours", "string", ".status.gpuUsage.gpuHours", "GPU-hours for which the job has held GPUs"),
+    ("Idle", "string", ".status.gpuUsage.idleGPUHours", "Idle GPU-hours of them"),
 )
+_WIDE_COLUMNS = ("GPU-Hours", "Idle")
+"""Shown by `kubectl get --output=wide` only."""
 
 _DROPPED = {"title", "additionalProperties"}
 _KEPT = {
@@ -83,7 +87,9 @@ def custom_resource_definition() -> Schema:
         "storage": True,
         "subresources": {"status": {}},
         "additionalPrinterColumns": [
-            {"name": name, "type": kind, "jsonPath": path} | ({"description": text} if text else {})
+            {"name": name, "type": kind, "jsonPath": path}
+            | ({"description": text} if text else {})
+            | ({"priority": 1} if name in _WIDE_COLUMNS else {})
             for name, kind, path, text in _COLUMNS
         ],
         "schema": {"openAPIV3Schema": root},

@@ -154,7 +154,7 @@ def test_the_columns_are_in_the_status() -> None:
     version = custom_resource_definition()["spec"]["versions"][0]
     columns = {column["name"]: column["jsonPath"] for column in version["additionalPrinterColumns"]}
 
-    assert list(columns) == ["Phase", "Step", "Progress", "Reward", "Ready", "Retries", "Age"]
+    assert list(columns) == ["Phase", "Step", "Progress", "Reward", "Ready", "Retries", "Age", "GPU-Hours", "Idle"]
     known = {path for path, _ in NODES}
     assert {path.removeprefix(".") for name, path in columns.items() if name != "Age"} <= known
 
