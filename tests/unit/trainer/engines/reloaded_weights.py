@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -83,9 +82,9 @@ def reloaded(path: str) -> dict[str, Any]:
         model=path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True
     ).create_engine_config()
     with set_current_vllm_config(config):
-        if not model_parallel_is_initialized():
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 0, "gloo")
-            initialize_model_parallel()
+        # vLLM makes the experts' group only for a model with experts.
+        destroy_model_parallel()
+        initialize_model_parallel()
         model = get_model(vllm_config=config)
     from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     worker, found = worker_of(config, model), {}
@@ -97,6 +96,7 @@ def reloaded(path: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 0, "gloo")
     found = {path: reloaded(path) for path in sys.argv[1:]}
     sys.stdout.write("FOUND " + json.dumps(found) + "\n")
 
