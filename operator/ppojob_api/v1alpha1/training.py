@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
+from ppojob_api.v1alpha1.spelling import spelled
 
 
 class LossAggregation(StrEnum):
@@ -222,15 +223,24 @@ class ResumePolicy(StrEnum):
 
 
 _SEGMENT = r"/[A-Za-z0-9_][-A-Za-z0-9._=]*"
-BucketAddress = Annotated[str, Field(pattern=rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*$", max_length=512)]
+BucketAddress = Annotated[
+    str,
+    spelled(
+        rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*$",
+        "must be the address of a bucket, such as s3://bucket/prefix or gs://bucket/prefix, without '/' at the end",
+        max_length=512,
+    ),
+]
 """A bucket of an object store, with or without a prefix: no slash at the end, no empty segment, none of dots alone."""
 
 
 _HUB_NAME = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
 ExportAddress = Annotated[
     str,
-    Field(
-        pattern=rf"^((s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*|hf://{_HUB_NAME}/{_HUB_NAME})$",
+    spelled(
+        rf"^((s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*|hf://{_HUB_NAME}/{_HUB_NAME})$",
+        "must be the address of a bucket, such as s3://bucket/prefix, or of a repository, hf://organisation/name, "
+        "without '/' at the end",
         max_length=512,
     ),
 ]
