@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
@@ -30,6 +31,7 @@ from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
 
 PASSED = "passed"
+NUM_TOKENS = 20
 
 
 def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
@@ -89,9 +91,27 @@ def reloaded(path: str) -> dict[str, Any]:
     from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     worker, found = worker_of(config, model), {}
     for name, weights in pushes(path).items():
-        says = outcome(worker, weights)
-        found[name] = {"says": says, "changed": changed(model, from_disk) if says == PASSED else None}
+        found[name] = {"says": outcome(worker, weights)}
+        if found[name]["says"] == PASSED:
+            found[name]["changed"] = changed(model, from_disk)
+            found[name]["apart"] = apart(config, model, path, dict(weights))
     return found
+
+
+@torch.no_grad()
+def apart(config: VllmConfig, model: Any, path: str, weights: dict[str, Tensor]) -> float | None:
+    """Return how far vLLM's layers with experts compute from transformers' own, as a share; None without experts."""
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs.load_state_dict(weights, strict=False)
+    inputs = torch.randn(NUM_TOKENS, theirs.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    shares = []
+    for mine, other in zip(model.model.layers, theirs.model.layers, strict=True):
+        if hasattr(other.mlp, "experts"):
+            with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=NUM_TOKENS):
+                computed = mine.mlp(inputs.clone())
+            expected = other.mlp(inputs.unsqueeze(0)).squeeze(0)
+            shares.append(float((computed - expected).norm() / expected.norm()))
+    return max(shares, default=None)
 
 
 def main() -> None:
