@@ -89,7 +89,8 @@ def reloaded(path: str) -> dict[str, Any]:
         initialize_model_parallel()
         model = get_model(vllm_config=config)
     from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    worker, found = worker_of(config, model), {}
+    worker = worker_of(config, model)
+    found: dict[str, dict[str, Any]] = {}
     for name, weights in pushes(path).items():
         found[name] = {"says": outcome(worker, weights)}
         if found[name]["says"] == PASSED:

@@ -65,8 +65,9 @@ def plain_step(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     padded_loss(model, batch, counts, AGGREGATION.value).backward()
     gradients = {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
     training = ActorSpec(learning_rate=1e-3)
+    first, second = training.betas
     torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
-    torch.optim.AdamW(model.parameters(), lr=1e-3, betas=training.betas, weight_decay=training.weight_decay).step()
+    torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(first, second), weight_decay=training.weight_decay).step()
     return gradients, {name: part.detach() for name, part in model.named_parameters()}
 
 

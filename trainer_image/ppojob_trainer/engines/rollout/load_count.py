@@ -107,7 +107,7 @@ class _Load:
         if isinstance(layer, VocabParallelEmbedding) and taken > 0:
             # It has rows to spare.
             return False
-        buffers = sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
+        buffers: int = sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
         return taken < self._totals[name] - buffers
 
     def _is_tied_to_another(self, name: str) -> bool:
