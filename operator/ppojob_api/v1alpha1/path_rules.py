@@ -125,9 +125,12 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     function = spec.reward.function
     if function is not None and function.path is not None:
         yield "reward.function.path", function.path
-    for where, own in (*user_functions(spec), *engine_classes(spec)):
+    for where, own in user_functions(spec):
         if own.path is not None:
             yield f"{where}.path", own.path
+    for where, engine in engine_classes(spec):
+        if engine.path is not None:
+            yield f"{where}.path", engine.path
     for index, worker in enumerate(spec.workers):
         if worker.path is not None:
             yield f"workers[{index}].path", worker.path
