@@ -177,8 +177,7 @@ def site(cluster: RunningCluster, operator_image: str, trainer_image: str) -> It
 
 def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> None:
     repository, _, tag = image.rpartition(":")
-    crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
     values = {
         "image.repository": repository,
         "image.tag": tag,

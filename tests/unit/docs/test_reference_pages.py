@@ -12,10 +12,10 @@ import pytest
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec, KLControllerType, KLEstimator, PolicyLoss
 from ppojob_api.v1alpha1.constants import STATUS_METRICS, Condition, Phase, Reason
+from ppojob_api.v1alpha1.fixed import MUTABLE
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.reward import RewardType
-from ppojob_api.v1alpha1.rules import MUTABLE
 from ppojob_api.v1alpha1.runtime import GangScheduler
 from ppojob_api.v1alpha1.telemetry import Tracker
 from ppojob_api.v1alpha1.training import LossAggregation, ScheduleMode
