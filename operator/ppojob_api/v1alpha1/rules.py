@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
-from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
+from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
@@ -46,6 +46,7 @@ SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
     *ALGORITHM_RULES,
+    *ENGINE_RULES,
     Rule(
         rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
         message="ParallelUpdate needs actor and critic in different pools: use Auto, or give the critic its own pool",

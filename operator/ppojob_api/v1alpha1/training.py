@@ -61,16 +61,6 @@ class EngineClass(ApiModel):
 class Trained(ApiModel):
     """What actor and critic have in common."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                rule="(self.engine == 'Class') == has(self.engineClass)",
-                message="engine Class needs the block engineClass, and only Class reads it",
-                field_path=".engineClass",
-            )
-        )
-    )
-
     engine: Engine = Engine.FSDP
     """What computes and trains the model; of actor, the reference's too. FSDP: PyTorch's FSDP2. Class: engineClass."""
     engine_class: EngineClass | None = None

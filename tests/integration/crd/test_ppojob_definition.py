@@ -229,10 +229,10 @@ def test_the_policy_names_every_problem_with_field_value_and_remedy(kubectl: Any
         assert words in done.stderr
 
 
-def test_a_value_of_several_lines_is_shown_in_one(kubectl: Any) -> None:
-    done = kubectl.apply(with_changes({("spec", "data", "train"): {"huggingFace": {"path": "a\nb"}}}))
+def test_a_value_is_shown_as_a_quoted_text(kubectl: Any) -> None:
+    done = kubectl.apply(with_changes({("spec", "data", "train"): {"huggingFace": {"path": 'a"b'}}}))
 
-    assert r'spec.data.train.huggingFace.path: "a\nb": data.train.huggingFace.path must be' in done.stderr
+    assert r'spec.data.train.huggingFace.path: "a\"b": data.train.huggingFace.path must be' in done.stderr
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_the_probes_ask_for_progress(helm: Any) -> None:
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
 
 
-def test_in_one_namespace_all_that_is_allowed_in_the_cluster_is_to_review_tokens_and_to_read_the_policy(helm: Any) -> None:
+def test_in_one_namespace_only_reviewing_tokens_and_reading_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
     objects = helm.objects({"watchNamespace": "rl-team"})
 
     assert only(objects, "ClusterRole")["rules"] == [
