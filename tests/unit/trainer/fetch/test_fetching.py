@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ppojob_api.v1alpha1.training import Engine, EngineClass
 from ppojob_trainer.commands.fetch import FetchError, FetchRefusedError, State, fetch_all
 from ppojob_trainer.commands.fetch.folders import MARKER
 from ppojob_trainer.commands.local_run import fetch
@@ -120,7 +121,11 @@ def test_wrong_columns_are_refused_before_the_weights_are_downloaded(hub: Hub, m
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "t5"}, r"t5 is not a causal language model of transformers: use one. Tested: llama, qwen2"),
+        (
+            {"model_type": "t5"},
+            r"t5 is not a causal language model of transformers: use a model of one of .* llama, qwen2",
+        ),
+        ({"model_type": "mixtral"}, "mixtral is a mixture of experts that is not supported"),
         ({"attention_dropout": 0.1}, "llama has attention_dropout=0.1, which is not supported: use a model without it"),
         ({"model_type": "no-such-family"}, "no-such-family"),
     ],
@@ -135,6 +140,17 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_downlo
 
     assert hub.downloads("config.json") == 1
     assert hub.downloads("model.safetensors") == 0
+
+
+def test_a_model_for_the_users_own_engine_is_fetched_whatever_its_family(hub: Hub, make_job: MakeJob) -> None:
+    hub.repositories["models", MODEL].files = model_files(attention_dropout=0.1)
+    job = make_job()
+    engine = EngineClass(module="own", class_name="Own")
+    actor = job.spec.actor.model_copy(update={"engine": Engine.CLASS, "engine_class": engine})
+
+    fetched(job.model_copy(update={"spec": job.spec.model_copy(update={"actor": actor})}))
+
+    assert hub.downloads("model.safetensors") == 1
 
 
 def test_a_repository_without_weights_is_refused_with_what_is_there(hub: Hub, make_job: MakeJob) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.sources import Source, SourceKind, hub_address
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import SourceStatus
 from ppojob_trainer.commands.fetch.buckets import BucketPlace
 from ppojob_trainer.commands.fetch.checks import CONFIG, check_config, check_data, files_of
@@ -89,7 +90,7 @@ def fetch_all(job: JobFile, state: State, holder: str, times: LockTimes | None =
             state.sources.append(found)
         else:
             state.address = source.address
-            tasks.append(_planned(folder))
+            tasks.append(_planned(job.spec, folder))
     state.total = sum(task.listing.size for task in tasks) + sum(source.bytes for source in state.sources)
     _refuse_without_space(tasks, Path(job.spec.storage.mount_path))
     is_checked = _check_data(job, sources, is_checked=False) if not tasks else False
@@ -107,7 +108,7 @@ def _check_data(job: JobFile, sources: Sequence[Source], *, is_checked: bool) ->
     return True
 
 
-def _planned(folder: SourceFolder) -> _Task:
+def _planned(spec: PPOJobSpec, folder: SourceFolder) -> _Task:
     """List an address. A model's configuration is read in a folder of this pod: the storage's is not locked yet."""
     source = folder.source
     hub = hub_address(source.address)
@@ -117,7 +118,7 @@ def _planned(folder: SourceFolder) -> _Task:
         [config] = [file for file in listing.files if file.name == CONFIG]
         with tempfile.TemporaryDirectory() as here:
             place.download(config, listing, Path(here), lambda: None)
-            check_config(source, Path(here))
+            check_config(spec, source, Path(here))
     return _Task(folder, place, listing)
 
 

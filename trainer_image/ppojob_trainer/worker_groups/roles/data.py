@@ -42,9 +42,9 @@ def load_tokenizer(model: ActorModel | RewardModel) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ppojob_trainer.worker_groups.roles.trained import check_model
+    from ppojob_trainer.engines.train.model_fit import read_config
 
-    check_model(model.path, model.trust_remote_code)
+    read_config(model.path, trust_remote_code=model.trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
