@@ -341,6 +341,9 @@ class TrainerSpec(ApiModel):
     """Validate once before the first step (with validateEverySteps above 0)."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the order of the data, of samples, and of a new value head."""
+    data_workers: int = Field(default=4, ge=1, le=256)
+    """Processes that tokenize the prompts before the first step, on the node of the first actor rank. They change no
+    result. Fewer than 50,000 prompts are tokenized without them."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""
 

@@ -121,6 +121,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint.exportTo": "s3://bucket/models",
     "trainer.seed": 7,
     "trainer.validateBeforeTraining": False,
+    "trainer.dataWorkers": 2,
     "trainer.phaseTimeoutSeconds": 60,
     "runPolicy.queueName": "another",
     "runPolicy.queuePriorityClass": "higher",
