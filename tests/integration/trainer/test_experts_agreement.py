@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.integration.trainer.test_vllm_agreement import LIMIT_SECONDS, SCRIPT
+from tests.integration.trainer.test_vllm_agreement import LIMIT_SECONDS
 from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.vllm_agreement import agreement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
 
@@ -30,12 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         norm_topk_prob=True,
         tie_word_embeddings=False,
     )
-    command = [sys.executable, str(SCRIPT), str(model), "CPU", "gloo", "float32"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return agreement(str(model), "CPU", "gloo", "float32", limit=LIMIT_SECONDS)
 
 
 def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`python vllm_agreement.py MODEL DEVICE BACKEND [DTYPE]`. A process of its own, because vLLM reads its environment at its
+`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE]`, because vLLM reads its environment at its
 import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
 DTYPE is that of the trainer, bfloat16 by default.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -21,6 +23,23 @@ from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptio
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
 SAMPLING = SamplingOptions(max_tokens=24)
+PROJECT = Path(__file__).parents[3]
+MODULE = "tests.integration.trainer.vllm_agreement"
+
+
+def agreement(*arguments: str, limit: float) -> dict[str, Any]:
+    """Run this module as a process and return what it has seen.
+
+    Args:
+        arguments: MODEL DEVICE BACKEND [DTYPE].
+        limit: seconds.
+    """
+    command = [sys.executable, "-m", MODULE, *arguments]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
+    return found
 
 
 @dataclass
