@@ -1,7 +1,7 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE]`, because vLLM reads its environment at its
-import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
+`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE]`, because vLLM reads its environment at
+its import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
 DTYPE is that of the trainer, bfloat16 by default.
 """
 

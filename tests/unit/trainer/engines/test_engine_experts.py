@@ -127,7 +127,7 @@ def step_of_a_rank(parallel: ParallelMesh, model: Path, _batch: DataProto, _fold
     for layer in layers:
         # Inside the layer: FSDP's own hook comes after it.
         layer.get_submodule("mlp").register_forward_hook(count)
-    policy.compute_log_prob(gradient_ranks.whole_batch())
+    policy.forward(gradient_ranks.whole_batch())
     return {**gradient_ranks.one_step(parallel, model, "actor", WAY, AGGREGATION), "most_gathered": most}
 
 
@@ -196,7 +196,7 @@ def test_the_memory_of_activations_is_that_of_the_experts_that_a_token_uses(path
 def test_imbalance_is_the_busiest_experts_share_over_the_mean(parallel: ParallelMesh, path: Path) -> None:
     policy = make_policy(parallel, path)
     backbone = policy.module.backbone
-    policy.compute_log_prob(make_batch(4))
+    policy.forward(make_batch(4))
     first, last = (experts.get_buffer(COUNTS) for _, experts in expert_modules(backbone))
     assert not first.any(), "only updates are counted"
     first.copy_(torch.tensor([2, 2, 2, 2, 2, 2]))

@@ -220,10 +220,10 @@ def has_no_division(family: str) -> bool:
 
 def test_adapters_are_trained_and_begin_as_the_model(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
     plain_policy = make_policy(parallel, path)
-    expected = plain_policy.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+    expected = plain_policy.forward(batch).padded(Keys.OLD_LOG_PROBS)
     target = "qkv_proj" if path.name == "phi3" else "q_proj"
     engine = make_policy(parallel, path, LoRA(rank=4, target_modules=[target]))
-    torch.testing.assert_close(engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS), expected)
+    torch.testing.assert_close(engine.forward(batch).padded(Keys.OLD_LOG_PROBS), expected)
     names = [spec.name for spec in engine.weights().specs()]
     assert names == [spec.name for spec in plain_policy.weights().specs()]
 
