@@ -1,8 +1,13 @@
 """The rights that the chart gives the operator."""
 
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.unit.chart.rendered import identity, only, role_of
+
+CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 
 
 def test_in_one_namespace_only_reviewing_tokens_and_reading_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
