@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.good_spec import with_changes
 from tools.cluster.layout import Layout
 
 PROJECT = Path(__file__).resolve().parents[2]
+POLICY = PROJECT / "crds" / "ppojobs-policy.yaml"
 POLICY_DENIED = "ValidatingAdmissionPolicy 'ppojobs.ppojob.dev' with binding 'ppojobs.ppojob.dev' denied request: "
 _LIMIT_SECONDS = 60
 
@@ -77,10 +78,25 @@ def define(kubectl: Kubectl) -> None:
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
     for sign in ("jsonpath={.status.conditions}", "condition=Established"):
         kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    _await(lambda: POLICY_DENIED in _try_bad_job(kubectl).stderr, "the policy of PPOJob does not become active")
+
+
+def delete_policy(kubectl: Kubectl) -> None:
+    """Delete the policy with its binding, and wait until the API server does without: it notices with a delay."""
+    kubectl("delete", f"--filename={POLICY}")
+    _await(lambda: not _try_bad_job(kubectl).returncode, "the policy of PPOJob stays active")
+
+
+def _try_bad_job(kubectl: Kubectl) -> subprocess.CompletedProcess[str]:
+    """Create a job that only the policy refuses; nothing is stored."""
     bad = json.dumps(with_changes({("spec", "actor", "miniBatchSize"): 7}))
+    return kubectl.run("create", "--dry-run=server", "--filename=-", stdin=bad)
+
+
+def _await(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + _LIMIT_SECONDS
-    while POLICY_DENIED not in kubectl.run("create", "--dry-run=server", "--filename=-", stdin=bad).stderr:
-        assert time.monotonic() < deadline, "the policy of PPOJob does not become active"
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.2)
 
 

@@ -11,12 +11,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-__all__ = ["UserCodeError", "find_class", "find_function", "import_user_code"]
+__all__ = ["UserCodeError", "check_call", "find_class", "find_function", "import_user_code"]
 
 
 class UserCodeError(RuntimeError):
@@ -80,6 +80,25 @@ def find_class(loaded: ModuleType, name: str, name_field: str, where: str) -> ty
         choice = f"set {name_field} to one of {', '.join(own)}" if own else "it defines no class at all"
         raise UserCodeError(f"{where} has no class {name!r}: {choice}")
     return cast("type[Any]", found)
+
+
+def check_call(found: type[Any], kwargs: Mapping[str, Any], where: str, given: str) -> None:
+    """Refuse a class that cannot be called with one positional argument and the kwargs of the PPOJob.
+
+    Args:
+        where: the field of the PPOJob; given: the positional argument, with its article; for messages.
+
+    Raises:
+        UserCodeError: says what its signature is, and why it does not fit.
+    """
+    signature = inspect.signature(found)
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
+        raise UserCodeError(
+            f"{where}: {found.__name__}{signature} cannot be called with {given} and the kwargs "
+            f"{', '.join(kwargs) or '(none)'}: {error}"
+        ) from error
 
 
 def _is_own_class(value: object, module: str) -> bool:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.conftest import define
+from tests.integration.conftest import define, delete_policy
 from tools.cluster import operators
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 PREVIOUS = Path(__file__).with_name("previous") / "ppojob-0.1.0.tgz"
-POLICY = CHART.parents[1] / "crds" / "ppojobs-policy.yaml"
 # The definition is shared by all tests of this cluster, so the release does not own it here.
 COMMON = ("--set=crds.install=false",)
 
@@ -137,7 +136,7 @@ def previous_definition(kubectl: Any, cluster: Any) -> Iterator[None]:
     """The CRD as the chart before this one has it, without policy and operator; the newest are back at the end."""
     [old] = [m for m in render_package(kubectl.namespace) if m["kind"] == "CustomResourceDefinition"]
     with operators.paused(cluster):
-        kubectl("delete", f"--filename={POLICY}")
+        delete_policy(cluster)
         kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=yaml.safe_dump(old))
         yield
         define(cluster)
@@ -166,11 +165,19 @@ def lost(before: Any, after: Any, path: str = "spec") -> list[str]:
     return [found for key, value in before.items() for found in lost(value, after.get(key), f"{path}.{key}")]
 
 
+@pytest.fixture
+def previous_release(kubectl: Any, previous_definition: None) -> Iterator[tuple[str, ...]]:
+    """A release of the chart before this one; the arguments of its installation."""
+    where = f"--namespace={kubectl.namespace}"
+    settings = (where, "--set=replicas=0", *COMMON)
+    helm("install", "ppojob", str(PREVIOUS), *settings)
+    yield settings
+    helm("uninstall", "ppojob", where, "--wait")
+
+
 def test_an_upgrade_from_the_chart_before_touches_no_running_job(
-    kubectl: Any, previous_definition: None, manifest: dict[str, Any]
+    kubectl: Any, previous_release: tuple[str, ...], manifest: dict[str, Any]
 ) -> None:
-    where, settings = f"--namespace={kubectl.namespace}", ("--set=replicas=0", *COMMON)
-    helm("install", "ppojob", str(PREVIOUS), where, *settings)
     kubectl.create(with_old_names(manifest))
     status = {"phase": "Running", "attempt": 1, "progress": {"step": 3, "totalSteps": 8}, "ready": "3/3"}
     patch = f"--patch={json.dumps({'status': status})}"
@@ -178,12 +185,11 @@ def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     before = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
 
     define(kubectl)
-    helm("upgrade", "ppojob", str(CHART), where, *settings)
+    helm("upgrade", "ppojob", str(CHART), *previous_release)
     first = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
-    helm("upgrade", "ppojob", str(CHART), where, *settings)
+    helm("upgrade", "ppojob", str(CHART), *previous_release)
     second = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
     after = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
-    helm("uninstall", "ppojob", where, "--wait")
 
     # Nothing was written. Fields that were renamed or removed are not shown any more.
     assert after["metadata"] == before["metadata"]

@@ -1,13 +1,12 @@
 """The ValidatingAdmissionPolicy on the real API server: its types, its messages, and jobs older than a rule."""
 
-import json
 import time
 from typing import Any
 
 import pytest
 
 from tests.bad_specs import with_changes
-from tests.integration.conftest import POLICY_DENIED, define
+from tests.integration.conftest import POLICY_DENIED, define, delete_policy
 from tests.integration.crd.test_ppojob_definition import job
 
 
@@ -51,14 +50,10 @@ def test_a_value_is_shown_as_a_quoted_text(kubectl: Any) -> None:
 
 @pytest.fixture
 def stored_before_a_rule(kubectl: Any, cluster: Any) -> str:
-    """The name of a job that the policy would refuse, stored while the policy had no binding."""
-    bad = job("early", actor={"miniBatchSize": 7})
-    cluster("delete", "validatingadmissionpolicybinding", "ppojobs.ppojob.dev")
+    """The name of a job that the policy would refuse, stored while there was none."""
+    delete_policy(cluster)
     try:
-        deadline = time.monotonic() + 30
-        while kubectl.run("create", "--filename=-", stdin=json.dumps(bad)).returncode:
-            assert time.monotonic() < deadline, "the policy stays active without its binding"
-            time.sleep(0.5)
+        kubectl.create(job("early", actor={"miniBatchSize": 7}))
     finally:
         define(cluster)
     return "early"

@@ -21,7 +21,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.workers import Hook, HookPoint, WorkerSpec
 from ppojob_trainer.protocol import Meta
-from ppojob_trainer.user_code import UserCodeError, find_class, import_user_code
+from ppojob_trainer.user_code import UserCodeError, check_call, find_class, import_user_code
 from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, merge_metrics
 from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError
 from ppojob_trainer.worker_groups.launch import Launcher
@@ -132,15 +132,9 @@ def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
     try:
         module = import_user_code(where, spec.module, spec.path)
         found = find_class(module, spec.class_name, f"{where}.className", f"{where}: {spec.module or spec.path}")
+        check_call(found, spec.kwargs, where, "a WorkerContext")
     except UserCodeError as error:
         raise WorkerImportError(str(error)) from error.__cause__
-    try:
-        inspect.signature(found).bind(None, **spec.kwargs)
-    except TypeError as error:
-        raise WorkerImportError(
-            f"{where}: {spec.class_name}{inspect.signature(found)} cannot be called with a WorkerContext and "
-            f"the kwargs {', '.join(spec.kwargs) or '(none)'}: {error}"
-        ) from error
     return found
 
 

@@ -6,13 +6,12 @@ seconds and which the driver and the other roles do not need.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Final, cast
 
 from ppojob_api.v1alpha1.training import Engine, EngineClass
 from ppojob_trainer.engines.errors import EngineClassError
 from ppojob_trainer.engines.train.engine import EngineSetup, ScoringEngine, TrainEngine
-from ppojob_trainer.user_code import UserCodeError, find_class, import_user_code
+from ppojob_trainer.user_code import UserCodeError, check_call, find_class, import_user_code
 
 if TYPE_CHECKING:
     import torch
@@ -56,12 +55,9 @@ def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:
             "(ppojob_trainer.engines.train.engine)"
         )
     try:
-        inspect.signature(found).bind(setup, **block.kwargs)
-    except TypeError as error:
-        raise EngineClassError(
-            f"{field}: {block.class_name}{inspect.signature(found)} cannot be called with an EngineSetup and the "
-            f"kwargs {', '.join(block.kwargs) or '(none)'}: {error}. Correct the class, or {field}.kwargs"
-        ) from error
+        check_call(found, block.kwargs, field, "an EngineSetup")
+    except UserCodeError as error:
+        raise EngineClassError(f"{error}. Correct the class, or {field}.kwargs") from error.__cause__
     return cast("TrainEngine", found(setup, **block.kwargs))
 
 
