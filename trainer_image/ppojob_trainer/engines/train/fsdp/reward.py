@@ -27,7 +27,7 @@ from ppojob_trainer.engines.train.fsdp.loading import (
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
-__all__ = ["RewardModelEngine", "check_reward_model", "longest_input", "padded_parts"]
+__all__ = ["RewardModelEngine", "build_reward_model", "check_reward_model", "longest_input", "padded_parts"]
 
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
@@ -147,7 +147,10 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
+def build_reward_model(
+    config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh
+) -> tuple[PreTrainedModel, Conversions]:
+    """Build and shard a sequence classifier without memory."""
     config.use_cache = False
     auto: Any = AutoModelForSequenceClassification
     with without_memory():
@@ -164,6 +167,11 @@ def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: P
     for layer in _layers(model):
         fully_shard(layer, mesh=parallel.mesh)
     fully_shard(model, mesh=parallel.mesh)
+    return model, conversions
+
+
+def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
+    model, conversions = build_reward_model(config, options, parallel)
     allocate(model, parallel.device)
     with open_weights(path, "model.reward.path") as weights:
         missing = load_weights(model, weights, conversions)
