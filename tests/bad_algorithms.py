@@ -1,4 +1,4 @@
-"""Bad PPOJobs whose algorithm cannot be computed; `bad_specs.py` has them beside all others."""
+"""Bad PPOJobs whose algorithm or training engine cannot be computed; `bad_specs.py` has them beside all others."""
 
 from typing import Any
 
@@ -39,6 +39,17 @@ BAD_ALGORITHMS = (
             {**_algorithm(advantageEstimator="Function", advantageFunction={**_OWN, "needsValues": True}),
              _spec("critic", "miniBatchSize"): 6},
             "spec.critic.miniBatchSize", "does not divide data.trainBatchSize (16): use 4", shows="6"),
+    BadSpec("training engine that does not exist", {_spec("actor", "engine"): "Megatron"},
+            "spec.actor.engine", "'FSDP' or 'Class'", shows="'Megatron'"),
+    BadSpec("own training engine without its class", {_spec("critic", "engine"): "Class"},
+            "spec.critic.engineClass", "needs this block"),
+    BadSpec("class that no training engine reads",
+            {_spec("actor", "engineClass"): {"module": "own", "className": "Own"}},
+            "spec.actor.engineClass", "FSDP reads no class: remove the block, or set actor.engine: Class"),
+    BadSpec("training engine of module and file",
+            {_spec("critic"): {"engine": "Class",
+                               "engineClass": {"module": "own", "path": "/data/own.py", "className": "Own"}}},
+            "spec.critic.engineClass", "exactly one of module and path", shows="/data/own.py"),
     BadSpec("dynamic sampling without groups", {**_SAMPLES, **_algorithm(dynamicSampling={})},
             "spec.algorithm.dynamicSampling", "use one of GRPO, DrGRPO, RLOO", shows="'maxGenerationBatches': 10"),
     BadSpec("dynamic sampling that never generates",

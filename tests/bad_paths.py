@@ -12,7 +12,7 @@ _WORKER = {"name": "shaper", "path": "shaper.py", "className": "Shaper", "pool":
 
 BAD_PATHS = (
     BadSpec("path with a NUL", {_spec("model", "actor", "path"): "/data/model\x00"},
-            "spec.model.actor.path", "pattern", shows=repr("/data/model\x00")),
+            "spec.model.actor.path", "control characters", shows=repr("/data/model\x00")),
     BadSpec("model of the hub without its scheme", {_spec("model", "actor", "path"): "Qwen/Qwen2.5-0.5B"},
             "spec.model.actor.path", "if it is a repository of the Hugging Face Hub, write hf://Qwen/Qwen2.5-0.5B",
             shows="'Qwen/Qwen2.5-0.5B'"),
@@ -51,6 +51,9 @@ BAD_PATHS = (
     BadSpec("policy loss that is no Python",
             {_spec("algorithm"): {"policyLoss": "Function", "policyLossFunction": {"path": "/data/own.txt"}}},
             "spec.algorithm.policyLossFunction.path", "must end with .py", shows="'/data/own.txt'"),
+    BadSpec("relative path of a training engine",
+            {_spec("actor"): {"engine": "Class", "engineClass": {"path": "own.py", "className": "Own"}}},
+            "spec.actor.engineClass.path", "must begin with /", shows="'own.py'"),
     BadSpec("relative path of a worker", {_spec("workers"): [_WORKER]},
             "spec.workers[0].path", "must begin with /", shows="'shaper.py'"),
 )  # fmt: skip

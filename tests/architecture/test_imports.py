@@ -22,6 +22,7 @@ BREAKS = {
     "operator/ppojob_operator/settings.py": "import ppojob_trainer.protocol",
     "operator/ppojob_operator/plan.py": "import kubernetes, kopf",
     "trainer_image/ppojob_trainer/controller/schedule.py": "import ray",
+    "trainer_image/ppojob_trainer/worker_groups/roles/trained.py": "import ppojob_trainer.engines.train.fsdp.engine",
     "trainer_image/ppojob_trainer/engines/train/fsdp/__init__.py": "import vllm\nimport ppojob_trainer.engines.rollout",
     "trainer_image/ppojob_trainer/telemetry/eta.py": "import torch",
     "trainer_image/ppojob_trainer/checkpoints/durable.py": (

@@ -25,16 +25,16 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 VOCABULARY, NUM_SEQUENCES, NUM_UPDATES = 512, 16, 2
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks divide the work; `stays_gathered` as of `PolicyEngine`."""
+    """How the ranks divide the work; `stays_gathered` as of `FSDPEngine`."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     stays_gathered: bool = False
@@ -143,7 +143,7 @@ def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[s
     peers = division.dims.model_parallel
     batch = make_batch().split(NUM_SEQUENCES * peers // division.dims.world_size)[parallel.rank // peers]
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=256)
-    engine = PolicyEngine(
+    engine = policy_engine(
         parallel,
         ActorModel(path=str(model), **combination.model),
         training,
@@ -152,9 +152,9 @@ def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[s
         stays_gathered=division.stays_gathered,
     )
     started = time.perf_counter()
-    old = engine.compute_log_prob(batch)
+    old = engine.forward(batch)
     norms = [engine.update(batch.with_fields(old.columns))["actor/grad_norm"] for _ in range(NUM_UPDATES)]
-    log_probs = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS, 60)
+    log_probs = engine.forward(batch).padded(Keys.OLD_LOG_PROBS, 60)
     return {
         "grad_norms": norms,
         "before": old.padded(Keys.OLD_LOG_PROBS, 60)[:4].flatten().tolist(),

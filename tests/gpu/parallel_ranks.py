@@ -19,9 +19,9 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 VOCABULARY, HIDDEN = 151_936, 896
 NUM_SEQUENCES, PROMPT, RESPONSE = 8, 256, 3840
@@ -75,8 +75,8 @@ def make_batch() -> DataProto:
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, options: dict[str, Any]) -> dict[str, Any]:
     training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=MAX_TOKENS_PER_GPU)
     actor = ActorModel(path=str(model), **options)
-    engine = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10)
-    batch = batch.with_fields(engine.compute_log_prob(batch).columns)
+    engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10)
+    batch = batch.with_fields(engine.forward(batch).columns)
     grad_norm = engine.update(batch)["actor/grad_norm"]
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,12 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.models.smollm2 import prepare
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.integration.trainer.vllm_agreement import agreement
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [
@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-AGREEMENT = Path(__file__).parents[1] / "integration" / "trainer" / "vllm_agreement.py"
 LIMIT_SECONDS = 400
 VOCABULARY = 49152
 
@@ -50,10 +49,10 @@ def parallel() -> Iterator[ParallelMesh]:
     group.destroy()
 
 
-def make_policy(parallel: ParallelMesh, path: Path, dtype: torch.dtype, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, dtype: torch.dtype, **model: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=model.pop("max_tokens", 4096))
     actor = ActorModel(path=str(path), **model)
-    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=dtype)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=dtype)
 
 
 def make_batch() -> DataProto:
@@ -74,7 +73,7 @@ def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, mod
     from transformers import AutoModelForCausalLM
 
     batch = make_batch()
-    computed = make_policy(parallel, model_path, torch.bfloat16).compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+    computed = make_policy(parallel, model_path, torch.bfloat16).forward(batch).padded(Keys.OLD_LOG_PROBS)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**padded_inputs(batch)).logits
@@ -91,7 +90,7 @@ def test_how_it_is_computed_hardly_changes_an_update(
 ) -> None:
     batch = make_batch()
     plain, other = (make_policy(parallel, model_path, torch.bfloat16, **options) for options in ({}, dict(model)))
-    old = plain.compute_log_prob(batch)
+    old = plain.forward(batch)
     metrics, others = (engine.update(batch.with_fields(old.columns)) for engine in (plain, other))
     assert others["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.05)
     assert others["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], abs=0.02)
@@ -101,7 +100,7 @@ def test_how_it_is_computed_hardly_changes_an_update(
 def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path: Path) -> None:
     policy = make_policy(parallel, model_path, torch.bfloat16)
     batch = make_batch()
-    batch = batch.with_fields(policy.compute_log_prob(batch).columns)
+    batch = batch.with_fields(policy.forward(batch).columns)
     before = [tensor.clone() for tensor in policy.weights().gather()]
     batch.ragged(Keys.ADVANTAGES).values[0] = float("nan")
     batch.meta_info["num_mini_batches"] = 1
@@ -112,26 +111,12 @@ def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path
 def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     batch = make_batch()
     saved, resumed = (make_policy(parallel, model_path, torch.bfloat16) for _ in range(2))
-    batch = batch.with_fields(saved.compute_log_prob(batch).columns)
+    batch = batch.with_fields(saved.forward(batch).columns)
     saved.update(batch)
     saved.save(tmp_path / "step")
-    resumed.load(tmp_path / "step")
+    resumed.restore(tmp_path / "step")
     for left, right in zip(saved.weights().gather(), resumed.weights().gather(), strict=True):
         assert torch.equal(left, right)
-
-
-def agreement(model_path: Path, backend: str) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, str(AGREEMENT), str(model_path), "CUDA", backend],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
@@ -145,7 +130,7 @@ def agreement(model_path: Path, backend: str) -> dict[str, Any]:
     ],
 )
 def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:
-    seen = agreement(model_path, backend)
+    seen = agreement(str(model_path), "CUDA", backend, limit=LIMIT_SECONDS)
     print(json.dumps(seen))
     assert seen["diff_at_start"] < 0.012
     assert seen["diff_of_stale_weights"] > 0.024

@@ -25,10 +25,10 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +117,7 @@ def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> See
     """Run the steps; speed is that of the last."""
     _forget()
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=16_384)
-    engine = PolicyEngine(
+    engine = policy_engine(
         parallel, ActorModel(path=str(path), **settings), training, AlgorithmSpec(), total_steps=STEPS
     )
     batch = make_batch()
@@ -126,7 +126,7 @@ def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> See
     seconds = 0.0
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
-        old = engine.compute_log_prob(batch)
+        old = engine.forward(batch)
         torch.cuda.synchronize()
         started = time.perf_counter()
         updates.append(engine.update(batch.with_fields(old.columns)))
@@ -135,7 +135,7 @@ def measure(parallel: ParallelMesh, path: Path, settings: dict[str, Any]) -> See
     for _ in engine.weights().gather():
         pass
     peak, idle = torch.cuda.max_memory_allocated() / MIB, torch.cuda.memory_allocated() / MIB
-    log_probs = engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+    log_probs = engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
     del engine
     _forget()
     return Seen(peak, idle, num_tokens / seconds, updates[0], updates[-1], log_probs)
@@ -197,10 +197,10 @@ def test_the_memory_that_was_promised_is_free(seen: dict[str, Seen]) -> None:
     assert seen["checkpointing, LoRA, all offloads"].idle < 200
 
 
-def make_engine(parallel: ParallelMesh, path: Path, *, stays_gathered: bool = False, **settings: Any) -> PolicyEngine:
+def make_engine(parallel: ParallelMesh, path: Path, *, stays_gathered: bool = False, **settings: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
     model = ActorModel(path=str(path), **settings)
-    return PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=STEPS, stays_gathered=stays_gathered)
+    return policy_engine(parallel, model, training, AlgorithmSpec(), total_steps=STEPS, stays_gathered=stays_gathered)
 
 
 @pytest.mark.parametrize("stays_gathered", [False, True])
@@ -213,7 +213,7 @@ def test_after_a_warmup_a_step_compiles_nothing(parallel: ParallelMesh, model_pa
     engine.warm_up(PROMPT, RESPONSE)
     warmed_up = counters["stats"]["unique_graphs"]
     assert warmed_up > 0
-    engine.update(batch.with_fields(engine.compute_log_prob(batch).columns))
+    engine.update(batch.with_fields(engine.forward(batch).columns))
     assert counters["stats"]["unique_graphs"] == warmed_up
 
 
@@ -225,15 +225,14 @@ def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(
     saved.update(batch)
     idle = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    saves = BackgroundSaves()
     saved.save(tmp_path / "waited-for")
-    saved.save(tmp_path / "background", saves)
+    saved.save(tmp_path / "background", in_background=True)
     assert torch.cuda.max_memory_allocated() - idle < 10 * MIB
-    while not saves.is_done():
+    while not saved.is_saved():
         time.sleep(0.01)
     expected = [tensor.clone() for tensor in saved.weights().gather()]
     for name in ("waited-for", "background"):
-        resumed.load(tmp_path / name)
+        resumed.restore(tmp_path / name)
         assert all(torch.equal(*pair) for pair in zip(resumed.weights().gather(), expected, strict=True))
 
 
@@ -263,8 +262,8 @@ def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: ParallelMe
         _forget()
         training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=sequences * length)
         model = ActorModel(path=str(tmp_path), activation_offload=is_asked)
-        engine = PolicyEngine(parallel, model, training, AlgorithmSpec(), total_steps=1)
-        old = engine.compute_log_prob(batch)
+        engine = policy_engine(parallel, model, training, AlgorithmSpec(), total_steps=1)
+        old = engine.forward(batch)
         torch.cuda.reset_peak_memory_stats()
         engine.update(batch.with_fields(old.columns))
         peaks[is_asked] = torch.cuda.max_memory_allocated()

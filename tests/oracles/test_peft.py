@@ -15,12 +15,13 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import Keys
 from tests.oracles.environments import Oracle
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -42,18 +43,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(parallel: ParallelMesh, folder: Path) -> PolicyEngine:
+def engine(parallel: ParallelMesh, folder: Path) -> FSDPEngine:
     """With adapters that two updates have moved."""
     actor = ActorModel(path=str(save_tiny_model(folder / "tiny")), lora=LoRA(rank=4, alpha=12.0))
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
-    policy = PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
+    policy = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
     policy.update(BATCH)
     policy.update(BATCH)
     return policy
 
 
 @pytest.fixture(scope="module")
-def answers(engine: PolicyEngine, folder: Path) -> dict[str, Tensor]:
+def answers(engine: FSDPEngine, folder: Path) -> dict[str, Tensor]:
     engine.export(folder / "export")
     inputs = {name: tensor.numpy() for name, tensor in padded_inputs(BATCH).items()}
     paths = {"model": np.array(engine.path), "adapter": np.array(str(folder / "export" / "adapter"))}
@@ -61,22 +62,22 @@ def answers(engine: PolicyEngine, folder: Path) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
-def test_it_computes_the_same_log_probs(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+def test_it_computes_the_same_log_probs(engine: FSDPEngine, answers: dict[str, Tensor]) -> None:
     responses = padded_responses(BATCH)
     log_p = torch.log_softmax(response_part(answers["logits"], responses.shape[1]) / 0.7, dim=-1)
     expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * BATCH.padded(Keys.RESPONSE_MASK)
-    computed = engine.compute_log_prob(BATCH).padded(Keys.OLD_LOG_PROBS)
+    computed = engine.forward(BATCH).padded(Keys.OLD_LOG_PROBS)
     torch.testing.assert_close(computed, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_it_merges_to_the_weights_that_the_rollout_gets(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+def test_it_merges_to_the_weights_that_the_rollout_gets(engine: FSDPEngine, answers: dict[str, Tensor]) -> None:
     weights = ShardedWeights(engine.module.language_model, torch.float32)
     ours = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
     merged = {name.removeprefix("merged/"): value for name, value in answers.items() if name.startswith("merged/")}
     torch.testing.assert_close(ours, merged, atol=1e-6, rtol=1e-5)
 
 
-def test_new_adapters_are_drawn_alike(engine: PolicyEngine, answers: dict[str, Tensor]) -> None:
+def test_new_adapters_are_drawn_alike(engine: FSDPEngine, answers: dict[str, Tensor]) -> None:
     fresh = {name.removeprefix("fresh/"): value for name, value in answers.items() if name.startswith("fresh/")}
     ours = {
         f"base_model.model.{name.removeprefix('language_model.')}.weight": value

@@ -1,7 +1,7 @@
 """Python code that a PPOJob names: an installed module, or a file; each mistake has its sentence.
 
-Called for reward functions, estimators, policy losses and users' own worker groups. It knows nothing of what the code
-is for, and calls none of it beyond the import.
+Called for reward functions, estimators, policy losses, training engines and users' own worker groups. It knows nothing
+of what the code is for, and calls none of it beyond the import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-__all__ = ["UserCodeError", "find_function", "import_user_code"]
+__all__ = ["UserCodeError", "find_class", "find_function", "import_user_code"]
 
 
 class UserCodeError(RuntimeError):
@@ -63,6 +63,27 @@ def find_function(loaded: ModuleType, name: str, name_field: str, where: str) ->
     if not callable(function):
         raise UserCodeError(f"{name!r} in {where} is a {type(function).__name__}, not a function")
     return cast(Callable[..., Any], function)
+
+
+def find_class(loaded: ModuleType, name: str, name_field: str, where: str) -> type[Any]:
+    """Return the class of that name.
+
+    Args:
+        name_field: the field of the PPOJob that holds the name; where: the module or the file; for messages.
+
+    Raises:
+        UserCodeError: there is none; says which there are.
+    """
+    found = getattr(loaded, name, None)
+    if not isinstance(found, type):
+        own = [key for key, value in vars(loaded).items() if _is_own_class(value, loaded.__name__)]
+        choice = f"set {name_field} to one of {', '.join(own)}" if own else "it defines no class at all"
+        raise UserCodeError(f"{where} has no class {name!r}: {choice}")
+    return cast("type[Any]", found)
+
+
+def _is_own_class(value: object, module: str) -> bool:
+    return isinstance(value, type) and value.__module__ == module
 
 
 def _import_module(field: str, module: str) -> ModuleType:

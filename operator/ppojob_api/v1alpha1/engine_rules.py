@@ -1,13 +1,15 @@
-"""Rules of `spec.rollout.engineArgs`: which of vLLM's arguments are not the user's to give.
+"""Rules of the engines: the user's own training engines, and which of vLLM's arguments are not the user's to give.
 
-`rules.py` puts the check beside the others. It is in Python alone: CEL does not see the keys of an object without a
-schema. Which arguments vLLM has is known to the trainer, which refuses the others before it loads a model.
+`rules.py` puts them beside the others. That of `spec.rollout.engineArgs` is in Python alone: CEL does not see the keys
+of an object without a schema. That a class has a module or a file is in CEL beside its fields. Whether a class
+can be created, and which arguments vLLM has, is known to the trainer, which refuses the others before it loads a model.
 """
 
 from collections.abc import Iterator, Mapping
 
-from ppojob_api.v1alpha1.base import Problem
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Engine, EngineClass
 
 _WEIGHTS = "the trainer sends the weights, and this changes how they are stored: remove it"
 _PROCESSES = "the trainer starts the engine's processes: remove it"
@@ -44,6 +46,38 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
 }
 """Name of an argument of vLLM's AsyncEngineArgs -> what to do instead."""
 
+ENGINE_RULES = [
+    Rule(
+        rule=f"(self.{role}.engine == 'Class') == has(self.{role}.engineClass)",
+        message=f"{role}.engine Class needs the block engineClass, and only Class reads it",
+        field_path=f".{role}.engineClass",
+    )
+    for role in ("actor", "critic")
+]
+
+
+def engine_classes(spec: PPOJobSpec) -> Iterator[tuple[str, EngineClass]]:
+    """Yield the path and the block of each of the user's training engines."""
+    for role, training in (("actor", spec.actor), ("critic", spec.critic)):
+        if training.engine_class is not None:
+            yield f"{role}.engineClass", training.engine_class
+
+
+def _engine_classes_are_read(spec: PPOJobSpec) -> Iterator[Problem]:
+    for role, training in (("actor", spec.actor), ("critic", spec.critic)):
+        where, is_given = f"{role}.engineClass", training.engine_class is not None
+        if training.engine is Engine.CLASS and not is_given:
+            yield where, None, "engine Class needs this block with className and a module or a path: add it"
+        if training.engine is not Engine.CLASS and is_given:
+            remedy = f"engine {training.engine.value} reads no class: remove the block, or set {role}.engine: Class"
+            yield where, None, remedy
+
+
+def _engine_classes_are_module_or_file(spec: PPOJobSpec) -> Iterator[Problem]:
+    for where, own in engine_classes(spec):
+        if (own.module is None) == (own.path is None):
+            yield where, {"module": own.module, "path": own.path}, "set exactly one of module and path"
+
 
 def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
     for name, value in spec.rollout.engine_args.items():
@@ -51,4 +85,4 @@ def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"rollout.engineArgs.{name}", value, RESERVED_ENGINE_ARGS[name]
 
 
-ENGINE_CHECKS = (_engine_args_are_the_users,)
+ENGINE_CHECKS = (_engine_classes_are_read, _engine_classes_are_module_or_file, _engine_args_are_the_users)

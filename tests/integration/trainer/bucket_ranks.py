@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles
 from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
@@ -45,12 +44,12 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
-    policy, critic, saves = make_policy(parallel, model), make_critic(parallel, model), BackgroundSaves()
+    policy, critic = make_policy(parallel, model), make_critic(parallel, model)
     for engine in (policy, critic):
         engine.update(shard(rank))
     policy.save(f"{first}/actor")
-    critic.save(f"{first}/critic", saves)
-    until(saves.is_done)
+    critic.save(f"{first}/critic", in_background=True)
+    until(critic.is_saved)
     (out / f"saved-{rank}").touch()
     until((out / "second").exists)
     seen = {**policy.update(shard(rank)), **critic.update(shard(rank))}

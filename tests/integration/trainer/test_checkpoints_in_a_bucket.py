@@ -89,8 +89,8 @@ def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_s
     assert found is not None
     assert (found.step, found.state) == (1, {"position": 1})
     policy, critic = two_ranks.make_policy(parallel, model), two_ranks.make_critic(parallel, model)
-    policy.load(f"{found.location}/actor")
-    critic.load(f"{found.location}/critic")
+    policy.restore(f"{found.location}/actor")
+    critic.restore(f"{found.location}/critic")
     seen = {**policy.update(two_ranks.whole_batch()), **critic.update(two_ranks.whole_batch())}
     assert seen == pytest.approx(torch.load(tmp_path / "rank-0.pt"), rel=1e-4, abs=1e-5)
     with pytest.raises(FencedOutError):

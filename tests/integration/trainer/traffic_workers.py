@@ -30,22 +30,14 @@ class _Model:
         self.role = role
         self.reads = reads
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        return self._column(Keys.OLD_LOG_PROBS, batch)
-
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        return self._column(Keys.REF_LOG_PROB, batch)
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        return self._column(Keys.VALUES, batch)
+    def forward(self, batch: DataProto, *, with_adapters: bool = True) -> DataProto:
+        mask = batch.ragged(Keys.RESPONSE_MASK)
+        name = Keys.VALUES if self.role == "critic" else Keys.OLD_LOG_PROBS
+        return DataProto.from_dict({name: mask.with_values(-mask.place_of / mask.lengths.max() * mask.values)})
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Say how many numbers there are in the columns that an update reads."""
         return {f"{self.role}/numbers": float(sum(len(batch.ragged(column).values) for column in self.reads))}
-
-    def _column(self, name: str, batch: DataProto) -> DataProto:
-        mask = batch.ragged(Keys.RESPONSE_MASK)
-        return DataProto.from_dict({name: mask.with_values(-mask.place_of / mask.lengths.max() * mask.values)})
 
 
 class _Sender:

@@ -27,6 +27,8 @@ _FIELDS = (
     ("reward", "function", "path"),
     ("algorithm", "advantageFunction", "path"),
     ("algorithm", "policyLossFunction", "path"),
+    ("actor", "engineClass", "path"),
+    ("critic", "engineClass", "path"),
     ("checkpoint", "resumeFrom"),
 )
 """Every field of the spec that is a path in the container; `workers[].path` is one too."""

@@ -28,6 +28,12 @@ class ModelUnsupportedError(EngineError):
     reason = Reason.MODEL_MISMATCH
 
 
+class EngineClassError(EngineError):
+    """The user's training engine cannot be imported or created; the message begins with the field."""
+
+    reason = Reason.INVALID_SPEC
+
+
 class NonFiniteError(EngineError):
     """Too many optimizer steps in a row had a gradient that was infinite or not a number."""
 

@@ -19,9 +19,7 @@ from ppojob_trainer.controller.storage_ports import Restored
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerFailedError
-from ppojob_trainer.worker_groups.roles.actor import ActorWorker
-from ppojob_trainer.worker_groups.roles.critic import CriticWorker
-from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
+from ppojob_trainer.worker_groups.roles.trained import EngineWorker
 from ppojob_trainer.worker_groups.table import Table
 
 __all__ = ["JobCheckpoints"]
@@ -57,7 +55,7 @@ class JobCheckpoints:
         found = self._found
         if found is None:
             return None
-        calls = self._calls(ActorWorker.restore, CriticWorker.restore, found.location)
+        calls = self._calls(EngineWorker.restore, found.location)
         try:
             # Roles that share GPUs load one after the other: gradients and moments are on the GPU while they are read,
             # and are offloaded only afterwards.
@@ -77,7 +75,7 @@ class JobCheckpoints:
         """
         location = await asyncio.to_thread(self._store.begin, step)
         with self._abandoning(step):
-            saving = self._calls(ActorWorker.save, CriticWorker.save, location, in_background)
+            saving = self._calls(EngineWorker.save, location, in_background)
             files = _queued(location, len(batches))
             queued = (self._groups.data.save_rows(*each) for each in zip(batches, files, strict=True))
             await asyncio.gather(*saving, *queued)
@@ -108,17 +106,17 @@ class JobCheckpoints:
         try:
             async with asyncio.timeout(self._limit_s) as limit:
                 # The call queues behind the ranks' computation, so it does not interrupt them.
-                while not all([all(await group.call(TrainedWorker.is_saved)) for group in groups]):
+                while not all([all(await group.call(EngineWorker.is_saved)) for group in groups]):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             if limit.expired():
                 raise PhaseTimeoutError("write_checkpoint", "actor", self._limit_s) from error
             raise
 
-    def _calls(self, of_actor: Any, of_critic: Any, location: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
-        calls = [self._groups.actor.group.call(of_actor, below(location, _ACTOR), *args)]
+    def _calls(self, method: Any, location: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
+        calls = [self._groups.actor.group.call(method, below(location, _ACTOR), *args)]
         if self._groups.critic is not None:
-            calls.append(self._groups.critic.group.call(of_critic, below(location, _CRITIC), *args))
+            calls.append(self._groups.critic.group.call(method, below(location, _CRITIC), *args))
         return calls
 
     def _unreadable(self, found: Checkpoint, error: WorkerFailedError) -> CheckpointUnreadableError:

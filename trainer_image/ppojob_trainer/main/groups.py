@@ -16,6 +16,7 @@ from typing import Any
 from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Engine
 from ppojob_trainer.controller.generation import OWN
 from ppojob_trainer.controller.layout import pools_of_roles, shared_role
 from ppojob_trainer.controller.phases import Phase, Phases
@@ -205,7 +206,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
         # A check names a wrong path or wrong data before an engine fails because of it.
         steps_per_epoch = await _check(groups, phases)
         total_steps = LiveSettings.of(spec.trainer, spec.checkpoint).steps(steps_per_epoch)
-        sizes = await _sizes(groups, phases) if spec.device is Device.CUDA else {}
+        sizes = await _sizes(groups, spec, phases) if spec.device is Device.CUDA else {}
         in_background, of_hosts = saves_in_background(spec, sizes)
         for warning in [*check_memory(spec, sizes), *of_hosts]:
             logger.warning("%s", warning)
@@ -262,15 +263,19 @@ async def _check_data_and_reward(groups: Groups, phases: Phases) -> int:
     return loaded.steps_per_epoch
 
 
-async def _sizes(groups: Groups, phases: Phases) -> dict[str, ModelSize]:
-    """Return the model size of each role that uses GPUs, by role."""
+async def _sizes(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, ModelSize]:
+    """Return the model size of each role that uses GPUs, by role. The memory of a user's engine is not known."""
     loading = {
-        "actor": groups.actor,
-        "critic": groups.critic,
-        "ref": groups.own_ref,
-        "reward_model": groups.reward.model,
+        "actor": (groups.actor, spec.actor.engine),
+        "critic": (groups.critic, spec.critic.engine),
+        "ref": (groups.own_ref, spec.actor.engine),
+        "reward_model": (groups.reward.model, Engine.FSDP),
     }
-    sized = {role: one.group.call(TrainedWorker.size) for role, one in loading.items() if one is not None}
+    sized = {
+        role: one.group.call(TrainedWorker.size)
+        for role, (one, engine) in loading.items()
+        if one is not None and engine is Engine.FSDP
+    }
     found = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, size) for role, size in sized.items()))
     return dict(zip(sized, found, strict=True))
 
@@ -295,7 +300,7 @@ async def _load_models(
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"], total_steps)
     if groups.own_ref is not None:
-        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"])
+        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"], total_steps)
     if groups.reward.model is not None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     loading = {

@@ -1,8 +1,8 @@
 """Importance weights of responses that another policy generated than the one that is trained.
 
 The other policy is that of the rollout engine: of older weights (`schedule.mode: OneStepOff`), or of the same weights
-computed with other kernels or in another precision. Called by the policy engine, which multiplies the advantages by the
-weights. So every loss that is proportional to the advantages is corrected without knowing about it.
+computed with other kernels or in another precision. Called by the policy's objective, which multiplies the advantages
+by the weights. So every loss that is proportional to the advantages is corrected without knowing about it.
 
 Three policies take part, as in the decoupled objective of PPO (Hilton et al. 2022, arXiv 2110.00641, section 3; AReaL,
 Fu et al. 2025, arXiv 2505.24298, section 5.2): pi_engine generated the token, pi_old is the trainer's at the start of

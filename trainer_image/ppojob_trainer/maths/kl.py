@@ -1,6 +1,6 @@
 """The distance between policy and reference: estimators per token, the penalty in the reward, and its coefficient.
 
-Called by the group that computes advantages (KL in the reward) and by the policy engine (KL in the loss). The
+Called by the group that computes advantages (KL in the reward) and by the policy's objective (KL in the loss). The
 controllers hold the only state of this package, two numbers, and give it away by `state_dict` for the checkpoint.
 """
 

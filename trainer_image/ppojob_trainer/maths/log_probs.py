@@ -3,7 +3,7 @@
 The output layer of a language model is its widest: 16 k tokens x 152 k words are 10 GB in float32, several times over
 with the softmax and its gradient. Here both directions go through the tokens in chunks, and backward computes each
 chunk's logits again. On CUDA the product of a chunk is kept in float32, and `softmax_cuda` goes over it once in each
-direction. Called by the policy engine in place of the model's own output layer.
+direction. Called by the FSDP engine in place of the model's own output layer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The denominators are those of the optimizer step's whole minibatch over all ranks, and they are passed in. So the
 gradient depends neither on how the minibatch is cut nor on the number of ranks, and metrics add up the same way.
 A data-parallel engine that averages gradients over n ranks (FSDP does) multiplies the loss by n before backward.
-Called by the policy and critic engines. `policy_losses` has the loss of each token.
+Called by the objectives of the training engines. `policy_losses` has the loss of each token.
 """
 
 from __future__ import annotations

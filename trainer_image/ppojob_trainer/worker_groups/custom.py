@@ -17,11 +17,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from ppojob_api.v1alpha1.workers import Hook, HookPoint, WorkerSpec
 from ppojob_trainer.protocol import Meta
-from ppojob_trainer.user_code import UserCodeError, import_user_code
+from ppojob_trainer.user_code import UserCodeError, find_class, import_user_code
 from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, merge_metrics
 from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError
 from ppojob_trainer.worker_groups.launch import Launcher
@@ -131,15 +131,9 @@ class HookCall:
 def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
     try:
         module = import_user_code(where, spec.module, spec.path)
+        found = find_class(module, spec.class_name, f"{where}.className", f"{where}: {spec.module or spec.path}")
     except UserCodeError as error:
         raise WorkerImportError(str(error)) from error.__cause__
-    found = getattr(module, spec.class_name, None)
-    if not isinstance(found, type):
-        own = [name for name, value in vars(module).items() if _is_own_class(value, module.__name__)]
-        raise WorkerImportError(
-            f"{where}: {spec.module or spec.path} has no class {spec.class_name!r}: "
-            f"set className to one of {', '.join(own) or 'its classes; it defines none'}"
-        )
     try:
         inspect.signature(found).bind(None, **spec.kwargs)
     except TypeError as error:
@@ -147,7 +141,7 @@ def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
             f"{where}: {spec.class_name}{inspect.signature(found)} cannot be called with a WorkerContext and "
             f"the kwargs {', '.join(spec.kwargs) or '(none)'}: {error}"
         ) from error
-    return cast("type[Any]", found)
+    return found
 
 
 def _method(owner: type[Any], hook: Hook, where: str) -> Method:
@@ -166,7 +160,3 @@ def _method(owner: type[Any], hook: Hook, where: str) -> Method:
             f"{what}.{hook.method} returns columns, which nobody reads after Step: register it with DP_COMPUTE_METRIC"
         )
     return found
-
-
-def _is_own_class(value: object, module: str) -> bool:
-    return isinstance(value, type) and value.__module__ == module

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Meta
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
 from tests.unit.trainer.engines.tiny_llama import make_batch
 
 ROWS = 8
@@ -53,17 +53,18 @@ def whole_batch() -> DataProto:
 
 def one_step(parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation) -> dict[str, Any]:
     """Return the gradient before clipping and the weights after the step, whole and in float32, and the metrics."""
-    part = ROWS // parallel.world_size
-    batch = whole_batch()[list(way.order[parallel.rank * part : (parallel.rank + 1) * part])]
+    peers = parallel.dims.model_parallel
+    part, number = ROWS * peers // parallel.world_size, parallel.rank // peers
+    batch = whole_batch()[list(way.order[number * part : (number + 1) * part])]
     engine = _engine(parallel, model, role, way, aggregation)
     gradients: dict[str, Tensor] = {}
-    step = engine.optimizer.step
+    clip = engine.optimizer.clip
 
-    def observed_step() -> Tensor:
+    def observed_clip() -> Tensor:
         gradients.update(_whole_gradients(engine.module))
-        return step()
+        return clip()
 
-    engine.optimizer.step = observed_step  # type: ignore[method-assign]
+    engine.optimizer.clip = observed_clip  # type: ignore[method-assign]
     before = _weights(engine.module)
     metrics = engine.update(batch)
     return {"gradients": gradients, "before": before, "weights": _weights(engine.module), "metrics": metrics}
@@ -79,17 +80,15 @@ def all_ways(parallel: ParallelMesh, model: Path, _batch: DataProto, _folder: Pa
     }
 
 
-def _engine(
-    parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation
-) -> PolicyEngine | CriticEngine:
+def _engine(parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation) -> FSDPEngine:
     settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": way.max_tokens, "loss_aggregation": aggregation}
     run: dict[str, Any] = {"total_steps": 10, "dtype": torch.float32}
     if role == "critic":
         spec = CriticSpec(**settings, clip_range_value=0.2)
-        return CriticEngine(parallel, TrainedModel(gradient_checkpointing=False), str(model), spec, seed=1, **run)
+        return critic_engine(parallel, TrainedModel(gradient_checkpointing=False), str(model), spec, seed=1, **run)
     training = ActorSpec(**settings, entropy_coefficient=ENTROPY_COEFFICIENT)
     actor = ActorModel(path=str(model), gradient_checkpointing=False)
-    return PolicyEngine(parallel, actor, training, KL_IN_LOSS, **run)
+    return policy_engine(parallel, actor, training, KL_IN_LOSS, **run)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.train.fsdp import export as export_module
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_policy
 
@@ -40,9 +40,9 @@ def most_taken(call: Callable[[], object]) -> int:
     return memory("VmHWM") - before
 
 
-def wait_for(saves: BackgroundSaves) -> None:
+def wait_for(engine: FSDPEngine) -> None:
     deadline = time.monotonic() + 120
-    while not saves.is_done():
+    while not engine.is_saved():
         assert time.monotonic() < deadline, "the save in the background did not end"
         time.sleep(0.05)
 
@@ -62,14 +62,14 @@ def measure(parallel: ParallelMesh, model: Path, out: Path) -> dict[str, int]:
 
 
 def of_background(parallel: ParallelMesh, model: Path, out: Path, offload: Offload) -> int:
-    policy, saves = make_policy(parallel, model, offload=offload), BackgroundSaves()
+    policy = make_policy(parallel, model, offload=offload)
     # torch makes the moments for the first save; later ones find them where they are.
-    policy.save(out / "first", saves)
-    wait_for(saves)
+    policy.save(out / "first", in_background=True)
+    wait_for(policy)
 
     def save() -> None:
-        policy.save(out / "second", saves)
-        wait_for(saves)
+        policy.save(out / "second", in_background=True)
+        wait_for(policy)
 
     return most_taken(save)
 
@@ -81,7 +81,7 @@ def main() -> None:
     parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 120)
     found = measure(parallel, model, out)
     resumed = make_policy(parallel, model)
-    found["load"] = most_taken(lambda: resumed.load(out / "save"))
+    found["load"] = most_taken(lambda: resumed.restore(out / "save"))
     torch.save(found, out / f"rank-{rank}.pt")
     parallel.destroy()
 

@@ -34,8 +34,8 @@ def rows_of(number: int, num_shards: int) -> list[int]:
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and many."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
-    log_probs = policy.compute_log_prob(batch).padded("old_log_probs", RESPONSE_LENGTH)
-    values = critic.compute_values(batch).padded("values", RESPONSE_LENGTH)
+    log_probs = policy.forward(batch).padded("old_log_probs", RESPONSE_LENGTH)
+    values = critic.forward(batch).padded("values", RESPONSE_LENGTH)
     names = [spec.name for spec in policy.weights().specs()]
     before = dict(zip(names, [tensor.clone() for tensor in policy.weights().gather()], strict=True))
     gathered = make_policy(parallel, model, stays_gathered=True)
@@ -60,7 +60,7 @@ def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> 
 def resume(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Go on from the checkpoint of another layout, which is the folder's `saved`."""
     policy = make_policy(parallel, model)
-    policy.load(folder / "saved")
+    policy.restore(folder / "saved")
     return {"second": policy.update(batch)}
 
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.bench.bench_host_memory import compare_export
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 
-def make_policy(parallel: ParallelMesh, path: Path) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path) -> FSDPEngine:
     training = ActorSpec(
         learning_rate=1e-3, max_tokens_per_gpu=1000, learning_rate_schedule=LearningRateSchedule.LINEAR
     )
-    return PolicyEngine(
+    return policy_engine(
         parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=5, dtype=torch.float32
     )
 
@@ -44,12 +44,12 @@ def test_an_update_after_loading_equals_the_one_after_saving(
     saved.save(tmp_path / "step")
     drawn = torch.rand(3)
     resumed = make_policy(parallel, model_path)
-    resumed.load(tmp_path / "step")
+    resumed.restore(tmp_path / "step")
     assert torch.equal(torch.rand(3), drawn)
     metrics = saved.update(batch)
     assert metrics["actor/lr"] == pytest.approx(0.8e-3)
     assert resumed.update(batch) == metrics
-    log_probs = [engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS) for engine in (saved, resumed)]
+    log_probs = [engine.forward(batch).padded(Keys.OLD_LOG_PROBS) for engine in (saved, resumed)]
     assert torch.equal(*log_probs)
 
 
@@ -58,7 +58,7 @@ def test_a_save_before_the_first_update_changes_nothing(
 ) -> None:
     plain, saved, resumed = (make_policy(parallel, model_path) for _ in range(3))
     saved.save(tmp_path / "step-0")
-    resumed.load(tmp_path / "step-0")
+    resumed.restore(tmp_path / "step-0")
     expected = plain.update(batch)
     assert saved.update(batch) == expected
     assert resumed.update(batch) == expected
@@ -67,16 +67,16 @@ def test_a_save_before_the_first_update_changes_nothing(
 def test_a_save_in_the_background_holds_the_models_of_its_start(
     parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
-    engine, saves = make_policy(parallel, model_path), BackgroundSaves()
+    engine = make_policy(parallel, model_path)
     engine.update(batch)
-    assert saves.is_done(), "nothing was begun"
+    assert engine.is_saved(), "nothing was begun"
     engine.save(tmp_path / "now")
-    engine.save(tmp_path / "meanwhile", saves)
+    engine.save(tmp_path / "meanwhile", in_background=True)
     metrics = engine.update(batch)
-    wait_for(saves)
+    wait_for(engine)
     for name in ("now", "meanwhile"):
         resumed = make_policy(parallel, model_path)
-        resumed.load(tmp_path / name)
+        resumed.restore(tmp_path / name)
         assert resumed.update(batch) == metrics, name
 
 
@@ -86,19 +86,19 @@ def test_a_save_that_fails_in_the_background_is_told_once_by_name(
     def refuse(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    engine, saves = make_policy(parallel, model_path), BackgroundSaves()
+    engine = make_policy(parallel, model_path)
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", refuse)
-    engine.save(tmp_path / "step", saves)
+    engine.save(tmp_path / "step", in_background=True)
     with pytest.raises(CheckpointUnwritableError, match=r"step cannot be written: .*No space left on device"):
-        wait_for(saves)
-    assert saves.is_done()
+        wait_for(engine)
+    assert engine.is_saved()
     with pytest.raises(CheckpointUnwritableError, match=r"other cannot be written: .*No space left on device"):
         engine.save(tmp_path / "other")
 
 
-def wait_for(saves: BackgroundSaves) -> None:
+def wait_for(engine: FSDPEngine) -> None:
     deadline = time.monotonic() + 60
-    while not saves.is_done():
+    while not engine.is_saved():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -114,16 +114,16 @@ def test_a_folder_that_exists_is_not_written_into(parallel: ParallelMesh, model_
 def test_what_cannot_be_read_is_refused_by_name(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
     engine = make_policy(parallel, model_path)
     with pytest.raises(CheckpointUnreadableError, match=r"nothing is not complete: it has no \.metadata"):
-        engine.load(tmp_path / "nothing")
+        engine.restore(tmp_path / "nothing")
     engine.save(tmp_path / "whole")
     other = make_policy(parallel, save_tiny_model(tmp_path / "other", hidden_size=64))
     with pytest.raises(CheckpointUnreadableError, match="whole cannot be read into this model"):
-        other.load(tmp_path / "whole")
+        other.restore(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (shard,) = (tmp_path / "cut").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(CheckpointUnreadableError, match="cut cannot be read into this model"):
-        engine.load(tmp_path / "cut")
+        engine.restore(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -179,23 +179,7 @@ def test_a_large_model_is_exported_in_files_with_an_index(
     assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
 
 
-def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: ParallelMesh, tmp_path: Path) -> None:
-    """Transformers fuses a layer's experts, and no file has them so."""
-    torch.manual_seed(7)
-    config = MixtralConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, initializer_range=0.3, sliding_window=None,
-    )  # fmt: skip
-    source = MixtralForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
-    source.save_pretrained(tmp_path / "source")
-    make_policy(parallel, tmp_path / "source").export(tmp_path / "export")
-    stored, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "source"))
-    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in expected
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
-
-
-def whole_state(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Return the model in bfloat16, tied weights once, by torch's own means."""
     model = engine.module.language_model
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

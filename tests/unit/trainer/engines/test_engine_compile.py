@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
 pytestmark = [
@@ -46,7 +46,7 @@ def update(
     def run(**model: object) -> tuple[float, int]:
         torch.compiler.reset()
         counters.clear()
-        engine = PolicyEngine(
+        engine = policy_engine(
             parallel,
             ActorModel(path=str(deep_model), **model),
             ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=1000),

@@ -25,8 +25,6 @@ def llama(**settings: Any) -> PretrainedConfig:
         {"actor.tensorParallelSize": 2, "actor.sequenceParallelSize": 2},
         # Each key head on three ranks.
         {"critic.sequenceParallelSize": 12},
-        # vLLM repeats key heads.
-        {"rollout.tensorParallelSize": 6},
     ],
 )
 def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
@@ -45,7 +43,6 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
         (llama(intermediate_size=66), {"actor.tensorParallelSize": 4}, "intermediate_size 66"),
         (llama(), {"critic.sequenceParallelSize": 5}, "critic.sequenceParallelSize 5 .* num_attention_heads 12"),
         (llama(), {"actor.sequenceParallelSize": 6}, "num_key_value_heads 4 nor is divided by it"),
-        (llama(), {"rollout.tensorParallelSize": 5}, "rollout.tensorParallelSize 5"),
         (
             llama(),
             {"actor.tensorParallelSize": 4, "actor.sequenceParallelSize": 2},

@@ -18,30 +18,30 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
 from ppojob_trainer.engines.train.fsdp.lora import LoRALinear, adapters_off, is_adapter
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
-from ppojob_trainer.engines.train.fsdp.update import UpdateResult
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.objectives import UpdateResult
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 ADAPTERS = LoRA(rank=4, alpha=12.0)
 
 
-def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = ADAPTERS, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = ADAPTERS, **model: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
     actor = ActorModel(path=str(path), lora=lora, **model)
-    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
 
 
-def log_probs(engine: PolicyEngine, batch: DataProto) -> torch.Tensor:
-    return engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
+def log_probs(engine: FSDPEngine, batch: DataProto) -> torch.Tensor:
+    return engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
 
 
-def whole_weights(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     weights = ShardedWeights(engine.module.language_model, torch.float32)
     return {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
 
@@ -74,9 +74,8 @@ def test_it_begins_as_the_model_and_the_reference_stays_so(
     assert torch.equal(log_probs(engine, batch), plain)
     engine.update(batch)
     assert (log_probs(engine, batch) - plain).abs().max() > 1e-3
-    reference = engine.compute_ref_log_prob(batch)
-    assert reference.columns.keys() == {Keys.REF_LOG_PROB}
-    assert torch.equal(reference.padded(Keys.REF_LOG_PROB), plain)
+    reference = engine.forward(batch, with_adapters=False)
+    assert torch.equal(reference.padded(Keys.OLD_LOG_PROBS), plain)
 
 
 def test_only_adapters_have_gradients_and_moments(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
@@ -133,7 +132,7 @@ def test_a_run_goes_on_exactly_from_adapters_alone(
     saved.save(tmp_path / "step")
     names = FileSystemReader(tmp_path / "step").read_metadata().state_dict_metadata
     assert {is_adapter(name) for name in names if name.startswith("model.")} == {True}
-    resumed.load(tmp_path / "step")
+    resumed.restore(tmp_path / "step")
     assert resumed.update(batch) == saved.update(batch)
     assert torch.equal(log_probs(resumed, batch), log_probs(saved, batch))
 
@@ -146,7 +145,7 @@ def test_checkpoints_with_and_without_adapters_are_not_mixed_up(
     adapted.save(tmp_path / "adapted")
     for engine, other in ((whole, "adapted"), (adapted, "whole")):
         with pytest.raises(CheckpointUnreadableError, match=f"{other} cannot be read into this model"):
-            engine.load(tmp_path / other)
+            engine.restore(tmp_path / other)
 
 
 def test_targets_that_do_not_exist_are_refused(parallel: ParallelMesh, model_path: Path) -> None:
@@ -156,12 +155,12 @@ def test_targets_that_do_not_exist_are_refused(parallel: ParallelMesh, model_pat
 
 def test_a_critic_trains_its_value_head_too(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     model, training = TrainedModel(lora=ADAPTERS), CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
-    critic = CriticEngine(parallel, model, str(model_path), training, total_steps=9, seed=1, dtype=torch.float32)
+    critic = critic_engine(parallel, model, str(model_path), training, total_steps=9, seed=1, dtype=torch.float32)
     trained = {name for name, value in critic.module.named_parameters() if value.requires_grad}
     assert {name for name in trained if not is_adapter(name)} == {"value_head.weight", "value_head.bias"}
     mask = batch.ragged(Keys.RESPONSE_MASK)
     returns = mask.with_values(0.8 * mask.values)
-    wanted = batch.with_fields({Keys.RETURNS: returns, **critic.compute_values(batch).columns})
+    wanted = batch.with_fields({Keys.RETURNS: returns, **critic.forward(batch).columns})
     losses = [critic.update(wanted)["critic/vf_loss"] for _ in range(5)]
     assert losses[-1] < 0.3 * losses[0]
 
@@ -183,6 +182,6 @@ def test_frozen_weights_keep_the_dtype_of_their_file(parallel: ParallelMesh, mod
     path = tmp_path / "bfloat16"
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(path)
     actor = ActorModel(path=str(path), lora=ADAPTERS)
-    engine = PolicyEngine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1)
+    engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1)
     dtypes = {is_adapter(name): value.dtype for name, value in engine.module.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}

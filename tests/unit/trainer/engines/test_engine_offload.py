@@ -13,19 +13,18 @@ from torch.distributed.tensor import DTensor
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, FrozenOffload, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 
 BOTH = Offload(parameters=True, optimizer=True)
 
 
-def make_policy(parallel: ParallelMesh, path: Path, **model: Any) -> PolicyEngine:
+def make_policy(parallel: ParallelMesh, path: Path, **model: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
     actor = ActorModel(path=str(path), **model)
-    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
 
 
 def num_bytes(tensors: Any) -> int:
@@ -33,11 +32,11 @@ def num_bytes(tensors: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in local)
 
 
-def moments(engine: PolicyEngine | CriticEngine) -> list[torch.Tensor]:
+def moments(engine: FSDPEngine) -> list[torch.Tensor]:
     return [state[key] for state in engine.optimizer.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
-def weights(engine: PolicyEngine) -> list[torch.Tensor]:
+def weights(engine: FSDPEngine) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in engine.weights().gather()]
 
 
@@ -54,7 +53,7 @@ def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
 
     for step in range(3):
         assert is_offloaded(offloaded.module.parameters()) == offload.parameters
-        found = [engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, offloaded)]
+        found = [engine.forward(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, offloaded)]
         assert torch.equal(*found)
         assert offloaded.update(batch) == plain.update(batch)
         assert is_offloaded(moments(offloaded)) == offload.optimizer
@@ -64,7 +63,7 @@ def test_offloaded_tensors_are_on_the_device_only_in_their_phases_and_unchanged(
     assert is_offloaded(offloaded.module.parameters()) == offload.parameters
     offloaded.export(tmp_path / "export")
     resumed = make_policy(parallel, model_path)
-    resumed.load(tmp_path / "step-2")
+    resumed.restore(tmp_path / "step-2")
     assert resumed.update(batch) == offloaded.update(batch)
 
 
@@ -78,18 +77,17 @@ def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
     def refuse(_: object) -> None:
         raise AssertionError("loaded")
 
-    background = BackgroundSaves()
     with monkeypatch.context() as patch:
         patch.setattr("ppojob_trainer.engines.train.fsdp.offload._OffloadedStorages.load", refuse)
         offloaded.save(tmp_path / "waited-for")
-        offloaded.save(tmp_path / "background", background)
+        offloaded.save(tmp_path / "background", in_background=True)
     expected = plain.update(batch)
     assert offloaded.update(batch) == expected, "the next update must not be written into the last save"
-    while not background.is_done():
+    while not offloaded.is_saved():
         time.sleep(0.01)
     for name in ("waited-for", "background"):
         resumed = make_policy(parallel, model_path)
-        resumed.load(tmp_path / name)
+        resumed.restore(tmp_path / name)
         assert resumed.update(batch) == expected
 
 
@@ -100,7 +98,7 @@ def test_an_offloaded_run_resumes_from_a_checkpoint(
     resumed.update(batch)
     saved.update(batch)
     saved.save(tmp_path / "step")
-    resumed.load(tmp_path / "step")
+    resumed.restore(tmp_path / "step")
     assert num_bytes(moments(resumed)) == num_bytes(resumed.module.parameters()) == 0
     assert resumed.update(batch) == saved.update(batch)
 
@@ -110,33 +108,32 @@ def test_a_background_save_has_the_tensors_that_are_offloaded_meanwhile(
 ) -> None:
     saved, resumed = (make_policy(parallel, model_path, offload=BOTH) for _ in range(2))
     saved.update(batch)
-    background = BackgroundSaves()
-    saved.save(tmp_path / "step", background)
+    saved.save(tmp_path / "step", in_background=True)
     metrics = saved.update(batch)
     deadline = time.monotonic() + 60
-    while not background.is_done():
+    while not saved.is_saved():
         assert time.monotonic() < deadline, "the save did not end"
         time.sleep(0.01)
-    resumed.load(tmp_path / "step")
+    resumed.restore(tmp_path / "step")
     assert resumed.update(batch) == metrics
 
 
 def test_a_critic_and_a_reference(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=40)
     critics = [
-        CriticEngine(parallel, TrainedModel(offload=offload), str(model_path), training, total_steps=9, seed=1)
+        critic_engine(parallel, TrainedModel(offload=offload), str(model_path), training, total_steps=9, seed=1)
         for offload in (Offload(), BOTH)
     ]
-    found = [(critic.compute_values(batch).padded(Keys.VALUES), critic.update(batch)) for critic in critics]
+    found = [(critic.forward(batch).padded(Keys.VALUES), critic.update(batch)) for critic in critics]
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert num_bytes(critics[1].module.parameters()) == num_bytes(moments(critics[1])) == 0
     references = [
-        ReferenceEngine(parallel, str(model_path), offload=FrozenOffload(parameters=is_on_host), max_tokens_per_gpu=40)
+        reference_engine(parallel, str(model_path), offload=FrozenOffload(parameters=is_on_host), max_tokens_per_gpu=40)
         for is_on_host in (False, True)
     ]
     assert num_bytes(references[1].module.parameters()) == 0
-    assert torch.equal(*(engine.compute_ref_log_prob(batch).padded(Keys.REF_LOG_PROB) for engine in references))
+    assert torch.equal(*(engine.forward(batch).padded(Keys.OLD_LOG_PROBS) for engine in references))
 
 
 def test_activations_on_the_host_change_nothing(

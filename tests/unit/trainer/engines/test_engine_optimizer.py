@@ -4,7 +4,8 @@ import pytest
 from torch import nn
 
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
-from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer, learning_rate_factor
+from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.learning_rate import learning_rate_factor
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_the_update_is_that_of_one_rank(seen: Seen) -> None:
 
 def test_its_checkpoint_is_read_by_one_rank(seen: Seen, parallel: ParallelMesh) -> None:
     policy = make_policy(parallel, seen.model)
-    policy.load(seen.folder / "checkpoint")
+    policy.restore(seen.folder / "checkpoint")
     weights = [tensor.float().clone() for tensor in policy.weights().gather()]
     torch.testing.assert_close(weights, list(seen.ranks[0]["weights"].values()), atol=0, rtol=0)
     assert policy.update(peer_ranks.whole_batch()) == pytest.approx(seen.ranks[0]["second"], rel=1e-3, abs=1e-4)

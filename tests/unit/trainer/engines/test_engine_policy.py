@@ -15,10 +15,11 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
 from ppojob_trainer.worker_groups.roles.actor import READ_BY_UPDATE, unread_by_update
+from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part, unpadded
 
@@ -26,10 +27,10 @@ Parameters = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., PolicyEngine]:
-    def make(algorithm: AlgorithmSpec | None = None, checkpointing: bool = False, **training: object) -> PolicyEngine:
+def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., FSDPEngine]:
+    def make(algorithm: AlgorithmSpec | None = None, checkpointing: bool = False, **training: object) -> FSDPEngine:
         settings = {"learning_rate": 1e-3, "max_tokens_per_gpu": 1000, **training}
-        return PolicyEngine(
+        return policy_engine(
             parallel,
             ActorModel(path=str(model_path), gradient_checkpointing=checkpointing),
             ActorSpec(**settings),
@@ -41,7 +42,7 @@ def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., Polic
     return make
 
 
-def parameters(engine: PolicyEngine) -> Parameters:
+def parameters(engine: FSDPEngine) -> Parameters:
     return {
         spec.name: tensor.clone()
         for spec, tensor in zip(engine.weights().specs(), engine.weights().gather(), strict=True)
@@ -60,22 +61,21 @@ def plain_log_probs(model_path: Path, batch: DataProto, temperature: float) -> t
 
 
 def test_log_probs_and_entropies_equal_those_of_plain_transformers(
-    make_policy: Callable[..., PolicyEngine], model_path: Path, batch: DataProto
+    make_policy: Callable[..., FSDPEngine], model_path: Path, batch: DataProto
 ) -> None:
-    computed = make_policy(max_tokens_per_gpu=30).compute_log_prob(batch)
+    computed = make_policy(max_tokens_per_gpu=30).forward(batch)
     log_probs, entropies = plain_log_probs(model_path, batch, temperature=0.7)
     torch.testing.assert_close(computed.padded(Keys.OLD_LOG_PROBS), log_probs, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(computed.padded(Keys.ENTROPYS), entropies, atol=2e-5, rtol=1e-4)
 
 
 def test_the_reference_equals_the_policy_before_training(
-    make_policy: Callable[..., PolicyEngine], model_path: Path, parallel: ParallelMesh, batch: DataProto
+    make_policy: Callable[..., FSDPEngine], model_path: Path, parallel: ParallelMesh, batch: DataProto
 ) -> None:
-    reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
-    computed = reference.compute_ref_log_prob(batch)
-    assert computed.columns.keys() == {Keys.REF_LOG_PROB}
-    expected = make_policy().compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS)
-    assert torch.equal(computed.padded(Keys.REF_LOG_PROB), expected)
+    reference = reference_engine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
+    computed = reference.forward(batch)
+    expected = make_policy().forward(batch).padded(Keys.OLD_LOG_PROBS)
+    assert torch.equal(computed.padded(Keys.OLD_LOG_PROBS), expected)
 
 
 OWN_LOSS = {
@@ -87,7 +87,7 @@ OWN_LOSS = {
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
 @pytest.mark.parametrize("loss", [{}, {"policyLoss": "GSPO"}, {"policyLoss": "CISPO"}, OWN_LOSS], ids=str)
 def test_neither_micro_batches_nor_checkpointing_change_an_update(
-    make_policy: Callable[..., PolicyEngine], batch: DataProto, aggregation: LossAggregation, loss: dict[str, Any]
+    make_policy: Callable[..., FSDPEngine], batch: DataProto, aggregation: LossAggregation, loss: dict[str, Any]
 ) -> None:
     kl, correction = KL(in_loss=True, loss_coefficient=0.1), RolloutCorrection()
     algorithm = AlgorithmSpec.model_validate({"kl": kl, "rolloutCorrection": correction, **loss})
@@ -104,9 +104,7 @@ def test_neither_micro_batches_nor_checkpointing_change_an_update(
     assert_same_updates(parameters(cut), parameters(whole), before)
 
 
-def test_padding_rows_weigh_nothing(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
-) -> None:
+def test_padding_rows_weigh_nothing(make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]) -> None:
     batch = batch_of(7, num_mini_batches=1)
     padded = batch[[*range(7), 0]]
     mask = padded.ragged(Keys.RESPONSE_MASK)
@@ -117,13 +115,13 @@ def test_padding_rows_weigh_nothing(
     assert_same_updates(parameters(with_padding), parameters(plain), before)
 
 
-def test_an_update_follows_the_advantages(make_policy: Callable[..., PolicyEngine], batch: DataProto) -> None:
+def test_an_update_follows_the_advantages(make_policy: Callable[..., FSDPEngine], batch: DataProto) -> None:
     engine = make_policy()
-    before = engine.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    before = engine.forward(batch).ragged(Keys.OLD_LOG_PROBS)
     mask = batch.ragged(Keys.RESPONSE_MASK)
     wanted = batch.with_fields({Keys.OLD_LOG_PROBS: before, Keys.ADVANTAGES: mask.with_values(mask.values.float())})
     metrics = engine.update(wanted)
-    after = engine.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    after = engine.forward(batch).ragged(Keys.OLD_LOG_PROBS)
     assert after.values.sum() > before.values.sum()
     assert metrics["actor/lr"] == pytest.approx(1e-3)
     assert metrics["actor/non_finite_steps"] == 0
@@ -134,7 +132,7 @@ CORRECTED = AlgorithmSpec(rollout_correction=RolloutCorrection(upper=2.0))
 
 
 def test_the_correction_multiplies_the_advantages_by_the_weights(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     corrected, by_hand = make_policy(CORRECTED), make_policy()
     before = parameters(by_hand)
@@ -161,11 +159,11 @@ def test_the_correction_multiplies_the_advantages_by_the_weights(
 
 
 def test_without_old_log_probs_the_weights_are_those_of_the_policy_before_its_only_update(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     left_out, computed = make_policy(CORRECTED), make_policy(CORRECTED)
     batch = batch_of(8, num_mini_batches=1)
-    old = computed.compute_log_prob(batch).ragged(Keys.OLD_LOG_PROBS)
+    old = computed.forward(batch).ragged(Keys.OLD_LOG_PROBS)
     batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old.with_values(old.values - 0.3), Keys.OLD_LOG_PROBS: old})
     without = batch.select([name for name in batch.columns if name != Keys.OLD_LOG_PROBS])
 
@@ -176,7 +174,7 @@ def test_without_old_log_probs_the_weights_are_those_of_the_policy_before_its_on
 
 
 def test_epochs_are_passes_over_the_same_minibatches(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     twice, by_hand = make_policy(), make_policy()
     twice.update(batch_of(8, epochs=2))
@@ -186,7 +184,7 @@ def test_epochs_are_passes_over_the_same_minibatches(
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_fails_by_name_after_some(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     engine = make_policy(max_non_finite_steps=2)
     before = parameters(engine)
@@ -200,7 +198,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_fails_by_name_after_so
 
 
 def test_a_skipped_step_leaves_moments_and_their_count_of_steps(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     skipping, without = make_policy(max_non_finite_steps=9), make_policy()
     bad, good = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
@@ -226,7 +224,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_passes_and_optimizer_steps_read_nothing_from_the_device(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_policy()
     read: dict[str, list[int]] = {}
@@ -242,18 +240,24 @@ def test_passes_and_optimizer_steps_read_nothing_from_the_device(
 
         monkeypatch.setattr(owner, name, call)
 
-    watch(engine._passes, "_backward")
-    watch(engine.optimizer, "step")
+    parts = [
+        (engine, "_outputs"),
+        (engine.objective, "loss"),
+        (torch.autograd, "backward"),
+        (engine.optimizer, "clip"),
+        (engine.optimizer, "step"),
+    ]
+    for owner, name in parts:
+        watch(owner, name)
     engine.update(batch_of(8, num_mini_batches=4))
-    assert read["step"] == [0] * 4
-    assert read["_backward"] == [0] * 4
+    assert read == {name: [0] * 4 for _, name in parts}
     with Reads() as seen:
         float(torch.ones(1).sum())
     assert seen.number == 1
 
 
 def test_a_good_step_in_between_forgives_the_bad_one(
-    make_policy: Callable[..., PolicyEngine], batch_of: Callable[..., DataProto]
+    make_policy: Callable[..., FSDPEngine], batch_of: Callable[..., DataProto]
 ) -> None:
     engine = make_policy(max_non_finite_steps=2)
     good, bad = batch_of(8, num_mini_batches=1), batch_of(8, num_mini_batches=1)
@@ -264,7 +268,7 @@ def test_a_good_step_in_between_forgives_the_bad_one(
 
 @pytest.mark.parametrize("missing", ["temperature", "num_mini_batches", "epochs", "response_length"])
 def test_a_batch_that_does_not_say_how_is_refused_by_name(
-    make_policy: Callable[..., PolicyEngine], batch: DataProto, missing: str
+    make_policy: Callable[..., FSDPEngine], batch: DataProto, missing: str
 ) -> None:
     del batch.meta_info[missing]
     with pytest.raises(ProtocolError, match=f"no meta_info entry '{missing}'"):

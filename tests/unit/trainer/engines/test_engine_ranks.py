@@ -131,7 +131,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(
     out: Path, of_two: list[dict[str, Any]], parallel: ParallelMesh, model_path: Path
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)
-    policy.load(out / "checkpoint")
+    policy.restore(out / "checkpoint")
     weights = [tensor.float().clone() for tensor in policy.weights().gather()]
     torch.testing.assert_close(weights, of_two[0]["weights"], atol=0, rtol=0)
     resumed = policy.update(two_ranks.whole_batch())

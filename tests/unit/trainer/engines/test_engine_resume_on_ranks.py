@@ -71,6 +71,6 @@ def test_one_goes_on_from_what_two_saved_while_they_trained(
     out: Path, of_two: list[dict[str, Any]], parallel: ParallelMesh, model_path: Path
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)
-    policy.load(out / "background")
+    policy.restore(out / "background")
     # The update after the save began is not in it, so it comes out the same again.
     assert policy.update(two_ranks.whole_batch()) == pytest.approx(of_two[0]["second"], rel=1e-4, abs=1e-5)

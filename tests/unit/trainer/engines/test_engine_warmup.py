@@ -12,22 +12,22 @@ import torch
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 
 PROMPT, RESPONSE = 12, 9
 
 
 @pytest.fixture
-def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., PolicyEngine]:
-    def make(**model: Any) -> PolicyEngine:
+def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., FSDPEngine]:
+    def make(**model: Any) -> FSDPEngine:
         actor = ActorModel(path=str(model_path), **model)
         training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=PROMPT + RESPONSE)
         algorithm = AlgorithmSpec(kl=KL(in_loss=True))
-        return PolicyEngine(parallel, actor, training, algorithm, total_steps=9, dtype=torch.float32)
+        return policy_engine(parallel, actor, training, algorithm, total_steps=9, dtype=torch.float32)
 
     return make
 
@@ -36,7 +36,7 @@ def make_policy(model_path: Path, parallel: ParallelMesh) -> Callable[..., Polic
     "model", [{}, {"lora": LoRA(rank=2)}, {"offload": Offload(parameters=True, optimizer=True)}], ids=str
 )
 def test_a_warmup_does_not_change_the_policys_first_steps(
-    make_policy: Callable[..., PolicyEngine], batch: DataProto, model: dict[str, Any]
+    make_policy: Callable[..., FSDPEngine], batch: DataProto, model: dict[str, Any]
 ) -> None:
     plain, warmed_up = make_policy(**model), make_policy(**model)
     random = torch.get_rng_state()
@@ -44,14 +44,14 @@ def test_a_warmup_does_not_change_the_policys_first_steps(
     assert torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in warmed_up.module.parameters())
     assert not warmed_up.optimizer.adamw.state
-    log_probs = [engine.compute_log_prob(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, warmed_up)]
+    log_probs = [engine.forward(batch).padded(Keys.OLD_LOG_PROBS) for engine in (plain, warmed_up)]
     assert torch.equal(*log_probs)
     for _ in range(2):
         assert warmed_up.update(batch) == plain.update(batch)
 
 
 def test_a_warmup_runs_forward_and_backward(
-    make_policy: Callable[..., PolicyEngine], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., FSDPEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = make_policy()
     calls: list[tuple[bool, int]] = []
@@ -69,17 +69,17 @@ def test_a_warmup_runs_forward_and_backward(
 
 
 def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMesh, batch: DataProto) -> None:
-    def make() -> CriticEngine:
+    def make() -> FSDPEngine:
         training = CriticSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
         model = TrainedModel(path=str(model_path))
-        return CriticEngine(parallel, model, "", training, total_steps=9, seed=0, dtype=torch.float32)
+        return critic_engine(parallel, model, "", training, total_steps=9, seed=0, dtype=torch.float32)
 
     plain, warmed_up = make(), make()
     warmed_up.warm_up(PROMPT, RESPONSE)
-    values = [engine.compute_values(batch) for engine in (plain, warmed_up)]
+    values = [engine.forward(batch) for engine in (plain, warmed_up)]
     assert torch.equal(*(found.padded(Keys.VALUES) for found in values))
     assert warmed_up.update(batch) == plain.update(batch)
-    reference = ReferenceEngine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
+    reference = reference_engine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
     reference.warm_up(PROMPT, RESPONSE)
 
 

@@ -15,7 +15,6 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.buckets import (
     TensorSpec,
@@ -33,6 +32,7 @@ from ppojob_trainer.engines.weights.transfer import (
     link_plans,
     verify,
 )
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -187,7 +187,7 @@ def test_a_checksum_sees_changed_bytes_and_exchanged_rows() -> None:
 def test_the_weights_of_a_sharded_model_arrive(
     parallel: ParallelMesh, model_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    engine = PolicyEngine(
+    engine = policy_engine(
         parallel, ActorModel(path=str(model_path)), ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=torch.float32
     )
     source = engine.weights()

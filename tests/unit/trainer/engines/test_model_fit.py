@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.train.model_fit import check_context, check_vocabulary, context_length
+from ppojob_trainer.engines.train.model_fit import check_context, check_heads, check_vocabulary, context_length
 
 WORDS = ["<end>", "a", "b", "c"]
 
@@ -87,3 +87,10 @@ def test_a_model_without_room_for_the_actors_tokens_is_refused(tmp_path: Path) -
         check_vocabulary(
             "ref", str(tmp_path / "bare"), LlamaConfig(vocab_size=3), ModelSpec(actor=ActorModel(path=actor))
         )
+
+
+def test_a_rollout_size_divides_the_heads_and_key_heads_may_be_repeated() -> None:
+    config = LlamaConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
+    check_heads(config, "rollout.tensorParallelSize", 6)
+    with pytest.raises(ModelMismatchError, match=r"rollout.tensorParallelSize 5 does not divide .* 12: use"):
+        check_heads(config, "rollout.tensorParallelSize", 5)

@@ -18,7 +18,6 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_trainer.checkpoints import bucket
 from ppojob_trainer.engines.errors import BucketFailedError, CheckpointUnreadableError
 from ppojob_trainer.engines.train.fsdp import object_storage
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles, has_metadata, is_used, reader_of, writer_of
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.main.failures import failure_record
@@ -83,14 +82,14 @@ def test_a_file_whose_writing_failed_is_not_there(store: MemoryStore) -> None:
 def test_an_update_after_loading_from_a_bucket_equals_the_one_after_saving(
     parallel: ParallelMesh, model_path: Path, batch: DataProto, in_background: bool
 ) -> None:
-    saved, saves = make_policy(parallel, model_path), BackgroundSaves()
+    saved = make_policy(parallel, model_path)
     saved.update(batch)
-    saved.save(ADDRESS, saves if in_background else None)
+    saved.save(ADDRESS, in_background=in_background)
     metrics = saved.update(batch)
-    wait_for(saves)
+    wait_for(saved)
     resumed = make_policy(parallel, model_path)
 
-    resumed.load(ADDRESS)
+    resumed.restore(ADDRESS)
 
     assert resumed.update(batch) == metrics
 
@@ -109,13 +108,13 @@ def test_what_cannot_be_read_from_a_bucket_is_refused_by_name(
 ) -> None:
     engine = make_policy(parallel, model_path)
     with pytest.raises(CheckpointUnreadableError, match=r"actor is not complete: it has no \.metadata"):
-        engine.load(ADDRESS)
+        engine.restore(ADDRESS)
     engine.save(ADDRESS)
     shard = "step-4.attempt-0/actor/__0_0_0.distcp"
     obstore.put(store, shard, bytes(obstore.get(store, shard).bytes())[:1000])
 
     with pytest.raises(CheckpointUnreadableError, match="actor cannot be read into this model"):
-        engine.load(ADDRESS)
+        engine.restore(ADDRESS)
 
 
 def test_a_store_that_cannot_be_used_is_named(
@@ -127,7 +126,7 @@ def test_a_store_that_cannot_be_used_is_named(
     with pytest.raises(BucketFailedError, match=r"cannot be written: .* there are no credentials"):
         engine.save("gs://bucket/step-4.attempt-0/actor")
     with pytest.raises(BucketFailedError, match=r"cannot be read: .* there are no credentials"):
-        engine.load("gs://bucket/step-4.attempt-0/actor")
+        engine.restore("gs://bucket/step-4.attempt-0/actor")
 
 
 def test_a_store_that_fails_a_rank_does_not_make_a_checkpoint_unreadable(
@@ -136,18 +135,18 @@ def test_a_store_that_fails_a_rank_does_not_make_a_checkpoint_unreadable(
     def fail(*args: object, **options: object) -> None:
         raise GenericError("Generic S3 error: Server returned non-2xx status code: 503 <?xml signed")
 
-    engine, saves = make_policy(parallel, model_path), BackgroundSaves()
+    engine = make_policy(parallel, model_path)
     engine.save(ADDRESS)
     monkeypatch.setattr(obstore, "get_range", fail)
     monkeypatch.setattr(obstore, "open_writer", fail)
 
     with pytest.raises(BucketFailedError, match=r"actor cannot be read: .*status code: 503.") as read:
-        engine.load(ADDRESS)
+        engine.restore(ADDRESS)
     with pytest.raises(BucketFailedError, match=r"again cannot be written: .*status code: 503"):
         engine.save("s3://bucket/again")
-    engine.save("s3://bucket/aside", saves)
+    engine.save("s3://bucket/aside", in_background=True)
     with pytest.raises(BucketFailedError, match="aside cannot be written"):
-        wait_for(saves)
+        wait_for(engine)
 
     assert "signed" not in str(read.value)
     assert failure_record(read.value).kind is FailureKind.INFRASTRUCTURE

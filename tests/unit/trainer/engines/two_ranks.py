@@ -14,10 +14,10 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp import model as model_module
-from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine, ReferenceEngine
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 
 WORLD_SIZE = 2
@@ -34,19 +34,19 @@ def make_policy(
     max_tokens: int = 40,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
-) -> PolicyEngine:
+) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     actor = ActorModel(path=str(model), **settings)
     run: dict[str, Any] = {"total_steps": 9, "stays_gathered": stays_gathered, "dtype": dtype}
-    return PolicyEngine(parallel, actor, training, AlgorithmSpec(), **run)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), **run)
 
 
 def make_critic(
     parallel: ParallelMesh, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
-) -> CriticEngine:
+) -> FSDPEngine:
     training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     run: dict[str, Any] = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
-    return CriticEngine(parallel, TrainedModel(), str(model), training, **run)
+    return critic_engine(parallel, TrainedModel(), str(model), training, **run)
 
 
 def whole_batch() -> DataProto:
@@ -61,8 +61,8 @@ def shard(rank: int) -> DataProto:
 def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and two."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
-    log_probs = policy.compute_log_prob(batch).padded("old_log_probs", RESPONSE_LENGTH)
-    values = critic.compute_values(batch).padded("values", RESPONSE_LENGTH)
+    log_probs = policy.forward(batch).padded("old_log_probs", RESPONSE_LENGTH)
+    values = critic.forward(batch).padded("values", RESPONSE_LENGTH)
     metrics = {**policy.update(batch), **critic.update(batch)}
     policy.save(folder / "checkpoint")
     policy.export(folder / "export")
@@ -105,7 +105,7 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
     adapted = make_policy(parallel, model, lora=LoRA(rank=4), offload=away, **options)
     halved = make_policy(parallel, model, offload=away, dtype=torch.bfloat16, **options)
     kept = make_policy(parallel, model, gradient_checkpointing=False, **options)
-    reference = ReferenceEngine(
+    reference = reference_engine(
         parallel, str(model), stays_gathered=stays_gathered, max_tokens_per_gpu=16, dtype=torch.float32
     )
     policy.warm_up(8, 8)
@@ -113,9 +113,9 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
     messages: dict[str, tuple[int, int]] = {}
     for step in range(2):
         for name, call in (
-            ("log_probs", policy.compute_log_prob),
-            ("ref", reference.compute_ref_log_prob),
-            ("values", critic.compute_values),
+            ("log_probs", policy.forward),
+            ("ref", reference.forward),
+            ("values", critic.forward),
             ("update_actor", policy.update),
             ("update_critic", critic.update),
             ("update_adapted", adapted.update),

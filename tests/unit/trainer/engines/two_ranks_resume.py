@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
@@ -22,8 +21,8 @@ from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_p
 def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
     """Everything that is compared between one rank and two."""
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
-    policy.load(folder / "one" / "actor")
-    critic.load(folder / "one" / "critic")
+    policy.restore(folder / "one" / "actor")
+    critic.restore(folder / "one" / "critic")
     return {"first": {**policy.update(batch), **critic.update(batch)}, "policy": policy}
 
 
@@ -32,12 +31,12 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
     seen = go_on(parallel, model, shard(rank), out)
-    policy, saves = seen.pop("policy"), BackgroundSaves()
-    policy.save(out / "background", saves)
+    policy = seen.pop("policy")
+    policy.save(out / "background", in_background=True)
     # Its collectives and weights must not meet those of the save.
     seen["second"] = policy.update(shard(rank))
     deadline = time.monotonic() + 60
-    while not saves.is_done():
+    while not policy.is_saved():
         assert time.monotonic() < deadline, "the save in the background did not end"
         time.sleep(0.05)
     torch.save(seen, out / f"rank-{rank}.pt")

@@ -15,9 +15,11 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Engine, EngineClass
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.controller.phases import Phases
+from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main import groups
 from ppojob_trainer.main.failures import failure_record
 from ppojob_trainer.main.groups import Groups
@@ -53,6 +55,7 @@ class Story:
     told: list[str] = field(default_factory=list)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     failing: str = ""
+    size: ModelSize = field(default_factory=lambda: ModelSize(GB, 80 * GB))
     given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def role(self, name: str) -> Any:
@@ -75,7 +78,7 @@ class _Group:
         if method is TrainedWorker.rendezvous:
             return "host", 1
         if method is TrainedWorker.size:
-            return ModelSize(GB, 80 * GB)
+            return self.story.size
         self.story.given[f"{self.name} {method.__name__}"] = arguments
         await self.story.do(f"{self.name} {method.__name__}")
         return LoadedData(["gsm8k"], steps_per_epoch=7) if method is DataWorker.load else [{}]
@@ -136,6 +139,21 @@ async def test_the_learning_rate_schedules_get_the_length_of_the_run(
     assert [story.given[f"{role} load"][-1] for role in ("actor", "critic")] == [total_steps] * 2
     assert found.steps_per_epoch == 7
     assert story.given["reward load"] == (["gsm8k"],)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "Class"])
+async def test_the_memory_of_the_users_own_engine_is_not_judged(story: Story, engine: str) -> None:
+    story.size = ModelSize(10 * GB, 80 * GB)
+    spec = spec_of("CUDA", [])
+    own = {"engine": Engine(engine), "engine_class": EngineClass(module="own", class_name="Own")}
+    trained = {role: getattr(spec, role).model_copy(update=own) for role in ("actor", "critic")}
+    running = groups.make_ready(made(story, []), spec.model_copy(update=trained), Phases({}, 60.0))
+
+    if engine == "Class":
+        await running
+    else:
+        with pytest.raises(ModelMismatchError, match="pool a cannot hold its models"):
+            await running
 
 
 async def settled() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ppojob_api.v1alpha1.sources import Source, SourceKind
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Engine
 from ppojob_trainer.commands.fetch.errors import FetchRefusedError
 from ppojob_trainer.commands.fetch.listing import Listing
 from ppojob_trainer.commands.fetch.model_files import wanted
 
 CONFIG = "config.json"
-_REWARD_MODEL = "model.reward.path"
 
 
 def files_of(source: Source, listing: Listing) -> Listing:
@@ -36,8 +36,8 @@ def files_of(source: Source, listing: Listing) -> Listing:
     return Listing(listing.revision, tuple(file for file in listing.files if file.name in names))
 
 
-def check_config(source: Source, folder: Path) -> None:
-    """Refuse a model that the trainer cannot compute, by its config.json alone.
+def check_config(spec: PPOJobSpec, source: Source, folder: Path) -> None:
+    """Refuse a model that the FSDP engine cannot compute, by its config.json alone. Of other engines nothing is known.
 
     Raises:
         FetchRefusedError: names the family and the setting.
@@ -51,9 +51,14 @@ def check_config(source: Source, folder: Path) -> None:
     if source.with_code and '"auto_map"' in (folder / CONFIG).read_text():
         # Only the trainer runs the code by which this configuration is understood.
         return
+    engine_of = {
+        "model.actor.path": spec.actor.engine,
+        "model.ref.path": spec.actor.engine,
+        "model.critic.path": spec.critic.engine,
+    }
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if any(field != _REWARD_MODEL for field in source.fields):
+        if any(engine_of.get(field) is Engine.FSDP for field in source.fields):
             refuse_unsupported(config)
     except (ModelUnsupportedError, OSError, ValueError, KeyError) as error:
         raise FetchRefusedError(f"spec.{source.fields[0]} {source.address}: {error}") from error

@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.sources import Source, SourceKind, hub_address
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import SourceStatus
 from ppojob_trainer.commands.fetch.buckets import BucketPlace
 from ppojob_trainer.commands.fetch.checks import CONFIG, check_config, check_data, files_of
@@ -26,7 +28,7 @@ from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, 
 from ppojob_trainer.commands.fetch.folders import SourceFolder
 from ppojob_trainer.commands.fetch.hub import HubPlace
 from ppojob_trainer.commands.fetch.listing import Listing, Place
-from ppojob_trainer.commands.fetch.lock import FolderLock, LockTimes
+from ppojob_trainer.storage_lock import LockLostError, LockTimes, StorageLock
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class State:
     """What it waits for."""
     total: int | None = None
     """Bytes of all addresses, once they are known."""
-    lock: FolderLock | None = None
+    lock: StorageLock | None = None
     """The lock that is held."""
 
     @property
@@ -88,7 +90,7 @@ def fetch_all(job: JobFile, state: State, holder: str, times: LockTimes | None =
             state.sources.append(found)
         else:
             state.address = source.address
-            tasks.append(_planned(folder))
+            tasks.append(_planned(job.spec, folder))
     state.total = sum(task.listing.size for task in tasks) + sum(source.bytes for source in state.sources)
     _refuse_without_space(tasks, Path(job.spec.storage.mount_path))
     is_checked = _check_data(job, sources, is_checked=False) if not tasks else False
@@ -106,7 +108,7 @@ def _check_data(job: JobFile, sources: Sequence[Source], *, is_checked: bool) ->
     return True
 
 
-def _planned(folder: SourceFolder) -> _Task:
+def _planned(spec: PPOJobSpec, folder: SourceFolder) -> _Task:
     """List an address. A model's configuration is read in a folder of this pod: the storage's is not locked yet."""
     source = folder.source
     hub = hub_address(source.address)
@@ -116,7 +118,7 @@ def _planned(folder: SourceFolder) -> _Task:
         [config] = [file for file in listing.files if file.name == CONFIG]
         with tempfile.TemporaryDirectory() as here:
             place.download(config, listing, Path(here), lambda: None)
-            check_config(source, Path(here))
+            check_config(spec, source, Path(here))
     return _Task(folder, place, listing)
 
 
@@ -134,7 +136,7 @@ def _refuse_without_space(tasks: Sequence[_Task], storage: Path) -> None:
 
 def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) -> SourceStatus:
     folder, source = task.folder, task.folder.source
-    lock = FolderLock(folder.lock, holder, times)
+    lock = StorageLock(folder.lock, holder, times)
     state.address, state.folder, state.message = source.address, folder, None
 
     def waits(other: str) -> None:
@@ -149,7 +151,7 @@ def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) ->
                 logger.info("fetching %s into %s: %.2f GB", source.address, folder.path, task.listing.size / _GB)
                 folder.begin(task.listing)
                 _download(task, lock)
-                lock.check()
+                _check(lock)
                 found = folder.publish(task.listing)
             state.folder, state.lock = None, None
             return found
@@ -157,10 +159,23 @@ def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) ->
         raise of_storage(error, f"spec.{source.fields[0]} {source.address}") from error
 
 
-def _download(task: _Task, lock: FolderLock) -> None:
+def _check(lock: StorageLock) -> None:
+    """Return if the lock is still held.
+
+    Raises:
+        FetchError: another fetch has taken it over.
+    """
+    try:
+        lock.check()
+    except LockLostError as error:
+        raise FetchError(str(error)) from error
+
+
+def _download(task: _Task, lock: StorageLock) -> None:
+    check = partial(_check, lock)
     with ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="fetch") as pool:
         running = [
-            pool.submit(task.place.download, file, task.listing, task.folder.incomplete, lock.check)
+            pool.submit(task.place.download, file, task.listing, task.folder.incomplete, check)
             for file in task.listing.files
         ]
         try:

@@ -1,6 +1,6 @@
 """Divides a batch into micro-batches of packed tokens, with the position of each response token's output.
 
-Called by the FSDP engines. Everything here runs on the CPU, before the tokens are copied to the device, so that no step
+Called by the engines. Everything here runs on the CPU, before the tokens are copied to the device, so that no step
 of a training loop waits for the device. It refuses shards that cannot be divided into equal minibatches, because ranks
 with different numbers of minibatches would deadlock.
 

@@ -1,24 +1,62 @@
 """Checks whether the models fit the job and each other, from their configurations and tokenizers alone.
 
-The roles' `check` calls it before any weights are loaded. It refuses models that would fail in the middle of a step, or
-that would train on other tokens than intended.
+Called by the checks of roles and engines, before any weights are loaded. It refuses models that would fail in the
+middle of a step, or that would train on other tokens than intended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
-from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
 
-__all__ = ["check_context", "check_vocabulary", "context_length"]
+__all__ = [
+    "active_intermediate",
+    "check_context",
+    "check_heads",
+    "check_vocabulary",
+    "context_length",
+    "indivisible",
+    "longest_input",
+    "read_config",
+]
 
 # Kinds of rotary embeddings whose factor extends the longest sequence that the configuration gives.
 _STRETCHING = {"yarn", "linear", "dynamic"}
+
+
+def read_config(path: str, *, trust_remote_code: bool) -> PretrainedConfig:
+    """Read a checkpoint's configuration.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        ModelUnsupportedError: the checkpoint is quantized.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        what = "is not a folder" if not folder.is_dir() else "has no config.json"
+        raise ModelNotFoundError(
+            f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "unknown method")
+        raise ModelUnsupportedError(
+            f"model path {path} is quantized ({method}), and its weights would be read without their scales: use the "
+            "checkpoint in bfloat16"
+        )
+    return config
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -30,6 +68,21 @@ def context_length(config: PretrainedConfig) -> int | None:
         return limit
     basis = rope.get("original_max_position_embeddings") or limit
     return max(int(limit), int(basis * float(rope.get("factor") or 1.0)))
+
+
+def longest_input(config: PretrainedConfig) -> int | None:
+    """Return the tokens that a model has positions for, None where its configuration does not say."""
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if length and length > 0 else None
+
+
+def active_intermediate(config: Any) -> int:
+    """Return the inner size of a layer's MLP that a token uses, the larger of dense layers and of experts."""
+    dense = int(getattr(config, "intermediate_size", None) or 0)
+    per_token = int(getattr(config, "num_experts_per_tok", None) or 0)
+    if not per_token:
+        return dense
+    return max(dense, per_token * int(getattr(config, "moe_intermediate_size", None) or dense))
 
 
 def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec) -> None:
@@ -45,6 +98,22 @@ def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec
             f"data.maxResponseLength {response} are {prompt + response}: lower one of them to {limit} together, or use "
             "a model with a longer context"
         )
+
+
+def check_heads(text: Any, field: str, size: int) -> None:
+    """Check that a number of ranks divides the attention heads; `text` is the configuration of the language model.
+
+    Raises:
+        ModelMismatchError: with the field, its value and the number of heads.
+    """
+    heads = int(text.num_attention_heads)
+    if heads % size:
+        raise ModelMismatchError(indivisible(text, field, size, "num_attention_heads", f"{heads}: use a divisor"))
+
+
+def indivisible(text: Any, field: str, size: int, what: str, number_and_remedy: str) -> str:
+    """Return the sentence for a size that does not divide a part of the model."""
+    return f"{field} {size} does not divide this {text.model_type}'s {what} {number_and_remedy}"
 
 
 def check_vocabulary(role: str, path: str, config: PretrainedConfig, model: ModelSpec) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.algorithms import try_functions
+from ppojob_trainer.engines.precision import dtype_of
 from ppojob_trainer.engines.train.batch import EngineMeta
+from ppojob_trainer.engines.train.engine import EngineSetup
+from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink, WeightSender
 from ppojob_trainer.maths.masked import Moments
@@ -24,14 +27,10 @@ from ppojob_trainer.worker_groups.advantages import (
 )
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, merge_metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
-from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.trained import EngineWorker, ModelSource, check_fit
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
-
-if TYPE_CHECKING:
-    # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
 
 __all__ = ["ActorGroup", "ActorWorker"]
 
@@ -45,20 +44,20 @@ READ_BY_UPDATE = (
 """The last two only with some algorithms, see `unread_by_update`."""
 
 
-class ActorWorker(TrainedWorker):
+class ActorWorker(EngineWorker):
     """One rank of the policy."""
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         super().__init__(context, spec, spec.actor)
         self.source = ModelSource(spec.model.actor.path, spec.model.actor.trust_remote_code)
-        self._engine: PolicyEngine | None = None
         self._sender: WeightSender | None = None
 
-    @property
-    def engine(self) -> PolicyEngine:
-        """The loaded policy."""
-        assert self._engine is not None, "load() comes first"
-        return self._engine
+    @cached_property
+    def setup(self) -> EngineSetup:
+        """See `EngineWorker`."""
+        spec = self.spec
+        objective = PolicyObjective(spec.actor, spec.algorithm)
+        return EngineSetup(spec.model.actor, spec.actor, objective, seed=spec.trainer.seed, dtype=dtype_of(spec.device))
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
@@ -70,36 +69,19 @@ class ActorWorker(TrainedWorker):
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
+        from ppojob_trainer.engines.train.model_fit import check_heads, read_config
+
         try_functions(self.spec.algorithm)
-        model = self.spec.model.actor
-        sizes = sizes_of("actor", self.spec.actor)
-        sizes["rollout.tensorParallelSize"] = self.spec.rollout.tensor_parallel_size
-        check_model(model.path, model.trust_remote_code, sizes)
-        check_fit("actor", model.path, model.trust_remote_code, self.spec)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self, stays_gathered: bool, total_steps: int) -> None:
-        """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
-        from ppojob_trainer.engines.precision import dtype_of
-        from ppojob_trainer.engines.train.fsdp.policy import PolicyEngine
-
-        spec = self.spec
-        self._engine = PolicyEngine(
-            self.parallel,
-            spec.model.actor,
-            spec.actor,
-            spec.algorithm,
-            total_steps=total_steps,
-            seed=spec.trainer.seed,
-            stays_gathered=stays_gathered,
-            dtype=dtype_of(spec.device),
-        )
-        self.warm_up(self._engine, is_compiled=spec.model.actor.compile)
+        self.engine.check()
+        config = read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
+        # vLLM repeats key heads.
+        check_heads(config.get_text_config(), "rollout.tensorParallelSize", self.spec.rollout.tensor_parallel_size)
+        check_fit("actor", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return old_log_probs; the metrics have their difference from the rollout's log-probs."""
-        found = self.engine.compute_log_prob(batch).select([Keys.OLD_LOG_PROBS])
+        found = self.engine.forward(batch).select([Keys.OLD_LOG_PROBS])
         difference = {}
         if Keys.ROLLOUT_LOG_PROBS in batch:
             difference = rollout_difference(batch.with_fields(found.columns), self.parallel)
@@ -108,7 +90,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob, by the policy with its adapters off."""
-        return self.engine.compute_ref_log_prob(batch)
+        return as_ref_log_prob(self.engine.forward(batch, with_adapters=False))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_UPDATE)
     def update_actor(self, batch: DataProto) -> Metrics:
@@ -144,16 +126,6 @@ class ActorWorker(TrainedWorker):
         """Send the weights while the replicas receive them."""
         assert self._sender is not None, "open_weights() comes first"
         return self._sender.push(version)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, location: str, in_background: bool = False) -> None:
-        """Write this rank's part of a checkpoint to a new location; in the background, `is_saved` says when."""
-        self.engine.save(location, self.background_saves() if in_background else None)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def restore(self, location: str) -> None:
-        """Resume from a checkpoint in a folder or at an address in an object store."""
-        self.engine.load(location)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def export(self, folder: Path) -> None:
@@ -204,6 +176,11 @@ def unread_by_update(algorithm: AlgorithmSpec) -> frozenset[str]:
     """Return the columns that an update of the policy does not read with this algorithm."""
     is_read = {Keys.REF_LOG_PROB: algorithm.kl.in_loss, Keys.ROLLOUT_LOG_PROBS: algorithm.correction is not None}
     return frozenset(column for column, read in is_read.items() if not read)
+
+
+def as_ref_log_prob(computed: DataProto) -> DataProto:
+    """Return a policy's log-probs under the reference's name."""
+    return DataProto.from_dict({Keys.REF_LOG_PROB: computed.ragged(Keys.OLD_LOG_PROBS)})
 
 
 def reduce_metrics(table: Table) -> dict[str, float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.precision import dtype_of
 from ppojob_trainer.engines.train.batch import EngineMeta
+from ppojob_trainer.engines.train.engine import EngineSetup
+from ppojob_trainer.engines.train.objectives import ValueObjective
 from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys
 from ppojob_trainer.worker_groups.advantages import (
     READ_BY_ADVANTAGES,
@@ -16,33 +19,35 @@ from ppojob_trainer.worker_groups.advantages import (
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.partition import balanced, in_groups, in_minibatches
 from ppojob_trainer.worker_groups.roles.actor import reduce_metrics
-from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.trained import EngineWorker, ModelSource, check_fit
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-if TYPE_CHECKING:
-    # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-
 __all__ = ["CriticGroup", "CriticWorker"]
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(EngineWorker):
     """One rank of the critic."""
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         super().__init__(context, spec, spec.critic)
         critic = spec.model.critic
         path = critic.path or spec.model.actor.path
-        self.source: ModelSource = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
-        self._engine: CriticEngine | None = None
+        self.source = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
 
-    @property
-    def engine(self) -> CriticEngine:
-        """The loaded critic."""
-        assert self._engine is not None, "load() comes first"
-        return self._engine
+    @cached_property
+    def setup(self) -> EngineSetup:
+        """See `EngineWorker`."""
+        spec = self.spec
+        return EngineSetup(
+            spec.model.critic.model_copy(update={"path": self.source.path}),
+            spec.critic,
+            ValueObjective(spec.critic),
+            has_value_head=True,
+            seed=spec.trainer.seed,
+            dtype=dtype_of(spec.device),
+        )
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
@@ -53,33 +58,13 @@ class CriticWorker(TrainedWorker):
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
-        path, trust = self.source.path, self.source.trust_remote_code
-        check_model(path, trust, sizes_of("critic", self.spec.critic))
-        check_fit("critic", path, trust, self.spec)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self, stays_gathered: bool, total_steps: int) -> None:
-        """Load and shard the model, after `join`; `total_steps`: of the run, for the learning-rate schedule."""
-        from ppojob_trainer.engines.precision import dtype_of
-        from ppojob_trainer.engines.train.fsdp.critic import CriticEngine
-
-        spec = self.spec
-        self._engine = CriticEngine(
-            self.parallel,
-            spec.model.critic,
-            spec.model.actor.path,
-            spec.critic,
-            total_steps=total_steps,
-            seed=spec.trainer.seed,
-            stays_gathered=stays_gathered,
-            dtype=dtype_of(spec.device),
-        )
-        self.warm_up(self._engine, is_compiled=spec.model.critic.compile)
+        self.engine.check()
+        check_fit("critic", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return values."""
-        return self.engine.compute_values(batch)
+        return self.engine.forward(batch)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=READ_BY_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
@@ -90,16 +75,6 @@ class CriticWorker(TrainedWorker):
     def update_critic(self, batch: DataProto) -> Metrics:
         """Run the value loss's minibatches on the batch."""
         return self.engine.update(batch)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, location: str, in_background: bool = False) -> None:
-        """Write this rank's part of a checkpoint to a new location; in the background, `is_saved` says when."""
-        self.engine.save(location, self.background_saves() if in_background else None)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def restore(self, location: str) -> None:
-        """Resume from a checkpoint in a folder or at an address in an object store."""
-        self.engine.load(location)
 
 
 class CriticGroup:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.precision import dtype_of
+from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.protocol import SEQUENCES, DataProto, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
-from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
-from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker, check_fit, check_model, sizes_of
+from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker, as_ref_log_prob
+from ppojob_trainer.worker_groups.roles.trained import EngineWorker, ModelSource, check_fit
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-if TYPE_CHECKING:
-    # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.train.fsdp.policy import ReferenceEngine
-
 __all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
 
 
-class RefWorker(TrainedWorker):
+class RefWorker(EngineWorker):
     """One rank of the reference policy."""
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
@@ -29,40 +27,28 @@ class RefWorker(TrainedWorker):
         super().__init__(context, spec, spec.actor)
         # Without a separate path it is the actor's model, and uses the actor's remote code.
         own = spec.model.ref if spec.model.ref.path else spec.model.actor
-        self.source: ModelSource = ModelSource(own.path or spec.model.actor.path, own.trust_remote_code)
-        self._engine: ReferenceEngine | None = None
+        self.source = ModelSource(own.path or spec.model.actor.path, own.trust_remote_code)
+
+    @cached_property
+    def setup(self) -> EngineSetup:
+        """See `EngineWorker`."""
+        model, source = self.spec.model, self.source
+        is_compiled = model.actor.compile if model.ref.compile is None else model.ref.compile
+        own = {"path": source.path, "trust_remote_code": source.trust_remote_code, "compile": is_compiled}
+        return EngineSetup(
+            model.ref.model_copy(update=own), self.spec.actor, objective=None, dtype=dtype_of(self.spec.device)
+        )
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
-        """Raise ModelNotFoundError if there is no model at the path, ModelMismatchError if it does not fit the job."""
-        check_model(self.source.path, self.source.trust_remote_code, sizes_of("actor", self.spec.actor))
-        check_fit("ref", self.source.path, self.source.trust_remote_code, self.spec)
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def load(self, stays_gathered: bool) -> None:
-        """Load and shard the model, after `join`."""
-        from ppojob_trainer.engines.precision import dtype_of
-        from ppojob_trainer.engines.train.fsdp.policy import ReferenceEngine
-
-        model = self.spec.model
-        is_compiled = model.actor.compile if model.ref.compile is None else model.ref.compile
-        self._engine = ReferenceEngine(
-            self.parallel,
-            self.source.path,
-            trust_remote_code=self.source.trust_remote_code,
-            compile_layers=is_compiled,
-            offload=model.ref.offload,
-            stays_gathered=stays_gathered,
-            max_tokens_per_gpu=self.spec.actor.max_tokens_per_gpu,
-            dtype=dtype_of(self.spec.device),
-        )
-        self.warm_up(self._engine, is_compiled=is_compiled)
+        """Check the model without loading it; raises what the actor's check raises for a model."""
+        self.engine.check()
+        check_fit("ref", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob."""
-        assert self._engine is not None, "load() comes first"
-        return self._engine.compute_ref_log_prob(batch)
+        return as_ref_log_prob(self.engine.forward(batch))
 
 
 class RefGroup:

@@ -6,9 +6,10 @@ input (`rewards.model_input`), so the two models may have different vocabularies
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.precision import dtype_of
+from ppojob_trainer.engines.train.engine import ScoringEngine
+from ppojob_trainer.engines.train.loader import check_reward_model, load_reward_model
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.rewards.batch import (
     REWARD_PREFIX,
@@ -28,10 +29,6 @@ from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-if TYPE_CHECKING:
-    # Imports transformers, which the driver and the other roles do not need.
-    from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine
-
 __all__ = ["ModelScores", "RewardModelWorker"]
 
 
@@ -46,7 +43,7 @@ class RewardModelWorker(TrainedWorker):
         self.source = ModelSource(self._model.path, self._model.trust_remote_code, has_output_layer=False)
         self._input: ModelInput | None = None
         self._decoder: Decoder | None = None
-        self._engine: RewardModelEngine | None = None
+        self._engine: ScoringEngine | None = None
         self._samples = SampleKeeper(context, spec)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
@@ -58,28 +55,17 @@ class RewardModelWorker(TrainedWorker):
             ModelUnsupportedError: it is not a sequence classifier, or has no such label.
             RewardModelError: the spec asks for a chat template and there is none.
         """
-        from ppojob_trainer.engines.train.fsdp.reward import check_reward_model, longest_input
+        from ppojob_trainer.engines.train.model_fit import longest_input
 
         model = self._model
-        config = check_reward_model(model.path, model.label, model.trust_remote_code)
+        config = check_reward_model(model)
         self._input = ModelInput(load_tokenizer(model), model.input, model.max_length or longest_input(config))
         self._decoder = load_tokenizer(self.spec.model.actor)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
         """Load and shard the model, after `check` and `join`."""
-        from ppojob_trainer.engines.precision import dtype_of
-        from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine
-
-        model = self._model
-        self._engine = RewardModelEngine(
-            self.parallel,
-            model.path,
-            label=model.label,
-            trust_remote_code=model.trust_remote_code,
-            max_tokens_per_gpu=model.max_tokens_per_gpu,
-            dtype=dtype_of(self.spec.device),
-        )
+        self._engine = load_reward_model(self._model, self.parallel, dtype_of(self.spec.device))
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.RAW_PROMPT))
     def compute_scores(self, batch: DataProto) -> DataProto:

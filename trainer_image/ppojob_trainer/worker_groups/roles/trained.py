@@ -1,75 +1,45 @@
-"""The common part of actor, critic and ref: ranks that compute one sharded model together.
+"""What actor, critic, ref and reward model have in common: ranks that compute one model together.
 
-Base classes of those roles' workers and groups. A rank joins the process group before it loads anything; a missing path
+Base classes of those roles' workers. A rank joins the process group before it loads anything; a missing path
 is found before any process has spent minutes on loading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
+from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
+from ppojob_trainer.engines.train.loader import make_engine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-if TYPE_CHECKING:
-    # Imports torch; the driver imports this module too.
-    from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
-
-__all__ = ["ModelSize", "ModelSource", "TrainedWorker", "check_fit", "check_model", "join", "sizes_of"]
+__all__ = ["EngineWorker", "ModelSize", "ModelSource", "TrainedWorker", "check_fit", "join"]
 
 W = TypeVar("W", bound="TrainedWorker")
 
 
-def check_model(path: str, trust_remote_code: bool, sizes: Mapping[str, int] | None = None) -> None:
-    """Read the configuration of a model, seconds before its weights are loaded.
-
-    Args:
-        sizes: by field of the spec, over how many ranks the model will be divided.
-
-    Raises:
-        ModelNotFoundError: there is no model.
-        ModelUnsupportedError: a part of it is not supported.
-        ModelMismatchError: it cannot be divided by these sizes.
-    """
-    # Imported here: transformers takes seconds, and the driver imports this module too.
-    from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
-    from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
-    from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
-
-    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
-    refuse_unsupported(config)
-    check_divisions(config, sizes or {})
-
-
-def check_fit(role: str, path: str, trust_remote_code: bool, spec: PPOJobSpec) -> None:
+def check_fit(role: str, source: ModelSource, spec: PPOJobSpec) -> None:
     """Compare a model's configuration with the lengths of the data and with the actor's vocabulary.
 
     Raises:
+        ModelNotFoundError: there is no model.
         ModelMismatchError: its context is too short, or its vocabulary differs.
     """
-    from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
-    from ppojob_trainer.engines.train.model_fit import check_context, check_vocabulary
+    # Imported here: transformers takes seconds, and the driver imports this module too.
+    from ppojob_trainer.engines.train.model_fit import check_context, check_vocabulary, read_config
 
-    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
-    check_context(role, path, config, spec.data)
-    if path != spec.model.actor.path:
-        check_vocabulary(role, path, config, spec.model)
-
-
-def sizes_of(role: str, training: Trained) -> dict[str, int]:
-    """Return the `sizes` that `check_model` checks for a role that trains."""
-    return {
-        f"{role}.tensorParallelSize": training.tensor_parallel_size,
-        f"{role}.sequenceParallelSize": training.sequence_parallel_size,
-    }
+    config = read_config(source.path, trust_remote_code=source.trust_remote_code)
+    check_context(role, source.path, config, spec.data)
+    if source.path != spec.model.actor.path:
+        check_vocabulary(role, source.path, config, spec.model)
 
 
 @dataclass(frozen=True)
@@ -98,14 +68,6 @@ class ModelSize:
     host_bytes: int = 0
 
 
-class HasWarmup(Protocol):
-    """An engine that can compile before the first step."""
-
-    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
-        """Run forward and backward as a step does, with sequences of these lengths, and change nothing."""
-        ...
-
-
 class TrainedWorker:
     """A rank of a sharded model."""
 
@@ -116,7 +78,6 @@ class TrainedWorker:
         self.training = training
         self.source: ModelSource | None = None
         self._parallel: ParallelMesh | None = None
-        self._saves: BackgroundSaves | None = None
 
     @property
     def parallel(self) -> ParallelMesh:
@@ -161,11 +122,11 @@ class TrainedWorker:
         from transformers import AutoModel, AutoModelForCausalLM
 
         from ppojob_trainer.engines.host import host_bytes
-        from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
+        from ppojob_trainer.engines.train.model_fit import active_intermediate, read_config
 
         assert self.source is not None, "the role says in its constructor which model it loads"
         trust = self.source.trust_remote_code
-        config = read_config(self.source.path, LoadOptions(trust_remote_code=trust))
+        config = read_config(self.source.path, trust_remote_code=trust)
         kind: Any = AutoModelForCausalLM if self.source.has_output_layer else AutoModel
         with torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=trust)
@@ -179,16 +140,10 @@ class TrainedWorker:
             gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
             layers=number("num_hidden_layers"),
             hidden=number("hidden_size"),
-            intermediate=number("intermediate_size"),
+            intermediate=active_intermediate(config),
             host=self.context.address,
             host_bytes=host_bytes(),
         )
-
-    def warm_up(self, engine: HasWarmup, *, is_compiled: bool) -> None:
-        """Have an engine compile its layers before the first step; then release the memory that this needed."""
-        if is_compiled:
-            engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
-        self.free_cached_memory()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def free_cached_memory(self) -> None:
@@ -198,12 +153,45 @@ class TrainedWorker:
         if self.spec.device is Device.CUDA:
             torch.cuda.empty_cache()
 
-    def background_saves(self) -> BackgroundSaves:
-        """The saves of this rank that run in the background."""
-        from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 
-        self._saves = self._saves or BackgroundSaves()
-        return self._saves
+class EngineWorker(TrainedWorker):
+    """A rank of actor, critic or ref: a model that a `TrainEngine` computes."""
+
+    source: ModelSource
+
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, training: Trained) -> None:
+        super().__init__(context, spec, training)
+        self._engine: TrainEngine | None = None
+
+    @cached_property
+    def setup(self) -> EngineSetup:
+        """Which model the role's engine computes, and how. Each role has its own."""
+        raise NotImplementedError
+
+    @property
+    def engine(self) -> TrainEngine:
+        """The role's engine, which `load` loads."""
+        if self._engine is None:
+            self._engine = make_engine(self.setup)
+        return self._engine
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load(self, stays_gathered: bool, total_steps: int) -> None:
+        """Load the model, after `join`; compile it if the spec asks for that, before the first step.
+
+        Args:
+            stays_gathered: the parameters stay gathered through an optimizer step.
+            total_steps: of the run, for the learning-rate schedule.
+        """
+        self.engine.load(self.parallel, total_steps=total_steps, stays_gathered=stays_gathered)
+        if self.setup.model.compile:
+            self.engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
+        self.free_cached_memory()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, location: str, in_background: bool = False) -> None:
+        """Write this rank's part of a checkpoint to a new location; in the background, `is_saved` says when."""
+        self.engine.save(location, in_background=in_background)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
@@ -212,7 +200,12 @@ class TrainedWorker:
         Raises:
             CheckpointUnwritableError: the checkpoint could not be written.
         """
-        return self._saves is None or self._saves.is_done()
+        return self.engine.is_saved()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def restore(self, location: str) -> None:
+        """Resume from a checkpoint in a folder or at an address in an object store."""
+        self.engine.restore(location)
 
 
 async def join(group: WorkerGroup[W]) -> list[Transports]:

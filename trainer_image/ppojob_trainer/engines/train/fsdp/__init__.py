@@ -1,1 +1,1 @@
-"""Training with PyTorch's FSDP2: policy, reference and value model, their optimizers and checkpoints."""
+"""Training with PyTorch's FSDP2: policy, reference and value model, their optimizers and checkpoints; reward model."""

@@ -1,6 +1,6 @@
 """Writes a checkpoint from the host's memory in a thread, while the training continues.
 
-Each trained worker has one `BackgroundSaves`; `checkpoint.save` starts a save and the worker's `is_saved` polls it. At
+Each engine has one `BackgroundSaves`; `checkpoint.save` starts a save and the engine's `is_saved` polls it. At
 most one save runs at a time. The ranks use a separate process group, because collectives of two threads in one group
 would be mixed up. Based on `torch.distributed.checkpoint.async_save`, without its copy of everything: `checkpoint.save`
 has copied the tensors that would change (`Offloader.tensors_to_save`).

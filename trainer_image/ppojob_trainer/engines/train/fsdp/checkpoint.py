@@ -1,6 +1,6 @@
 """Checkpoints of one model in training.
 
-Called by the engines; the caller decides where the folders are and which checkpoint is valid. A checkpoint can be read
+Called by the engine; the caller decides where the folders are and which checkpoint is valid. A checkpoint can be read
 by any number of ranks (`torch.distributed.checkpoint`). It has no frozen weights: with LoRA it has only the adapters,
 and the model is loaded from its path again. It refuses a folder that exists, because files of an older save would be
 read as part of the new one.

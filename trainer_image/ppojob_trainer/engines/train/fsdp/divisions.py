@@ -1,21 +1,21 @@
 """Checks from its configuration whether a model can be divided by the tensor- and sequence-parallel sizes of the spec.
 
-Called by the roles' checks, before anything is loaded. The error names the field of the spec and the size that is not
+Called by the engine's check, before anything is loaded. The error names the field of the spec and the size that is not
 divisible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
+from ppojob_trainer.engines.train.model_fit import check_heads, indivisible
 
 _SEQUENCE, _TENSOR = "sequenceParallelSize", "tensorParallelSize"
-_ROLLOUT: Final = "rollout."
 
 
 def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
@@ -28,10 +28,7 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
     for field, size in sizes.items():
         if size == 1:
             continue
-        if field.startswith(_ROLLOUT):
-            # vLLM repeats key heads, and supports more families.
-            _check_heads(text, field, size)
-        elif field.endswith(_SEQUENCE):
+        if field.endswith(_SEQUENCE):
             tensor = sizes.get(field.replace(_SEQUENCE, _TENSOR), 1)
             _check_sequence_parallel(text, field, size, tensor)
         else:
@@ -46,11 +43,11 @@ def _check_tensor_parallel(text: Any, field: str, size: int) -> None:
             f"{field} {size}: how {text.model_type} is divided is not computed here ({', '.join(sorted(unknown))}): "
             f"use {_SEQUENCE}"
         )
-    _check_heads(text, field, size)
+    check_heads(text, field, size)
     for what in ("num_key_value_heads", "intermediate_size"):
         number = int(getattr(text, what, None) or text.num_attention_heads)
         if number % size:
-            raise ModelMismatchError(_refusal(text, field, size, what, f"{number}: use a divisor"))
+            raise ModelMismatchError(indivisible(text, field, size, what, f"{number}: use a divisor"))
 
 
 def _check_sequence_parallel(text: Any, field: str, size: int, tensor: int) -> None:
@@ -58,15 +55,9 @@ def _check_sequence_parallel(text: Any, field: str, size: int, tensor: int) -> N
     heads = int(text.num_attention_heads)
     if tensor > 1 and heads % (tensor * size):
         remedy = f"{heads} with {_TENSOR} {tensor}: let their product be a divisor"
-        raise ModelMismatchError(_refusal(text, field, size, "num_attention_heads", remedy))
-    _check_heads(text, field, size)
+        raise ModelMismatchError(indivisible(text, field, size, "num_attention_heads", remedy))
+    check_heads(text, field, size)
     _check_key_heads(text, field, size, tensor)
-
-
-def _check_heads(text: Any, field: str, size: int) -> None:
-    heads = int(text.num_attention_heads)
-    if heads % size:
-        raise ModelMismatchError(_refusal(text, field, size, "num_attention_heads", f"{heads}: use a divisor"))
 
 
 def _check_key_heads(text: Any, field: str, size: int, tensor: int) -> None:
@@ -77,8 +68,4 @@ def _check_key_heads(text: Any, field: str, size: int, tensor: int) -> None:
         heads //= tensor
     if heads % size and size % heads:
         remedy = f"{heads} nor is divided by it: use a divisor or a multiple"
-        raise ModelMismatchError(_refusal(text, field, size, "num_key_value_heads", remedy))
-
-
-def _refusal(text: Any, field: str, size: int, what: str, number_and_remedy: str) -> str:
-    return f"{field} {size} does not divide this {text.model_type}'s {what} {number_and_remedy}"
+        raise ModelMismatchError(indivisible(text, field, size, "num_key_value_heads", remedy))

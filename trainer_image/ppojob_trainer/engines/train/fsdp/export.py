@@ -1,6 +1,6 @@
 """Exports the policy as a HuggingFace folder, the result of a run.
 
-Called by the policy engine. The weights are gathered a layer at a time, and rank 0 writes a file when it has all of its
+Called by the engine. The weights are gathered a layer at a time, and rank 0 writes a file when it has all of its
 tensors: it holds at most about `SHARD_BYTES`, however large the model is. Files and index have the names that
 `from_pretrained` and vLLM read. It refuses a folder that is not empty.
 """

@@ -1,6 +1,6 @@
 """Models as the engines train them: from HuggingFace, sharded by FSDP2, with a forward pass on packed tokens.
 
-Called by the policy, reference and critic engines. The model's own output layer is not called: `maths.log_probs` goes
+Called by the engine. The model's own output layer is not called: `maths.log_probs` goes
 from hidden states to log-probs in chunks. Each rank reads its own shards of the checkpoint (`loading`), so a host holds
 the model once however many ranks it has. It refuses models whose output is more than a linear layer.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Any, Final
 
@@ -17,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from ppojob_api.v1alpha1.model import LoRA, TrainedModel
+from ppojob_api.v1alpha1.model import FrozenModel, LoRA, TrainedModel
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
+from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
+from ppojob_trainer.engines.train.fsdp.experts import add_counts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.loading import (
     Conversions,
@@ -38,6 +39,7 @@ from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapter
 from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import read_config
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
@@ -70,8 +72,16 @@ class LoadOptions:
     stays_gathered: bool = False
 
     @classmethod
-    def of(cls, model: TrainedModel, dtype: torch.dtype, *, stays_gathered: bool = False) -> LoadOptions:
-        """Return the options of a model that is trained."""
+    def of(cls, model: TrainedModel | FrozenModel, dtype: torch.dtype, *, stays_gathered: bool = False) -> LoadOptions:
+        """Return the options of a role's model."""
+        if isinstance(model, FrozenModel):
+            return cls(
+                trust_remote_code=model.trust_remote_code,
+                compile=bool(model.compile),
+                dtype=dtype,
+                is_frozen=True,
+                stays_gathered=stays_gathered,
+            )
         return cls(
             trust_remote_code=model.trust_remote_code,
             gradient_checkpointing=model.gradient_checkpointing,
@@ -104,7 +114,7 @@ class PolicyModule(nn.Module):
         return layer
 
     @property
-    def vocabulary_size(self) -> int:
+    def num_outputs(self) -> int:
         """Number of logits."""
         return self.output_layer.out_features
 
@@ -131,6 +141,11 @@ class ValueModule(nn.Module):
         """The decoder."""
         return self.language_model
 
+    @property
+    def num_outputs(self) -> int:
+        """0: the value head is too small to count."""
+        return 0
+
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the N values, float32 [N]."""
         with activations_on_host(is_enabled=self.activation_offload):
@@ -147,7 +162,7 @@ def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
-    module, conversions = build_policy(read_config(path, options), options, parallel)
+    module, conversions = build_policy(read_config(path, trust_remote_code=options.trust_remote_code), options, parallel)
     allocate(module, parallel.device)
     _fill(path, module, conversions, initial_adapters(module, seed))
     return module
@@ -184,7 +199,7 @@ def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
-    module, conversions = build_critic(read_config(path, options), options, parallel)
+    module, conversions = build_critic(read_config(path, trust_remote_code=options.trust_remote_code), options, parallel)
     allocate(module, parallel.device)
     _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
     return module
@@ -211,34 +226,6 @@ def build_critic(
     return module, conversions
 
 
-def read_config(path: str, options: LoadOptions) -> PretrainedConfig:
-    """Read a checkpoint's configuration.
-
-    Raises:
-        ModelNotFoundError: there is none.
-        ModelUnsupportedError: the checkpoint is quantized.
-    """
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        what = "is not a folder" if not folder.is_dir() else "has no config.json"
-        raise ModelNotFoundError(
-            f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
-        )
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=options.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method", "unknown method")
-        raise ModelUnsupportedError(
-            f"model path {path} is quantized ({method}), and its weights would be read without their scales: use the "
-            "checkpoint in bfloat16"
-        )
-    return config
-
-
 def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
     """Return hidden states [N, D] at the positions that predict a token of the policy."""
     output = backbone(
@@ -257,9 +244,11 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
             config,
             dtype=options.dtype if is_kept else torch.float32,
             attn_implementation=IMPLEMENTATION,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
             trust_remote_code=options.trust_remote_code,
         )
     model.tie_weights()
+    add_counts(model)
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
     return model

@@ -1,6 +1,6 @@
 """Offloads parameters and optimizer moments to the host's memory while their role does not compute.
 
-Called by the engines around each of their methods. Offloaded tensors stay the same objects: only their storage is
+Called by the engine around each of its methods. Offloaded tensors stay the same objects: only their storage is
 released and filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`),
 so both directions run at the speed of PCIe. No value changes.
 

@@ -1,6 +1,6 @@
 """AdamW with gradient clipping and a learning-rate schedule, which skips a step whose gradient is not finite.
 
-Called by the update loop, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
+Called by the engine's update, once for each minibatch. AdamW with decoupled weight decay: Loshchilov and Hutter 2019,
 arXiv 1711.05101; betas (0.9, 0.999), epsilon 1e-8 and decay on all parameters, as in verl. The device itself decides
 whether a step is skipped, so the host waits for no norm before the end of the update. It raises an error after
 `maxNonFiniteSteps` skipped steps in a row.
@@ -9,15 +9,16 @@ whether a step is skipped, so the host waits for no norm before the end of the u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LearningRateSchedule
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import NonFiniteError
+from ppojob_trainer.engines.train.learning_rate import learning_rate_factor
 
 
 class Optimizer:
@@ -47,21 +48,20 @@ class Optimizer:
         """The learning rate of the current update."""
         return self.training.learning_rate * self._factor(self.num_updates)
 
-    def step(self) -> Tensor:
-        """Clip the gradient, update the parameters if it is finite, and clear it. Collective.
-
-        Returns:
-            The gradient's norm before clipping, float32 [] on the device, for `finish_update`.
-        """
+    def clip(self) -> Tensor:
+        """Clip the gradient to `gradClip`; return its norm before that, float32 [] on the device. Collective."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = _full(torch.nn.utils.get_total_norm(gradients))
         if self.training.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
+        return norm
+
+    def step(self, norm: Tensor) -> None:
+        """Update the parameters if the gradient, whose norm `clip` returned, is finite; clear it."""
         # The fused kernel reads it: 1 leaves parameters, moments and their step count unchanged.
         self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return norm
 
     def finish_update(self, norms: Sequence[Tensor]) -> list[float]:
         """Advance the learning rate, once for each update; return the norms of its steps. Waits for the device.
@@ -97,26 +97,6 @@ class Optimizer:
     def _set_learning_rate(self) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
-
-
-def learning_rate_factor(training: ActorSpec | CriticSpec, total_steps: int) -> Callable[[int], float]:
-    """Return update number (from 0) -> factor of the learning rate.
-
-    Over the warm-up it rises linearly and reaches 1 in the last warm-up update; the first update is not wasted on a
-    learning rate of 0. Cosine and Linear then fall to 0 at the end of the run.
-    """
-    warmup = training.learning_rate_warmup_steps
-    kind = training.learning_rate_schedule
-
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / warmup
-        if kind is LearningRateSchedule.CONSTANT:
-            return 1.0
-        done = min(1.0, (update - warmup) / max(1, total_steps - warmup))
-        return 1.0 - done if kind is LearningRateSchedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
-
-    return factor
 
 
 def _full(norm: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The reward model: a frozen sequence classifier that gives a score for each sequence. One rank's part, in one process.
 
-Called by the reward model's role. It runs the checkpoint's own forward pass in transformers on padded micro-batches of
-similar length, so decoders and encoders both work, and a score is what `AutoModelForSequenceClassification` gives for
-the sequence alone. The weights are bfloat16 and sharded by layers; a linear head computes in float32, because scores
-are compared by small differences. `score` is collective: every rank calls it with its own rows.
+`ScoringEngine` for the reward model's role; `engines.train.loader` creates it. It runs the checkpoint's own forward
+pass in transformers on padded micro-batches of similar length, so decoders and encoders both work, and a score is what
+`AutoModelForSequenceClassification` gives for the sequence alone. The weights are bfloat16 and sharded by layers; a
+linear head computes in float32, because scores are compared by small differences. `score` is collective: every rank
+calls it with its own rows.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from ppojob_trainer.engines.train.fsdp.loading import (
     open_weights,
     without_memory,
 )
-from ppojob_trainer.engines.train.fsdp.model import LoadOptions, read_config
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import read_config
 
-__all__ = ["RewardModelEngine", "build_reward_model", "check_reward_model", "longest_input", "padded_parts"]
+__all__ = ["RewardModelEngine", "build_reward_model", "check_reward_model", "padded_parts"]
 
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
@@ -109,7 +111,7 @@ def check_reward_model(path: str, label: int, trust_remote_code: bool) -> Pretra
         ModelNotFoundError: there is none.
         ModelUnsupportedError: it is not a sequence classifier, or has no such label.
     """
-    config = read_config(path, LoadOptions(trust_remote_code=trust_remote_code))
+    config = read_config(path, trust_remote_code=trust_remote_code)
     names = list(getattr(config, "architectures", None) or [])
     has_own_code = _AUTO_CLASS in (getattr(config, "auto_map", None) or {})
     if names and not has_own_code and not any("SequenceClassification" in name for name in names):
@@ -122,12 +124,6 @@ def check_reward_model(path: str, label: int, trust_remote_code: bool) -> Pretra
             f"model.reward.label {label}: the model in {path} has {config.num_labels} labels, numbered from 0"
         )
     return config
-
-
-def longest_input(config: PretrainedConfig) -> int | None:
-    """Return the tokens that a model has positions for, None where its configuration does not say."""
-    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length if length and length > 0 else None
 
 
 def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

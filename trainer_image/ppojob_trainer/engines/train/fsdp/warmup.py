@@ -1,7 +1,7 @@
 """Synthetic batches, on which an engine's layers are compiled before the first step, while vLLM loads.
 
-Called by the engines' `warm_up`, which run them forward and backward and drop the gradients: parameters, optimizer and
-random state do not change.
+Called by the engine's `warm_up`, which runs them forward and backward and drops the gradients: parameters, optimizer
+and random state do not change.
 """
 
 from __future__ import annotations

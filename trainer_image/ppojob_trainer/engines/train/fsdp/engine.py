@@ -1,0 +1,266 @@
+"""The training engine with PyTorch's FSDP2: one rank of a policy or of a value model, trained or frozen.
+
+Implements `TrainEngine`, whose docstrings say what each method promises; `loader` creates it. All ranks divide their
+rows into the same number of micro-batches and minibatches, because each involves collectives. Losses and metrics are
+shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
+changes a gradient. The host reads nothing from the device before the end of an update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ppojob_trainer.engines.train.batch import (
+    EngineMeta,
+    MicroBatch,
+    MicroBatchPlan,
+    build_micro_batches,
+    sequence_lengths,
+    split_minibatches,
+)
+from ppojob_trainer.engines.train.engine import EngineSetup
+from ppojob_trainer.engines.train.fsdp import checkpoint
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
+from ppojob_trainer.engines.train.fsdp.experts import imbalance_metrics
+from ppojob_trainer.engines.train.fsdp.export import export
+from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.flops import mfu
+from ppojob_trainer.engines.train.fsdp.lora import adapters_off
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, PolicyModule, ValueModule, load_critic, load_policy
+from ppojob_trainer.engines.train.fsdp.offload import Offloader
+from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import read_config
+from ppojob_trainer.engines.train.objectives import Objective, UpdateResult
+from ppojob_trainer.maths.losses import Denominators
+from ppojob_trainer.maths.packing import num_micro_batches
+from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, Ragged
+
+
+class FSDPEngine:
+    """See the module's docstring. `load` sets the attributes."""
+
+    parallel: ParallelMesh
+    module: PolicyModule | ValueModule
+    _optimizer: Optimizer | None
+    _offloader: Offloader
+    _max_tokens: int
+    _is_reduced_once: bool
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self._saves = BackgroundSaves()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of a model that is trained."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer
+
+    @property
+    def objective(self) -> Objective:
+        """What an update minimises."""
+        assert self.setup.objective is not None, "a frozen model is not updated"
+        return self.setup.objective
+
+    def check(self) -> None:
+        """See `TrainEngine`."""
+        config = read_config(self.setup.path, trust_remote_code=self.setup.model.trust_remote_code)
+        refuse_unsupported(config)
+        check_divisions(config, self.setup.sizes)
+
+    def load(self, parallel: ParallelMesh, *, total_steps: int, stays_gathered: bool = False) -> None:
+        """See `TrainEngine`."""
+        setup, training = self.setup, self.setup.training
+        options = LoadOptions.of(setup.model, setup.dtype, stays_gathered=stays_gathered)
+        read = load_critic if setup.has_value_head else load_policy
+        self.parallel = parallel
+        self.module = read(setup.path, options, parallel, seed=setup.seed)
+        self._optimizer = None if setup.objective is None else Optimizer(self.module, training, total_steps)
+        adamw = self._optimizer.adamw if self._optimizer is not None else None
+        self._offloader = Offloader(self.module, setup.model.offload, parallel.device, adamw)
+        self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
+        # Of a whole micro-batch; with sequence parallelism a rank computes a slice of it.
+        self._max_tokens = training.max_tokens_per_gpu * parallel.sequence_size
+
+    def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
+        """See `TrainEngine`. It runs forward and backward, and drops the gradients."""
+        has_adapters = getattr(self.setup.model, "lora", None) is not None
+        for batch in synthetic_batches(prompt_tokens, response_tokens):
+            self.forward(batch)
+            if has_adapters and not self.setup.has_value_head:
+                self.forward(batch, with_adapters=False)
+            if self.setup.objective is not None:
+                with self._offloader.on_device():
+                    self._warm_up_update(batch)
+
+    @torch.no_grad()
+    def forward(self, batch: DataProto, *, with_adapters: bool = True) -> DataProto:
+        """See `TrainEngine`."""
+        (plan,) = self._plans([batch])
+        mask = batch.ragged(Keys.RESPONSE_MASK)
+        width = int(mask.lengths.max())
+        temperature = self._temperature(batch)
+        found: list[tuple[Tensor, Sequence[Tensor]]] = []
+        self.module.eval()
+        with self._offloader.on_device(), nullcontext() if with_adapters else adapters_off(self.module):
+            for micro in self._micro_batches(batch, plan, (), width):
+                found.append((micro.indices, self._outputs(micro, temperature)))
+            order = torch.cat([indices for indices, _ in found]).argsort()
+            columns = {
+                name: Ragged.concat([mask.take(at).unpadded(each[number].float().cpu()) for at, each in found])
+                for number, name in enumerate(self.setup.outputs)
+            }
+            # A pass without backward leaves parameters gathered, and the copies would be stale after the next update.
+            _reshard(self.module)
+        return DataProto.from_dict({name: column.take(order) for name, column in columns.items()})
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """See `TrainEngine`."""
+        objective, optimizer, temperature = self.objective, self.optimizer, self._temperature(batch)
+        epochs, width = _entry(batch, EngineMeta.EPOCHS), _entry(batch, EngineMeta.RESPONSE_LENGTH)
+        minibatches = split_minibatches(batch, _entry(batch, EngineMeta.NUM_MINI_BATCHES))
+        columns = objective.columns(batch)
+        self.module.train()
+        with self._offloader.on_device(moments=True):
+            started = time.perf_counter()
+            denominators, plans = self._denominators(minibatches), self._plans(minibatches)
+            steps = list(zip(minibatches, denominators, plans, strict=True)) * epochs
+            result = UpdateResult(len(steps), 0, optimizer.learning_rate)
+            sums: dict[str, Tensor] = {}
+            norms: list[Tensor] = []
+            for minibatch, denominator, plan in steps:
+                for number, micro in enumerate(self._micro_batches(minibatch, plan, columns, width), start=1):
+                    self._reduce_gradients(is_last=number == plan.number)
+                    outputs = self._outputs(micro, temperature)
+                    loss, shares = objective.loss(outputs, micro.fields, denominator)
+                    # FSDP averages gradients over ranks, and the shares of all ranks must add up.
+                    torch.autograd.backward(loss * self.parallel.num_averaged)
+                    _add(sums, shares)
+                    # The next forward pass must not find this graph in memory.
+                    del outputs, loss
+                # Gathered parameters would be stale after the step, and the optimizer needs the shards.
+                _reshard(self.module)
+                norm = optimizer.clip()
+                optimizer.step(norm)
+                norms.append(norm)
+            result.grad_norms = optimizer.finish_update(norms)
+            result.num_skipped = sum(not math.isfinite(norm) for norm in result.grad_norms)
+            self._sum_over_ranks(result, sums, batch, epochs)
+            result.seconds = time.perf_counter() - started
+        result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
+        metrics = objective.metrics(batch, result, self.parallel)
+        return metrics | imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
+
+    def weights(self) -> ShardedWeights:
+        """See `TrainEngine`."""
+        return ShardedWeights(self.module.language_model, on_device=self._offloader.on_device, dtype=self.setup.dtype)
+
+    def export(self, folder: Path) -> None:
+        """See `TrainEngine`."""
+        lora = getattr(self.setup.model, "lora", None)
+        with self._offloader.on_device():
+            export(folder, self.module.language_model, Path(self.setup.path), self.parallel, lora)
+
+    def save(self, location: str | Path, *, in_background: bool = False) -> None:
+        """See `TrainEngine`."""
+        background = self._saves if in_background else None
+        checkpoint.save(location, self.module, self.optimizer, self.parallel, self._offloader, background)
+
+    def is_saved(self) -> bool:
+        """See `TrainEngine`."""
+        return self._saves.is_done()
+
+    def restore(self, location: str | Path) -> None:
+        """See `TrainEngine`."""
+        with self._offloader.on_device(moments=True):
+            checkpoint.load(location, self.module, self.optimizer, self.parallel)
+
+    def _outputs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
+        """Return the model's outputs for a micro-batch, float32 [b, R] each."""
+        if isinstance(self.module, PolicyModule):
+            log_probs, entropies = self.module(micro.tokens, temperature)
+            return micro.spread(log_probs), micro.spread(entropies)
+        return (micro.spread(self.module(micro.tokens)),)
+
+    def _micro_batches(
+        self, part: DataProto, plan: MicroBatchPlan, columns: Sequence[str], width: int
+    ) -> Iterator[MicroBatch]:
+        return build_micro_batches(part, plan, columns, width, self.parallel.device, self.parallel.sequence)
+
+    def _plans(self, parts: Sequence[DataProto]) -> list[MicroBatchPlan]:
+        """Return how each part is divided; all ranks have equally many micro-batches."""
+        mine = [num_micro_batches(sequence_lengths(part), self._max_tokens) for part in parts]
+        return [MicroBatchPlan(int(most), self._max_tokens) for most in self.parallel.max(torch.tensor(mine))]
+
+    def _denominators(self, minibatches: Sequence[DataProto]) -> list[Denominators]:
+        """Return what the losses of each minibatch are divided by, counted over all ranks."""
+        mine = [Denominators.of(part.padded(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches]
+        return [Denominators.from_tensor(row) for row in self.parallel.sum(torch.stack(mine))]
+
+    def _reduce_gradients(self, *, is_last: bool) -> None:
+        """Where the model stays gathered, sum gradients over the ranks only in a step's last micro-batch."""
+        if self._is_reduced_once:
+            cast(FSDPModule, self.module).set_requires_gradient_sync(is_last)
+
+    def _sum_over_ranks(self, result: UpdateResult, sums: dict[str, Tensor], batch: DataProto, epochs: int) -> None:
+        lengths = batch.ragged(Keys.INPUT_IDS).lengths.double()
+        policy_tokens = batch.ragged(Keys.RESPONSE_MASK).values.sum().double()
+        work = torch.stack([lengths.sum(), policy_tokens, lengths.square().sum()]) * epochs
+        shares = torch.stack([share.double() for share in sums.values()]).cpu()
+        *summed, tokens, policy, pairs = self.parallel.sum(torch.cat([shares, work])).tolist()
+        result.shares = dict(zip(sums, summed, strict=True))
+        result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
+
+    def _warm_up_update(self, batch: DataProto) -> None:
+        """Run an update's forward and backward pass, and drop the gradients."""
+        objective, temperature = self.objective, self._temperature(batch)
+        denominators = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
+        (plan,) = self._plans([batch])
+        self.module.train()
+        width = _entry(batch, EngineMeta.RESPONSE_LENGTH)
+        for micro in self._micro_batches(batch, plan, objective.columns(batch), width):
+            loss, _ = objective.loss(self._outputs(micro, temperature), micro.fields, denominators)
+            torch.autograd.backward(loss)
+        _reshard(self.module)
+        self.module.zero_grad(set_to_none=True)
+
+    def _temperature(self, batch: DataProto) -> float:
+        """Return the temperature at which the responses were sampled; values have none."""
+        return 1.0 if self.setup.has_value_head else float(_meta(batch, Meta.TEMPERATURE))
+
+
+def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
+    for name, share in shares.items():
+        sums[name] = sums[name] + share if name in sums else share
+
+
+def _entry(batch: DataProto, key: str) -> int:
+    return int(_meta(batch, key))
+
+
+def _meta(batch: DataProto, key: str) -> float:
+    if key not in batch.meta_info:
+        raise ProtocolError(
+            f"the batch has no meta_info entry {key!r}, which the engine needs; there are {sorted(batch.meta_info)}"
+        )
+    value: float = batch.meta_info[key]
+    return value
+
+
+def _reshard(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

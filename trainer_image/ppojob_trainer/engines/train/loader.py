@@ -1,0 +1,91 @@
+"""Creates the training engine that a PPOJob names, and the reward model's. Roles know no engine by its class.
+
+Called by the roles' workers. Imports are inside the functions, because an engine imports transformers, which takes
+seconds and which the driver and the other roles do not need.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Final, cast
+
+from ppojob_api.v1alpha1.training import Engine, EngineClass
+from ppojob_trainer.engines.errors import EngineClassError
+from ppojob_trainer.engines.train.engine import EngineSetup, ScoringEngine, TrainEngine
+from ppojob_trainer.user_code import UserCodeError, find_class, import_user_code
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    from ppojob_api.v1alpha1.model import RewardModel
+    from ppojob_trainer.engines.train.mesh import ParallelMesh
+
+__all__ = ["check_reward_model", "load_reward_model", "make_engine"]
+
+METHODS: Final = tuple(name for name in vars(TrainEngine) if not name.startswith("_"))
+"""What a class must have, to be a `TrainEngine`."""
+
+
+def make_engine(setup: EngineSetup) -> TrainEngine:
+    """Create the engine of `setup.training.engine`, which loads nothing yet.
+
+    Raises:
+        EngineClassError: the user's class cannot be imported or created, or lacks a method.
+    """
+    if setup.training.engine is Engine.CLASS:
+        block = setup.training.engine_class
+        assert block is not None, "the spec is checked"
+        return _of_user(setup, block)
+
+    from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+
+    return FSDPEngine(setup)
+
+
+def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:
+    field = f"{setup.section}.engineClass"
+    try:
+        module = import_user_code(field, block.module, block.path)
+        found = find_class(module, block.class_name, f"{field}.className", f"{field}: {block.module or block.path}")
+    except UserCodeError as error:
+        raise EngineClassError(str(error)) from error.__cause__
+    if missing := [name for name in METHODS if not callable(getattr(found, name, None))]:
+        raise EngineClassError(
+            f"{field}: {block.class_name} has no method {', '.join(missing)}: write all methods of TrainEngine "
+            "(ppojob_trainer.engines.train.engine)"
+        )
+    try:
+        inspect.signature(found).bind(setup, **block.kwargs)
+    except TypeError as error:
+        raise EngineClassError(
+            f"{field}: {block.class_name}{inspect.signature(found)} cannot be called with an EngineSetup and the "
+            f"kwargs {', '.join(block.kwargs) or '(none)'}: {error}. Correct the class, or {field}.kwargs"
+        ) from error
+    return cast("TrainEngine", found(setup, **block.kwargs))
+
+
+def check_reward_model(model: RewardModel) -> PretrainedConfig:
+    """Read a reward model's configuration, seconds before its weights are loaded.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        ModelUnsupportedError: it is not a sequence classifier, or has no such label.
+    """
+    from ppojob_trainer.engines.train.fsdp import reward
+
+    return reward.check_reward_model(model.path, model.label, model.trust_remote_code)
+
+
+def load_reward_model(model: RewardModel, parallel: ParallelMesh, dtype: torch.dtype) -> ScoringEngine:
+    """Load and shard the reward model. Collective; raises what `check_reward_model` raises."""
+    from ppojob_trainer.engines.train.fsdp.reward import RewardModelEngine
+
+    return RewardModelEngine(
+        parallel,
+        model.path,
+        label=model.label,
+        trust_remote_code=model.trust_remote_code,
+        max_tokens_per_gpu=model.max_tokens_per_gpu,
+        dtype=dtype,
+    )
