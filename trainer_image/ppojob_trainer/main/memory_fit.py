@@ -1,7 +1,7 @@
 """Checks whether the models fit on the GPUs of their pools, before any of them is loaded.
 
-Each role is a process, and its allocator keeps the memory of its phases: the peaks of a pool's roles add up. A role with
-offload returns its memory after its phases. Before engines that slept wake up, all roles in their pools return it.
+Each role is a process, and its allocator keeps the memory of its phases: the peaks of a pool's roles add up. A role
+with offload returns its memory after its phases. Before engines that slept wake up, all roles in their pools return it.
 
 A job is refused only if it could never run: the check counts the least that a role needs, which is weights, gradients
 and AdamW's two moments, divided over the GPUs of a copy of the model, and vLLM's share. The memory of activations
@@ -49,7 +49,7 @@ class Need:
 
     resident: stays allocated between the role's phases. activations: of a full micro-batch. gathered: further bytes if
     the model stays gathered through an optimizer step. is_returned: the role's allocator returns its memory after the
-    role's phases.
+    role's phases; after_passes: but these bytes only after the update.
     """
 
     role: str
@@ -60,6 +60,12 @@ class Need:
     activations: float = 0.0
     gathered: float = 0.0
     is_returned: bool = False
+    after_passes: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Bytes that stay allocated while other roles of the pool compute."""
+        return self.resident + self.after_passes
 
     @property
     def total(self) -> float:
@@ -102,9 +108,9 @@ def pool_memory(spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]]
     has_rollout = pool in spec.placement.rollout_pools
     engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
     sleeps = spec.engines_sleep_in(pool)
-    kept = sum(need.resident if need.is_returned else peak for need, peak in peaks)
+    kept = sum(need.idle if need.is_returned else peak for need, peak in peaks)
     # Of the roles that return their memory, one computes at a time.
-    training = kept + max((peak - need.resident for need, peak in peaks if need.is_returned), default=0.0)
+    training = kept + max((peak - need.idle for need, peak in peaks if need.is_returned), default=0.0)
     resident = sum(need.resident for need, _ in peaks)
     workers = sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
     return PoolMemory(

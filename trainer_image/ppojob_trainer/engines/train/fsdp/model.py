@@ -162,7 +162,8 @@ def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
-    module, conversions = build_policy(read_config(path, trust_remote_code=options.trust_remote_code), options, parallel)
+    config = read_config(path, trust_remote_code=options.trust_remote_code)
+    module, conversions = build_policy(config, options, parallel)
     allocate(module, parallel.device)
     _fill(path, module, conversions, initial_adapters(module, seed))
     return module
@@ -199,7 +200,8 @@ def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelNotFoundError: no readable model in `path`.
         ModelUnsupportedError: it has a part that is not computed here.
     """
-    module, conversions = build_critic(read_config(path, trust_remote_code=options.trust_remote_code), options, parallel)
+    config = read_config(path, trust_remote_code=options.trust_remote_code)
+    module, conversions = build_critic(config, options, parallel)
     allocate(module, parallel.device)
     _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
     return module
