@@ -1,6 +1,7 @@
 """The plan beside what was measured: the plan's error. Called by `report` and by `make plan-error`.
 
-Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are predicted from the other runs, not from the run itself.
+Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are
+predicted from the other runs, not from the run itself.
 """
 
 from __future__ import annotations

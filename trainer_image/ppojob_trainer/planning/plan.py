@@ -16,54 +16,22 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.export import SHARD_BYTES
 from ppojob_trainer.main.host_memory import OF_A_PROCESS, host_needs, saves_in_background
-from ppojob_trainer.main.memory_fit import Need, PoolMemory, check_memory, pool_memory, stay_gathered
+from ppojob_trainer.main.memory_fit import Need, check_memory, pool_memory, stay_gathered
 from ppojob_trainer.planning.configs import read_shape
-from ppojob_trainer.planning.engine import EnginePlan, plan_engine
+from ppojob_trainer.planning.engine import plan_engine
 from ppojob_trainer.planning.gpus import Gpu
+from ppojob_trainer.planning.pool import PoolPlan, RolePlan
 from ppojob_trainer.planning.remedies import remedies
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.planning.roles import PlannedRole, Shapes, planned_roles, work_of
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, size_of
 
-__all__ = ["HostPlan", "Plan", "PoolPlan", "RolePlan", "Runner", "plan_job"]
+__all__ = ["HostPlan", "Plan", "Runner", "plan_job"]
 
 Runner = Callable[[Work], Measured]
 
 _SAVED_FILE = 2**30
 """Bytes of the file that a rank writes at a time while it saves a checkpoint."""
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """One role. need: its memory as the pool's sum takes it. peak: most bytes of its own phases on a GPU."""
-
-    role: PlannedRole
-    measured: Measured
-    need: Need
-    peak: float
-    stays_gathered: bool
-
-
-@dataclass(frozen=True)
-class PoolPlan:
-    """One pool: bytes on each of its GPUs. changes: what to change if it does not fit."""
-
-    name: str
-    gpu: Gpu
-    roles: Sequence[RolePlan]
-    engine: EnginePlan | None
-    memory: PoolMemory
-    changes: Sequence[str] = ()
-
-    @property
-    def total(self) -> float:
-        """Most bytes in use on a GPU, with CUDA and NCCL."""
-        return self.memory.most + self.memory.processes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the GPU holds them, and the engine's cache a sequence."""
-        return self.total <= self.gpu.memory and (self.engine is None or self.engine.fits)
 
 
 @dataclass(frozen=True)

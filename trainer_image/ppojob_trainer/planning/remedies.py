@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.planning.gpus import Gpu
-
-if TYPE_CHECKING:
-    from ppojob_trainer.planning.plan import PoolPlan, RolePlan
+from ppojob_trainer.planning.pool import PoolPlan, RolePlan
 
 __all__ = ["remedies"]
 

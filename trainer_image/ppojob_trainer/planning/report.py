@@ -11,7 +11,8 @@ from rich.table import Table
 
 from ppojob_trainer.planning.comparison import MEASURED_ON, Compared, stored, timed_runs
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.plan import HostPlan, Plan, PoolPlan
+from ppojob_trainer.planning.plan import HostPlan, Plan
+from ppojob_trainer.planning.pool import PoolPlan
 from ppojob_trainer.planning.seconds import Seconds, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import Link, links_of
 
