@@ -156,7 +156,8 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     greedy = SamplingOptions(max_tokens=8, temperature=0)
     seen["greedy"] = [generation.token_ids for generation in await engine.generate(prompts[:1] * 2, [1, 2], greedy)]
     generating = asyncio.create_task(engine.generate(prompts, forward, SAMPLING))
-    await asyncio.sleep(0.1)
+    # A tiny model writes them in less than a tenth of a second.
+    await asyncio.sleep(0)
     try:
         await engine.update_weights(3)
     except RolloutError as error:
@@ -164,7 +165,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     await generating
     trainer.sender.close()
     await engine.shutdown()
-    trainer.policy.destroy()
+    trainer.policy.parallel.destroy()
     return seen
 
 

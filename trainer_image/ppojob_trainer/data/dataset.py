@@ -176,7 +176,8 @@ class PromptLoader:
         epoch, position = self._next_place(self._batch_size if count is None else 1)
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
-        batch = self._dataset.batch(self._order[position : position + (count or self._batch_size)], epoch)
+        numbers = self._order[position : position + (count or self._batch_size)].tolist()
+        batch = self._dataset.batch(numbers, epoch)
         # Only now: a batch that failed is not counted as seen.
         self._epoch, self._position = epoch, position + len(batch)
         return batch
