@@ -99,6 +99,11 @@ def peak(folder: Path, dims: ParallelDims = ALONE, **options: Any) -> int:
     return measure(work(folder, dims, **options)).peak
 
 
+def test_gradients_of_the_micro_batches_before_are_beside_the_last(tmp_path: Path) -> None:
+    first, last = measure(work(tmp_path, passes=1)), measure(work(tmp_path, passes=2))
+    assert last.update - first.update == pytest.approx(first.gradients, rel=0.01)
+
+
 def test_each_option_changes_the_peak_in_its_direction(tmp_path: Path) -> None:
     plain = peak(tmp_path)
     assert peak(tmp_path, gradient_checkpointing=True) < plain
