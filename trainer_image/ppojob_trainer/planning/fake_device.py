@@ -35,7 +35,7 @@ _GATHERS: Final = ("allgather", "all_gather")
 _ANY_TIMEOUT: Final = timedelta(seconds=60)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are created inside it and still exist.
 
     now, peak: live bytes, and the most since `restart`. received: bytes that this rank receives in collectives, by
@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.received: Counter[str] = Counter()
@@ -74,13 +74,13 @@ class LiveBytes(TorchDispatchMode):
                 self._set(storage._cdata, size)
 
         UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Count no more."""
         UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count the tensors that it returns."""
@@ -124,7 +124,7 @@ class LiveBytes(TorchDispatchMode):
 def fake_ranks(dims: ParallelDims) -> Iterator[ParallelMesh]:
     """Be rank 0 of a process group whose collectives do nothing."""
     assert not dist.is_initialized(), "a plan needs a process without a process group"
-    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
     try:
         yield create_mesh(torch.device("cpu"), 0, dims, _ANY_TIMEOUT)
     finally:

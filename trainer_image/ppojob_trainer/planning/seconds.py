@@ -135,8 +135,8 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head
     tokens, pairs = rows * (prompt + response), rows * (prompt + response) ** 2
-    layers = 2 * measured.layer_parameters * tokens + 2 * config.num_hidden_layers * width * pairs
-    output = 2 * config.vocab_size * config.hidden_size * rows * response if role.source.has_output_layer else 0
+    layers: float = 2 * measured.layer_parameters * tokens + 2 * config.num_hidden_layers * width * pairs
+    output: float = 2 * config.vocab_size * config.hidden_size * rows * response if role.source.has_output_layer else 0
     if not is_update or role.trained is None:
         return layers + output
     has_adapters = role.trained.lora is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -17,7 +17,6 @@ from ppojob_trainer.engines.weights.transfer import Receivers, link_plans
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.protocol import FIELDS, Keys
-from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
@@ -62,7 +61,7 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
 def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     """Return what all ranks fetch of the batch, and what is stored."""
     algorithm = spec.algorithm
-    phases: list[tuple[RemoteMethod[..., ..., ..., ..., ...], frozenset[str]]] = []
+    phases: list[tuple[Any, frozenset[str]]] = []
     phases.append((ActorWorker.compute_log_prob, frozenset()))
     phases.append((ActorWorker.update_actor, unread_by_update(algorithm)))
     if "critic" in roles:
@@ -70,6 +69,8 @@ def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     if spec.placement.ref is not None:
         phases.append((RefWorker.compute_ref_log_prob, frozenset()))
     has = {*_BEFORE_UPDATES, Keys.ADVANTAGES, Keys.RETURNS}
+    has -= set() if "critic" in roles else {Keys.VALUES}
+    has -= set() if spec.placement.ref is not None else {Keys.REF_LOG_PROB}
     fetched = [name for method, unread in phases for name in has & (method.reads or has) - unread]
     stored = [*has, Keys.PROMPT_IDS]
     total = sum(_column(spec, name) for name in [*fetched, *stored])

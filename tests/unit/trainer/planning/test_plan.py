@@ -145,8 +145,14 @@ def test_traffic_by_hand(tmp_path: Path) -> None:
     weights, batch = links
     # An engine on each of the two GPUs gets 100 parameters in bfloat16.
     assert (weights.way, weights.bytes_each, weights.number) == ("on a GPU (CUDA IPC)", 200, 2)
-    # 32 responses; input_ids alone are read by five phases and stored once.
-    assert batch.bytes_each > 32 * 128 * 4 * 6
+
+    # 32 responses of 64 tokens. Fetched: sequences by five phases; rollout's log-probs with the actor's; advantages and
+    # old log-probs by the actor's update; values and returns by the critic's. Stored: prompts, sequences, seven columns.
+    def column(tokens: int, size: int) -> int:
+        return 32 * (tokens * size + 8)
+
+    sequences, floats = column(128, 4) + column(64, 1), column(64, 4)
+    assert batch.bytes_each == 5 * sequences + 5 * floats + column(64, 4) + sequences + 7 * floats
 
 
 def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
