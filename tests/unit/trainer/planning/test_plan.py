@@ -147,7 +147,7 @@ def test_traffic_by_hand(tmp_path: Path) -> None:
     assert (weights.way, weights.bytes_each, weights.number) == ("on a GPU (CUDA IPC)", 200, 2)
 
     # 32 responses of 64 tokens. Fetched: sequences by five phases; rollout's log-probs with the actor's; advantages and
-    # old log-probs by the actor's update; values and returns by the critic's. Stored: prompts, sequences, seven columns.
+    # old log-probs by the actor's update; values and returns by the critic's. Stored: prompts, sequences, 7 columns.
     def column(tokens: int, size: int) -> int:
         return 32 * (tokens * size + 8)
 
