@@ -2,7 +2,6 @@
 
 import copy
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import yaml
 
 from ppojob_api.v1alpha1.fixed import IMMUTABLE, MUTABLE
 from ppojob_api.v1alpha1.validation import parse_spec
-from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 from tests.examples import EXAMPLES, name_of
-from tests.integration.conftest import POLICY_DENIED, define
+from tests.integration.conftest import POLICY_DENIED
 
 ACCEPTED = {
     "type": "Accepted",
@@ -180,18 +179,6 @@ def test_the_api_server_takes_the_definition_as_it_is(cluster: Any) -> None:
     assert {c["type"]: c["status"] for c in conditions} == {"NamesAccepted": "True", "Established": "True"}
 
 
-def test_the_policys_expressions_have_the_right_types(cluster: Any) -> None:
-    """The API server compares them with the schema, and reports a field that does not exist."""
-    deadline = time.monotonic() + 30
-    while "typeChecking" not in (
-        status := cluster.json("get", "validatingadmissionpolicy", "ppojobs.ppojob.dev").get("status", {})
-    ):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.5)
-
-    assert status["typeChecking"] == {}
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_taken_without_a_warning(kubectl: Any, path: Path) -> None:
     done = kubectl.run("apply", "--validate=strict", "--dry-run=server", f"--filename={path}")
@@ -208,64 +195,6 @@ def test_kubectl_apply_refuses_a_bad_spec_and_names_the_field(kubectl: Any, bad:
         assert OTHER_WORDS.get(bad.name, bad.path) in done.stderr
     else:
         kubectl("delete", "ppojob", "good")
-
-
-def test_the_policy_names_every_problem_with_field_value_and_remedy(kubectl: Any) -> None:
-    done = kubectl.apply(
-        with_changes(
-            {
-                ("spec", "actor", "miniBatchSize"): 7,
-                ("spec", "placement", "critic"): "critics",
-                ("spec", "pools", 0, "minNodes"): 2,
-            }
-        )
-    )
-
-    assert POLICY_DENIED in done.stderr
-    for words in (
-        "spec.actor.miniBatchSize: 7: actor.miniBatchSize must divide data.trainBatchSize",
-        'spec.placement.critic: "critics": placement.critic must be the name of one of spec.pools',
-        'spec.pools: ["actor"]: minNodes of a pool must not be above its nodes',
-    ):
-        assert words in done.stderr
-
-
-def test_a_value_is_shown_as_a_quoted_text(kubectl: Any) -> None:
-    done = kubectl.apply(with_changes({("spec", "data", "train"): {"huggingFace": {"path": 'a"b'}}}))
-
-    assert r'spec.data.train.huggingFace.path: "a\"b": data.train.huggingFace.path must be' in done.stderr
-
-
-@pytest.fixture
-def stored_before_a_rule(kubectl: Any, cluster: Any) -> str:
-    """The name of a job that the policy would refuse, stored while the policy had no binding."""
-    bad = job("early", actor={"miniBatchSize": 7})
-    cluster("delete", "validatingadmissionpolicybinding", "ppojobs.ppojob.dev")
-    try:
-        deadline = time.monotonic() + 30
-        while kubectl.run("create", "--filename=-", stdin=json.dumps(bad)).returncode:
-            assert time.monotonic() < deadline, "the policy stays active without its binding"
-            time.sleep(0.5)
-    finally:
-        define(cluster)
-    return "early"
-
-
-def test_a_job_that_was_stored_before_a_rule_can_be_managed(kubectl: Any, stored_before_a_rule: str) -> None:
-    name = stored_before_a_rule
-    patch = ("patch", "ppojob", name, "--type=merge")
-
-    kubectl("label", "ppojob", name, "team=rl")
-    kubectl(*patch, '--patch={"metadata": {"finalizers": ["ppojob.dev/test"]}}')
-    kubectl(*patch, "--subresource=status", '--patch={"status": {"phase": "Running"}}')
-    kubectl(*patch, '--patch={"spec": {"runPolicy": {"suspend": true}}}')
-    worse = kubectl.run(*patch, '--patch={"spec": {"actor": {"miniBatchSize": 6}}}')
-    corrected = kubectl.run(*patch, '--patch={"spec": {"actor": {"miniBatchSize": 8}}}')
-    kubectl("delete", "ppojob", name, "--wait=false")
-    kubectl(*patch, '--patch={"metadata": {"finalizers": null}}')
-
-    assert "spec.actor.miniBatchSize: 6: " in worse.stderr
-    assert (corrected.returncode, corrected.stderr) == (0, "")
 
 
 def test_a_negative_number_as_a_quantity_is_refused(kubectl: Any) -> None:
