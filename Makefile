@@ -96,6 +96,11 @@ generate: install ## Write CRD and policy, the chart's copies, the references an
 	$(PYTHON) charts/readme.py
 	$(PYTHON) -m tools.site
 
+.PHONY: plan-error
+plan-error: install ## Compute the error of `ppojob plan` against measured runs again: some minutes, after a change of engine or plan.
+	OMP_NUM_THREADS=1 $(PYTHON) -m ppojob_trainer.planning.comparison > .build/comparison.json
+	mv .build/comparison.json trainer_image/ppojob_trainer/planning/comparison.json
+
 .PHONY: generate-check
 generate-check: install ## Fail if a generated file is not what `make generate` would write.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate --check

@@ -1,4 +1,4 @@
-"""The program `ppojob`: validate a PPOJob, run it on this machine, draw its metrics, prepare a model.
+"""The program `ppojob`: validate a PPOJob, plan it, run it on this machine, draw its metrics, prepare a model.
 
 Only the commands that need Ray, torch and vLLM import them, so that the others start at once.
 """
@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 
 _INTERRUPTED = 130
+_DOES_NOT_FIT = 2
+_PLAN_WIDTH = 140
 _SET_HELP = "One value of the object, such as trainer.totalSteps=4 or pools.actor.nodes=2; can be given several times."
 File = Annotated[Path, typer.Argument(help="YAML file with a PPOJob; - reads standard input.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help=_SET_HELP, show_default=False)]
@@ -88,6 +90,44 @@ def run(
     typer.echo("\n".join(_results(job)))
     if not is_finished:
         raise typer.Exit(_INTERRUPTED)
+
+
+@app.command()
+def plan(
+    file: File,
+    sets: Sets = None,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gpu",
+            metavar="[POOL=]NAME",
+            help="Kind of GPU, of all pools or of one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
+            show_default="H200",
+        ),
+    ] = None,
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are in bytes.")] = False,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
+    ] = False,
+) -> None:
+    """Plan memory, traffic and seconds of a PPOJob without GPUs or weights. Exit with 2 if it does not fit."""
+    from ppojob_trainer.planning import plan_job
+    from ppojob_trainer.planning.gpus import gpus_of_pools
+    from ppojob_trainer.planning.layouts import plan_other_sizes
+    from ppojob_trainer.planning.report import as_json, as_text
+
+    spec = _load(file, sets).spec
+    with _refusals():
+        kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
+        found = plan_job(spec, kinds)
+        others = list(plan_other_sizes(spec, kinds)) if layouts else []
+        if is_json:
+            typer.echo(as_json(found, others))
+        else:
+            # Wide enough for the tables, also in a pipe.
+            Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(as_text(found, others), soft_wrap=True)
+    if not found.fits:
+        raise typer.Exit(_DOES_NOT_FIT)
 
 
 @app.command()

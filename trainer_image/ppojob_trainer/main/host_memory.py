@@ -17,13 +17,13 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.memory_fit import gpus_of_a_copy
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["HostNeed", "host_needs", "saves_in_background"]
+__all__ = ["OF_A_PROCESS", "HostNeed", "host_needs", "saves_in_background"]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16, _MOMENTS = 4, 2, 8
 _SPARE = 0.1
 """Ray terminates a process when more than 95 % of a host's memory is used."""
-_OF_A_PROCESS = 4 * _GB
+OF_A_PROCESS = 4 * _GB
 """Approximate host memory of each process for libraries, CUDA and message buffers, in bytes."""
 
 
@@ -72,7 +72,7 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
                 "model.<role>.offload of a role"
             )
         staged = sum(need.staged for need in roles)
-        needed = offloaded + staged + _OF_A_PROCESS * sum(need.num_processes for need in roles)
+        needed = offloaded + staged + OF_A_PROCESS * sum(need.num_processes for need in roles)
         if spec.checkpoint.asynchronous and needed > (1 - _SPARE) * total:
             warnings.append(
                 f"checkpoint.async is not applied: host {host} has {total / _GB:.1f} GB, and about "

@@ -1,15 +1,18 @@
 """Checks whether the models fit on the GPUs of their pools, before any of them is loaded.
 
+Each role is a process, and its allocator keeps the memory of its phases: the peaks of a pool's roles add up. A role
+with offload returns its memory after its phases. Before engines that slept wake up, all roles in their pools return it.
+
 A job is refused only if it could never run: the check counts the least that a role needs, which is weights, gradients
 and AdamW's two moments, divided over the GPUs of a copy of the model, and vLLM's share. The memory of activations
 depends on how full the micro-batches are, so it is estimated for full ones, and a pool that is too small for it gets a
 warning. If there is room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called
-by `groups` on CUDA. Pure.
+by `groups` on CUDA, and by `planning`, which measures the activations on fake tensors. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,21 +23,33 @@ from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["Need", "check_memory", "gpus_of_a_copy", "needs", "stay_gathered"]
+__all__ = [
+    "Need",
+    "PoolMemory",
+    "check_memory",
+    "engine_weights",
+    "gpus_of_a_copy",
+    "needs",
+    "pool_memory",
+    "requested_gathering",
+    "stay_gathered",
+]
 
 _GB = 1e9
 _FLOAT32, _BFLOAT16 = 4, 2
-_SPARE, _SPARE_OF_A_PROCESS = 0.1, 2.25 * _GB
-"""Memory that is left free beside models that stay gathered: the larger of a share of the GPU (logits, fragmentation)
-and a number of bytes per process (CUDA, NCCL, message buffers)."""
+_SPARE = 0.1
+_OF_A_PROCESS = 2.25 * _GB
+"""Beside models that stay gathered, the larger of a share of the GPU (logits, fragmentation) and these bytes for each
+process (CUDA, NCCL, message buffers) is left free."""
 
 
 @dataclass(frozen=True)
 class Need:
     """Memory of one role on each GPU of its pool, in bytes.
 
-    resident: stays allocated between the role's phases. activations: estimate for a full micro-batch. gathered: further
-    bytes if the model stays gathered through an optimizer step.
+    resident: stays allocated between the role's phases. activations: of a full micro-batch. gathered: further bytes if
+    the model stays gathered through an optimizer step. is_returned: the role's allocator returns its memory after the
+    role's phases; after_passes: but these bytes only after the update.
     """
 
     role: str
@@ -44,6 +59,13 @@ class Need:
     resident: float = 0.0
     activations: float = 0.0
     gathered: float = 0.0
+    is_returned: bool = False
+    after_passes: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Bytes that stay allocated while other roles of the pool compute."""
+        return self.resident + self.after_passes
 
     @property
     def total(self) -> float:
@@ -55,6 +77,48 @@ class Need:
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         shown = ", ".join(f"{name} {size / _GB:.1f}" for name, size in parts.items() if size)
         return f"{self.role} {self.total / _GB:.1f} ({shown})"
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Memory on each GPU of a pool at the two times when it is highest, in bytes.
+
+    training: while the pool's roles compute, with engines that do not sleep. generation: while engines generate.
+    engine: vLLM's share. processes: of them for CUDA and NCCL.
+    """
+
+    training: float
+    generation: float
+    engine: float
+    processes: float
+
+    @property
+    def most(self) -> float:
+        """The higher of the two."""
+        return max(self.training, self.generation)
+
+
+def pool_memory(spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]], gpu_bytes: float) -> PoolMemory:
+    """Add up the memory of a pool's processes, without what CUDA and NCCL need (`processes` has it).
+
+    Args:
+        peaks: each role of the pool, with the most bytes that its own phases need.
+        gpu_bytes: memory of a GPU.
+    """
+    has_rollout = pool in spec.placement.rollout_pools
+    engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
+    sleeps = spec.engines_sleep_in(pool)
+    kept = sum(need.idle if need.is_returned else peak for need, peak in peaks)
+    # Of the roles that return their memory, one computes at a time.
+    training = kept + max((peak - need.idle for need, peak in peaks if need.is_returned), default=0.0)
+    resident = sum(need.resident for need, _ in peaks)
+    workers = sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
+    return PoolMemory(
+        training=training + (0.0 if sleeps else engine),
+        generation=engine + (resident if sleeps else kept),
+        engine=engine,
+        processes=(len(peaks) + has_rollout + workers) * _OF_A_PROCESS,
+    )
 
 
 def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Need]]:
@@ -129,8 +193,9 @@ def _gathered(size: ModelSize, gpus: int, gradients: int) -> float:
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
-    weights = parameters * _BFLOAT16
-    return Need(role, weights, resident=0.0 if offload.parameters else weights, activations=activations)
+    weights, is_away = parameters * _BFLOAT16, offload.parameters
+    resident = 0.0 if is_away else weights
+    return Need(role, weights, resident=resident, activations=activations, is_returned=is_away)
 
 
 def _trained(role: str, parameters: float, model: TrainedModel, activations: float) -> Need:
@@ -138,22 +203,23 @@ def _trained(role: str, parameters: float, model: TrainedModel, activations: flo
         return _frozen(role, parameters, model.offload, activations)
     weights, moments = _FLOAT32 * parameters, 2 * _FLOAT32 * parameters
     resident = (0.0 if model.offload.parameters else weights) + (0.0 if model.offload.optimizer else moments)
-    return Need(role, weights, weights, moments, resident, activations)
+    is_returned = model.offload.parameters or model.offload.optimizer
+    return Need(role, weights, weights, moments, resident, activations, is_returned=is_returned)
 
 
 def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, bool]:
     """Return whether actor, critic and ref stay gathered through a step: as the job sets it, else if they fit.
 
-    They fit if all roles of the pool fit at their peaks at the same time: each is a separate process, whose allocator
-    keeps its memory. A model does not count as fitting if it is not in `sizes`, if the sizes of its layers are unknown,
-    or if it is divided by tensor parallelism, which leaves embeddings whole.
+    They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
+    not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
+    embeddings whole.
     """
     divided = {
         "actor": spec.actor.tensor_parallel_size > 1,
         "critic": spec.critic.tensor_parallel_size > 1,
         "ref": spec.actor.tensor_parallel_size > 1,
     }
-    asked = _frees_asked_for(spec.model)
+    asked = requested_gathering(spec.model)
     found = {role: frees is False for role, frees in asked.items()}
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
@@ -162,7 +228,7 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if awake else 0.0
         processes = len(roles) + has_rollout + sum(worker.pool == pool for worker in spec.workers)
         taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
-        room = gpu_bytes - max(_SPARE * gpu_bytes, processes * _SPARE_OF_A_PROCESS) - engine - taken
+        room = gpu_bytes - max(_SPARE * gpu_bytes, processes * _OF_A_PROCESS) - engine - taken
         for need in roles:
             is_open = asked.get(need.role, True) is None and not divided[need.role]
             if is_open and sizes[need.role].layers and need.gathered <= room:
@@ -171,7 +237,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     return found
 
 
-def _frees_asked_for(model: ModelSpec) -> dict[str, bool | None]:
+def requested_gathering(model: ModelSpec) -> dict[str, bool | None]:
+    """Return `reshardAfterForward` of the roles that have it."""
     return {
         "actor": model.actor.reshard_after_forward,
         "critic": model.critic.reshard_after_forward,
@@ -188,19 +255,14 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     Raises:
         ModelMismatchError: a GPU of a pool has less memory than its roles need at least; the message has the numbers.
     """
-    warnings, asked = [], _frees_asked_for(spec.model)
+    warnings, asked = [], requested_gathering(spec.model)
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
-        has_rollout = pool in spec.placement.rollout_pools
-        engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
-        # Beside models that do not train, the engine does not sleep.
-        beside = 0.0 if spec.engines_sleep_in(pool) else engine
-        resident = sum(need.resident for need in roles)
-        training = resident + max(need.total - need.resident for need in roles) + beside
-        least = max(training, resident + engine)
+        found = pool_memory(spec, pool, [(need, need.total) for need in roles], gpu_bytes)
+        least = found.most
         parts = [str(need) for need in roles]
-        if has_rollout:
-            parts.append(_engine_words(spec, sizes, engine))
+        if found.engine:
+            parts.append(_engine_words(spec, sizes, found.engine))
         if least > gpu_bytes:
             raise ModelMismatchError(
                 f"pool {pool} cannot hold its models: each GPU has {gpu_bytes / _GB:.1f} GB, and at least "
@@ -210,8 +272,9 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
             )
         # Models that stay gathered use only memory that is left over.
         gathered = {need.role: need.gathered for need in roles if asked.get(need.role) is False}
-        passes = (need.total - need.resident + need.activations + gathered.get(need.role, 0.0) for need in roles)
-        full = resident + max(passes) + beside
+        passes = [(need, need.total + need.activations + gathered.get(need.role, 0.0)) for need in roles]
+        filled = pool_memory(spec, pool, passes, gpu_bytes)
+        full = filled.most + filled.processes
         if full > gpu_bytes:
             activations = ", ".join(f"{need.role} {need.activations / _GB:.1f}" for need in roles)
             warnings.append(
@@ -223,6 +286,11 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     return warnings
 
 
+def engine_weights(spec: PPOJobSpec, num_parameters: int) -> float:
+    """Return the bytes of the policy's weights on each GPU of an engine."""
+    return num_parameters * _BFLOAT16 / spec.rollout.tensor_parallel_size
+
+
 def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:
     """Return a phrase for vLLM's share of the memory.
 
@@ -231,7 +299,7 @@ def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: floa
     """
     share, words = spec.rollout.gpu_memory_utilization, ""
     if "actor" in sizes:
-        weights = sizes["actor"].num_parameters * _BFLOAT16 / spec.rollout.tensor_parallel_size
+        weights = engine_weights(spec, sizes["actor"].num_parameters)
         words = f": weights {weights / _GB:.1f}, the rest is for the KV cache"
         if weights >= engine:
             raise ModelMismatchError(

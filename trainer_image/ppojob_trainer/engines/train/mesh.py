@@ -37,7 +37,7 @@ from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
-__all__ = ["AXES", "SHARD", "ParallelDims", "ParallelMesh", "init_process_group"]
+__all__ = ["AXES", "SHARD", "ParallelDims", "ParallelMesh", "create_mesh", "init_process_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -282,11 +282,11 @@ def init_process_group(
             f"within {timeout_seconds:g} s: {error}"
         ) from error
     logger.info("%s has joined", dims.name(rank))
-    return _build(local, rank, dims, timeout)
+    return create_mesh(local, rank, dims, timeout)
 
 
-def _build(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
-    """Create the groups and the mesh, as every rank must in the same order."""
+def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
+    """Create the groups and the mesh in a process group, as every rank must in the same order."""
     sums, sequence = None, None
     if dims.model_parallel > 1:
         sums = _group_of(rank, dims.groups(REPLICATE, SHARD), timeout)

@@ -6,22 +6,25 @@ is found before any process has spent minutes on loading.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
 from ppojob_trainer.engines.train.loader import make_engine
-from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["EngineWorker", "ModelSize", "ModelSource", "TrainedWorker", "check_fit", "join"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["EngineWorker", "ModelSize", "ModelSource", "TrainedWorker", "check_fit", "dims_of", "join", "size_of"]
 
 W = TypeVar("W", bound="TrainedWorker")
 
@@ -68,6 +71,37 @@ class ModelSize:
     host_bytes: int = 0
 
 
+def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int) -> ModelSize:
+    """Count the parameters of a model without its weights."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from ppojob_trainer.engines.train.model_fit import active_intermediate
+
+    kind: Any = AutoModelForCausalLM if source.has_output_layer else AutoModel
+    with torch.device("meta"):
+        module = kind.from_config(config, trust_remote_code=source.trust_remote_code)
+
+    def number(name: str) -> int:
+        return int(getattr(config, name, None) or 0)
+
+    return ModelSize(
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        gpu_bytes=gpu_bytes,
+        layers=number("num_hidden_layers"),
+        hidden=number("hidden_size"),
+        intermediate=active_intermediate(config),
+    )
+
+
+def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
+    """Return how a role's ranks are divided; `training` has the sizes, None: FSDP shards over all ranks."""
+    if training is None:
+        return ParallelDims.of(world_size)
+    sizes = {"sequence": training.sequence_parallel_size, "tensor": training.tensor_parallel_size}
+    return ParallelDims.of(world_size, fsdp=training.fsdp_size, **sizes)
+
+
 class TrainedWorker:
     """A rank of a sharded model."""
 
@@ -100,14 +134,10 @@ class TrainedWorker:
             RendezvousError: not all ranks joined in time, or NCCL could not connect.
             ValueError: the sizes do not divide the ranks, or a group that communicates in every layer would span hosts.
         """
-        from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+        from ppojob_trainer.engines.train.mesh import init_process_group
 
         context = self.context
-        training = self.training
-        dims = ParallelDims.of(context.world_size)
-        if training is not None:
-            sizes = {"sequence": training.sequence_parallel_size, "tensor": training.tensor_parallel_size}
-            dims = ParallelDims.of(context.world_size, fsdp=training.fsdp_size, **sizes)
+        dims = dims_of(self.training, context.world_size)
         if self.spec.device is Device.CUDA:
             log_connections(context.log_file.with_suffix(""))
         self._parallel = init_process_group(
@@ -119,31 +149,15 @@ class TrainedWorker:
     def size(self) -> ModelSize:
         """Count the parameters of `source` without loading it; return them with the memory of GPU and host."""
         import torch
-        from transformers import AutoModel, AutoModelForCausalLM
 
         from ppojob_trainer.engines.host import host_bytes
-        from ppojob_trainer.engines.train.model_fit import active_intermediate, read_config
+        from ppojob_trainer.engines.train.model_fit import read_config
 
         assert self.source is not None, "the role says in its constructor which model it loads"
-        trust = self.source.trust_remote_code
-        config = read_config(self.source.path, trust_remote_code=trust)
-        kind: Any = AutoModelForCausalLM if self.source.has_output_layer else AutoModel
-        with torch.device("meta"):
-            module = kind.from_config(config, trust_remote_code=trust)
-        count = sum(parameter.numel() for parameter in module.parameters())
-
-        def number(name: str) -> int:
-            return int(getattr(config, name, None) or 0)
-
-        return ModelSize(
-            num_parameters=count,
-            gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
-            layers=number("num_hidden_layers"),
-            hidden=number("hidden_size"),
-            intermediate=active_intermediate(config),
-            host=self.context.address,
-            host_bytes=host_bytes(),
-        )
+        config = read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+        size = size_of(config, self.source, gpu_bytes)
+        return replace(size, host=self.context.address, host_bytes=host_bytes())
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def free_cached_memory(self) -> None:

@@ -163,19 +163,32 @@ def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelUnsupportedError: it has a part that is not computed here.
     """
     config = read_config(path, trust_remote_code=options.trust_remote_code)
+    module, conversions = build_policy(config, options, parallel)
+    allocate(module, parallel.device)
+    _fill(path, module, conversions, initial_adapters(module, seed))
+    return module
+
+
+def build_policy(
+    config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh
+) -> tuple[PolicyModule, Conversions]:
+    """Build and shard a causal language model without memory.
+
+    Raises:
+        ModelUnsupportedError: it has a part that is not computed here.
+    """
     refuse_unsupported(config)
     language_model = _build(AutoModelForCausalLM, config, options)
     module = PolicyModule(language_model, activation_offload=options.activation_offload)
     if module.output_layer.bias is not None:
         raise ModelUnsupportedError(
-            f"{config.model_type} in {path} has a bias in its output layer, which is not supported: use a model "
-            "without it"
+            f"{config.model_type} in {config.name_or_path} has a bias in its output layer, which is not supported: use "
+            "a model without it"
         )
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
-    _fill(path, module, conversions, initial_adapters(module, seed))
-    return module
+    return module, conversions
 
 
 def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int) -> ValueModule:
@@ -188,6 +201,20 @@ def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
         ModelUnsupportedError: it has a part that is not computed here.
     """
     config = read_config(path, trust_remote_code=options.trust_remote_code)
+    module, conversions = build_critic(config, options, parallel)
+    allocate(module, parallel.device)
+    _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
+    return module
+
+
+def build_critic(
+    config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh
+) -> tuple[ValueModule, Conversions]:
+    """Build and shard a decoder with a value head without memory.
+
+    Raises:
+        ModelUnsupportedError: it has a part that is not computed here.
+    """
     refuse_unsupported(config)
     language_model = _build(AutoModel, config, options)
     head = nn.Linear(config.hidden_size, 1, device="meta")
@@ -198,8 +225,7 @@ def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
     # It is so small that a second message for it would cost more than keeping it.
     fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
     _shard(module, module.backbone, options, parallel)
-    _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
-    return module
+    return module, conversions
 
 
 def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
@@ -251,7 +277,6 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
-    allocate(module, parallel.device)
 
 
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import read_config
 
-__all__ = ["RewardModelEngine", "check_reward_model", "padded_parts"]
+__all__ = ["RewardModelEngine", "build_reward_model", "check_reward_model", "padded_parts"]
 
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
@@ -143,7 +143,10 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
+def build_reward_model(
+    config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh
+) -> tuple[PreTrainedModel, Conversions]:
+    """Build and shard a sequence classifier without memory."""
     config.use_cache = False
     auto: Any = AutoModelForSequenceClassification
     with without_memory():
@@ -160,6 +163,11 @@ def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: P
     for layer in _layers(model):
         fully_shard(layer, mesh=parallel.mesh)
     fully_shard(model, mesh=parallel.mesh)
+    return model, conversions
+
+
+def _load(path: str, config: PretrainedConfig, options: LoadOptions, parallel: ParallelMesh) -> nn.Module:
+    model, conversions = build_reward_model(config, options, parallel)
     allocate(model, parallel.device)
     with open_weights(path, "model.reward.path") as weights:
         missing = load_weights(model, weights, conversions)

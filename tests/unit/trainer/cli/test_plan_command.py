@@ -1,0 +1,63 @@
+"""`ppojob plan`: text and JSON of a job whose model is a config.json, its exit codes, and its refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from ppojob_trainer.cli import app
+from tests.unit.trainer.planning.jobs import raw_job, write_config
+
+
+def plan(folder: Path, *options: str, **sections: Any) -> Result:
+    spec = raw_job(write_config(folder / "model"), **sections)
+    job = {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": {"name": "planned"}, "spec": spec}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return CliRunner().invoke(app, ["plan", str(folder / "job.yaml"), *options])
+
+
+def test_the_tables(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--layouts")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith("The job fits.\n")
+    for words in (
+        "pool all, GB on each H200",
+        "actor (stays gathered)",
+        "critic (stays gathered)",
+        "ref (stays gathered)",
+        "rollout (vLLM's share)",
+        "while engines generate",
+        "most, of 150.1 GB: fits",
+        "sequences at once (rollout.maxNumSeqs 1024)",
+        "host memory of a pod, GB",
+        "on a GPU (CUDA IPC)",
+        "seconds of a step",
+        "fits: the job as it is",
+        "runs on one to four H200s of one host (docs/measured.md). Networks between hosts are not in them.",
+        "error against measured runs",
+        "1.5 B, split 2+2, compiled, checkpointing",
+    ):
+        assert words in found.output, words
+
+
+def test_json_of_a_job_that_does_not_fit(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--json", "--gpu", "L40S", rollout={"gpuMemoryUtilization": 0.99})
+    assert found.exit_code == 2
+    content = json.loads(found.stdout)
+    (pool,) = content["pools"]
+    assert (content["fits"], pool["fits"], pool["gpu"]) == (False, False, "L40S")
+    assert [role["role"] for role in pool["roles"]] == ["actor", "critic", "ref"]
+    assert pool["training"] == pytest.approx(sum(role["peak"] for role in pool["roles"]))
+    assert any(change.startswith("rollout.gpuMemoryUtilization: ") for change in pool["changes"])
+    assert set(content["seconds"]) >= {"gen", "update_actor", "update_critic", "step"}
+    assert content["errors"][0].keys() == {"run", "what", "unit", "measured", "planned", "error"}
+
+
+def test_refusals_are_one_line(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--set", "model.actor.path=/nowhere")
+    assert found.exit_code == 1
+    assert "error: spec.model.actor.path: /nowhere: no config.json on this machine. Copy the model's" in found.output
+    assert "Traceback" not in found.output

@@ -1,0 +1,52 @@
+"""The stored comparison is of the runs as they are written down; computed again, it is the same."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ppojob_trainer.planning import comparison
+from ppojob_trainer.planning.comparison import Compared, stored
+from ppojob_trainer.planning.measured_runs import RUNS
+
+
+def test_every_measured_number_is_compared() -> None:
+    measured = [value for run in RUNS for value in (*run.pools.values(), *run.roles.values(), *run.phases.values())]
+    measured += [run.step for run in RUNS if run.step is not None]
+    compared, timed = stored()
+    assert sorted(one.measured for one in compared) == sorted(measured)
+    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
+_COMPUTED = {"old_log_prob", "values", "ref", "update_critic", "update_actor"}
+ROWS: dict[str, Callable[[Compared], bool]] = {
+    "peak memory of one role, layers not compiled": lambda one: (
+        one.unit == "GB" and "compiled" not in one.run and not one.what.startswith("pool")
+    ),
+    "memory of a pool, all processes": lambda one: one.what.startswith("pool"),
+    "seconds of forward passes and updates": lambda one: one.unit == "s" and one.what in _COMPUTED,
+    "seconds of a step": lambda one: one.what == "step",
+    "seconds of generation": lambda one: one.what == "gen",
+    "seconds of sending the weights": lambda one: one.what == "update_weights",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_page_has_the_errors(row: str) -> None:
+    errors = [one.error for one in stored()[0] if ROWS[row](one)]
+    least, most = (f"{100 * error:+.0f}".replace("+0", "0").replace("-0", "0") for error in (min(errors), max(errors)))
+    assert f"| {row} | {least} % to {most} % |" in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_small_run_computed_again_has_the_stored_plan() -> None:
+    run = next(one for one in RUNS if one.name == "135 M, update, checkpointing")
+    (again,) = comparison.compare({run.name: comparison.plan_of(run)})
+    assert again in stored()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_runs_computed_again_have_the_stored_plans() -> None:
+    assert json.loads(comparison.computed()) == json.loads(comparison.FILE.read_text(encoding="utf-8"))

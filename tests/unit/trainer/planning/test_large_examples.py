@@ -1,0 +1,32 @@
+"""The jobs of examples/13-large are planned as they are: they fit, on the GPUs that their comments name."""
+
+from pathlib import Path
+
+import pytest
+
+from ppojob_trainer.commands.manifest import load
+from ppojob_trainer.planning import plan_job
+from ppojob_trainer.planning.gpus import gpus_of_pools
+
+FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
+GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GPUS)
+def test_the_layout_fits(name: str) -> None:
+    file = FOLDER / f"{name}.yaml"
+    spec = load(file).spec
+    found = plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], ["H200"]))
+
+    assert sum(pool.gpus for pool in spec.pools) == GPUS[name]
+    assert [(pool.name, pool.changes) for pool in found.pools if not pool.fits] == []
+    assert all(host.fits for host in found.hosts)
+    assert found.fits
+    assert found.notes == []
+    # What has run and what has not is in the file.
+    assert "\n# Not run: planned by a test." in file.read_text(encoding="utf-8")
+
+
+def test_every_job_of_the_folder_is_planned() -> None:
+    assert sorted(file.stem for file in FOLDER.glob("*.yaml")) == sorted(GPUS)

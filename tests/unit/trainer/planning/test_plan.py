@@ -1,0 +1,221 @@
+"""A job's plan: every role is in its pool's sum, what does not fit is named with a change, and the change helps."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.planning import Plan, ShapeNotFoundError, plan_job
+from ppojob_trainer.planning.configs import read_shape
+from ppojob_trainer.planning.gpus import GPUS, Gpu, gpus_of_pools
+from ppojob_trainer.planning.layouts import plan_other_sizes
+from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+from ppojob_trainer.planning.traffic import links_of
+from tests.unit.trainer.planning.jobs import job, write_config
+
+MB = 10**6
+H200 = GPUS["H200"]
+OF_ROLE = {
+    "actor": Measured(100, weights=10 * MB, gradients=10 * MB, optimizer=20 * MB, forward=15 * MB, update=70 * MB),
+    "critic": Measured(100, weights=11 * MB, gradients=11 * MB, optimizer=22 * MB, forward=16 * MB, update=80 * MB),
+    "ref": Measured(100, weights=5 * MB, forward=9 * MB),
+    "reward_model": Measured(100, weights=6 * MB, forward=12 * MB),
+}
+
+
+def stub(work: Work) -> Measured:
+    return OF_ROLE[work.kind]
+
+
+def plan(folder: Path, gpu: Gpu = H200, **sections: Any) -> Plan:
+    spec = job(write_config(folder), **sections)
+    return plan_job(spec, {pool.name: gpu for pool in spec.pools}, runner=stub)
+
+
+def test_every_role_is_in_the_sum_of_its_pool(tmp_path: Path) -> None:
+    """Actor 70, critic 80, reference 9 and reward model 12 MB; each is a process that keeps its memory."""
+    reward = {"type": "Both", "function": {"module": "r"}}
+    model = {"actor": {"path": write_config(tmp_path)}, "reward": {"path": write_config(tmp_path / "reward")}}
+    (pool,) = plan(tmp_path, reward=reward, model=model).pools
+
+    assert [found.role.name for found in pool.roles] == ["actor", "critic", "ref", "reward_model"]
+    assert pool.memory.training == (70 + 80 + 9 + 12) * MB
+    # While engines generate, weights and moments stay: 30, 33, 5 and 6.
+    assert pool.memory.generation == pytest.approx((30 + 33 + 5 + 6) * MB + 0.5 * H200.memory)
+    # Four models and the engine.
+    assert pool.memory.processes == 5 * 2.25e9
+    assert pool.total == pool.memory.generation + pool.memory.processes
+
+
+def test_offloaded_moments_leave_while_another_role_computes(tmp_path: Path) -> None:
+    offload = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}
+    (pool,) = plan(tmp_path, model=offload).pools
+    (actor, critic, ref) = pool.roles
+    assert (actor.peak, critic.peak, ref.peak) == (70 * MB, 80 * MB, 9 * MB)
+    # Its log-probs leave 5 MB in the allocator; then its update takes the place of everything of its own.
+    assert actor.need.idle == 15 * MB
+    assert pool.memory.training == (70 + 80 + 9) * MB
+
+
+def test_pools_have_their_own_roles_and_gpus(tmp_path: Path) -> None:
+    pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 1}]
+    placement = {"actor": "a", "critic": "c", "ref": "c", "reward": "c"}
+    spec = job(write_config(tmp_path), pools=pools, placement=placement)
+    found = plan_job(spec, gpus_of_pools(["a", "c"], ["H200", "c=L40S"]), runner=stub)
+
+    names = {pool.name: ([role.role.name for role in pool.roles], pool.gpu.name) for pool in found.pools}
+    assert names == {"a": (["actor"], "H200"), "c": (["critic", "ref"], "L40S")}
+    assert found.pools[1].memory.training == (80 + 9) * MB
+    assert found.pools[1].engine is None
+
+
+def test_what_does_not_fit_is_named_with_fields_to_change(tmp_path: Path) -> None:
+    small = replace(H200, memory=13e9)
+    found = plan(tmp_path, small, rollout={"gpuMemoryUtilization": 0.9})
+    (pool,) = found.pools
+    assert not found.fits
+    (change,) = [one for one in pool.changes if one.startswith("rollout.gpuMemoryUtilization")]
+    value = float(change.split()[1])
+    assert plan(tmp_path, small, rollout={"gpuMemoryUtilization": value}).pools[0].total <= small.memory
+    assert any(one.startswith("critic.maxTokensPerGPU: 512 (now 1024)") for one in pool.changes)
+    assert any(one.startswith("model.critic.offload.optimizer: true (frees 0.0 GB") for one in pool.changes)
+
+
+def test_a_share_without_room_for_a_sequence_does_not_fit(tmp_path: Path) -> None:
+    found = plan(tmp_path, rollout={"gpuMemoryUtilization": 0.0001})
+    assert found.pools[0].engine is not None
+    assert found.pools[0].engine.num_sequences == 0
+    assert not found.fits
+    assert any(one.startswith("rollout.tensorParallelSize (now 1)") for one in found.pools[0].changes)
+
+
+def test_other_sizes_are_planned_and_each_role_is_measured_once_for_each_size(tmp_path: Path) -> None:
+    pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 2}]
+    placement = {"actor": "a", "critic": "c", "ref": "c", "reward": "c"}
+    spec = job(write_config(tmp_path), pools=pools, placement=placement)
+    measured: list[tuple[str, int]] = []
+
+    def counted(work: Work) -> Measured:
+        measured.append((work.kind, work.dims.world_size))
+        return stub(work)
+
+    plans = list(plan_other_sizes(spec, {"a": H200, "c": H200}, runner=counted))
+    sizes = [tuple(pool.gpus for pool in one.spec.pools) for one in plans]
+    assert sizes[0] in {(1, 2), (2, 1)}
+    assert {(1, 2), (2, 1), (1, 3), (3, 1)} <= set(sizes)
+    assert all(one.fits for one in plans)
+    assert sorted(set(measured)) == sorted(measured)
+
+
+def test_the_cache_by_hand(tmp_path: Path) -> None:
+    """3 layers, 2 key heads of 32 numbers, keys and values in bfloat16: 768 bytes for a token."""
+    engine = plan(tmp_path, rollout={"maxNumSeqs": 8}).pools[0].engine
+    assert engine is not None
+    assert engine.cache_per_token == 2 * 3 * 2 * 32 * 2
+    room = engine.share - engine.weights - engine.working
+    assert engine.cache_tokens == int(room / engine.cache_per_token)
+    assert engine.num_sequences == 8
+
+
+def test_hosts_by_hand(tmp_path: Path) -> None:
+    """Two ranks of three roles of 4 GB each, and AdamW's moments; an export holds a file of 5 GB."""
+    offload = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}
+    found = plan(tmp_path, model=offload)
+    (host,) = found.hosts
+    parameters = 8 * measure_parameters(tmp_path)
+    assert host.load == pytest.approx(2 * 3 * 4e9 + parameters)
+    assert host.save == pytest.approx(host.load + 4 * 2**30)
+    assert host.export == pytest.approx(host.load + 5e9)
+    assert host.limit == 2 * 64 * 2**30
+    assert host.fits
+
+
+def measure_parameters(folder: Path) -> int:
+    found = plan_job(job(write_config(folder)), {"all": H200}, runner=measure)
+    return found.roles["actor"].measured.num_parameters
+
+
+def test_traffic_by_hand(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    roles = {name: one.role for name, one in found.roles.items()}
+    links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
+    weights, batch = links
+    # An engine on each of the two GPUs gets 100 parameters in bfloat16.
+    assert (weights.way, weights.bytes_each, weights.number) == ("on a GPU (CUDA IPC)", 200, 2)
+
+    # 32 responses of 64 tokens. Fetched: sequences by five phases; rollout's log-probs with the actor's; advantages and
+    # old log-probs by the actor's update; values and returns by the critic's. Stored: prompts, sequences, 7 columns.
+    def column(tokens: int, size: int) -> int:
+        return 32 * (tokens * size + 8)
+
+    sequences, floats = column(128, 4) + column(64, 1), column(64, 4)
+    assert batch.bytes_each == 5 * sequences + 5 * floats + column(64, 4) + sequences + 7 * floats
+
+
+def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
+    """A run predicts itself; twice the operations take about twice as long."""
+    found = plan(tmp_path)
+    roles = {name: one.role for name, one in found.roles.items()}
+    measured = {name: replace(one.measured, layer_parameters=1e9) for name, one in found.roles.items()}
+    work = workload_of(found.spec, roles, measured)
+    assert set(work.operations) == {"old_log_prob", "values", "ref", "update_critic", "update_actor"}
+    seconds = {**dict.fromkeys(work.operations, 2.0), "gen": 5.0}
+    again = seconds_of(found.spec, work, H200, [TimedRun(work, seconds, H200)])
+    assert again.phases == pytest.approx(seconds)
+    assert again.step.seconds >= 15.0
+
+    doubled = replace(work, operations={name: 2 * number for name, number in work.operations.items()})
+    twice = seconds_of(found.spec, doubled, H200, [TimedRun(work, seconds, H200)])
+    assert all(2.0 < twice.phases[phase] < 4.0 for phase in work.operations)
+
+
+def test_an_update_has_three_times_the_operations_of_a_pass_and_what_is_computed_again(tmp_path: Path) -> None:
+    def operations(**model: Any) -> dict[str, float]:
+        found = plan(tmp_path, model={"actor": {"path": write_config(tmp_path)}, "critic": model})
+        measured = {name: replace(one.measured, layer_parameters=1e9) for name, one in found.roles.items()}
+        work: Workload = workload_of(found.spec, {name: one.role for name, one in found.roles.items()}, measured)
+        return dict(work.operations)
+
+    plain, again, adapters = (
+        operations(gradientCheckpointing=False),
+        operations(),
+        operations(lora={"rank": 4}),
+    )
+    assert plain["update_critic"] == 3 * plain["values"]
+    assert again["update_critic"] == 4 * plain["values"]
+    assert adapters["update_critic"] == 3 * plain["values"]
+    # 32 sequences of 128 tokens: 2 operations for each parameter, and for each pair 2 x layers x width.
+    assert plain["values"] == 2 * 1e9 * 32 * 128 + 2 * 3 * 128 * 32 * 128**2
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere/model", "spec.model.actor.path: /nowhere/model: no config.json on this machine. Copy the model's "),
+        ("hf://somebody/unknown", "spec.model.actor.path: hf://somebody/unknown: an address that a plan does not "),
+        ("s3://bucket/model", "spec.model.actor.path: s3://bucket/model: an address that a plan does not fetch"),
+    ],
+)
+def test_a_shape_that_is_not_known_is_refused_with_a_remedy(path: str, words: str) -> None:
+    with pytest.raises(ShapeNotFoundError) as refusal:
+        read_shape("model.actor.path", path, False)
+    assert words in str(refusal.value)
+    assert "--set spec.model.actor.path=hf://Qwen/Qwen2.5-7B. Known: HuggingFaceTB/SmolLM2-135M, " in str(refusal.value)
+
+
+def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
+    path, gpus = write_config(tmp_path), {"all": H200}
+    with pytest.raises(ValueError, match=r"spec.device: CPU: a plan is of GPUs: add --set spec.device=CUDA"):
+        plan_job(job(path, device="CPU"), gpus)
+    with pytest.raises(ModelMismatchError, match=r"actor.tensorParallelSize 8 does not divide this qwen2's"):
+        plan_job(job(path, 8, actor={"tensorParallelSize": 8}), gpus)
+    own = {"engine": "Class", "engineClass": {"module": "mine", "className": "Mine"}}
+    with pytest.raises(ValueError, match=r"spec.critic.engine: Class: a plan knows the memory of engine FSDP alone"):
+        plan_job(job(path, critic=own), gpus)
+    with pytest.raises(ValueError, match=r"--gpu c=H9000: H9000 is not known: use one of B200"):
+        gpus_of_pools(["c"], ["c=H9000"])
+    with pytest.raises(ValueError, match=r"--gpu d=H200: the job has no pool d: use one of c"):
+        gpus_of_pools(["c"], ["d=H200"])

@@ -1,0 +1,162 @@
+"""What a role needs on fake tensors is what it needs on real ones, and what its formulas say."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.engine import EngineSetup
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions
+from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.objectives import PolicyObjective
+from ppojob_trainer.planning import role_memory
+from ppojob_trainer.planning.fake_device import LiveBytes
+from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.planning.jobs import write_config
+
+SEQUENCES, PROMPT, RESPONSE = 4, 64, 64
+ALONE = ParallelDims()
+SHARDED = ParallelDims(shard=2)
+
+
+def work(folder: Path, dims: ParallelDims = ALONE, kind: str = "actor", passes: int = 1, **options: Any) -> Work:
+    config = AutoConfig.from_pretrained(write_config(folder))
+    training = {"actor": ActorSpec(), "critic": CriticSpec()}.get(kind)
+    load = LoadOptions(is_frozen=training is None, **options)
+    return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training)
+
+
+def parameters(folder: Path) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_config(folder)))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_real_update_has_the_planned_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    """The real engine, with memory, on the CPU: so the plan takes the CPU's paths here, too."""
+    planned_work = work(tmp_path, gradient_checkpointing=checkpointing)
+    with monkeypatch.context() as patched:
+        patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
+        planned = measure(planned_work)
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)
+    training = ActorSpec(max_tokens_per_gpu=SEQUENCES * (PROMPT + RESPONSE))
+    model = ActorModel(path=str(tmp_path), gradient_checkpointing=checkpointing)
+    engine = FSDPEngine(EngineSetup(model, training, PolicyObjective(training, AlgorithmSpec())))
+    parallel = init_process_group(Device.CPU, 0, ALONE, "127.0.0.1", free_port("127.0.0.1"), 60)
+    live = LiveBytes()
+    try:
+        with live:
+            engine.load(parallel, total_steps=2)
+            engine.update(real_batch())
+            idle = live.now
+            live.restart()
+            engine.update(real_batch())
+    finally:
+        parallel.destroy()
+    assert idle == pytest.approx(planned.weights + planned.optimizer, rel=0.02)
+    assert live.peak == pytest.approx(planned.update, rel=0.02)
+
+
+def real_batch() -> DataProto:
+    rows = rollout_batch([[1] * PROMPT] * SEQUENCES, [[2] * RESPONSE] * SEQUENCES)
+    mask = rows[Keys.RESPONSE_MASK]
+    zeros = mask.with_values(torch.zeros(len(mask.values)))
+    meta = {"temperature": 1.0, "response_length": RESPONSE, "num_mini_batches": 1, "epochs": 1}
+    columns = rows | dict.fromkeys((Keys.OLD_LOG_PROBS, Keys.ADVANTAGES), zeros)
+    return DataProto.from_dict(columns, meta_info=meta)
+
+
+def test_states_by_hand(tmp_path: Path) -> None:
+    """float32 weights, gradients and two moments, each divided over the ranks; the reference in bfloat16."""
+    count = parameters(tmp_path)
+    for dims in (ALONE, SHARDED):
+        found, share = measure(work(tmp_path, dims, passes=2)), count / dims.world_size
+        assert found.num_parameters == count
+        states = (found.weights, found.gradients, found.optimizer)
+        assert states == pytest.approx((4 * share, 4 * share, 8 * share), rel=0.05)
+    frozen = measure(work(tmp_path, SHARDED, "ref"))
+    assert frozen.weights == pytest.approx(2 * count / 2, rel=0.05)
+    assert (frozen.gradients, frozen.optimizer, frozen.update) == (0, 0, 0)
+
+
+def peak(folder: Path, dims: ParallelDims = ALONE, **options: Any) -> int:
+    return measure(work(folder, dims, **options)).peak
+
+
+def test_gradients_of_the_micro_batches_before_are_beside_the_last(tmp_path: Path) -> None:
+    first, last = measure(work(tmp_path, passes=1)), measure(work(tmp_path, passes=2))
+    assert last.update - first.update == pytest.approx(first.gradients, rel=0.01)
+
+
+def test_each_option_changes_the_peak_in_its_direction(tmp_path: Path) -> None:
+    plain = peak(tmp_path)
+    assert peak(tmp_path, gradient_checkpointing=True) < plain
+    assert peak(tmp_path, SHARDED) < plain
+    assert peak(tmp_path, SHARDED, stays_gathered=True) > peak(tmp_path, SHARDED)
+    kept = peak(tmp_path, gradient_checkpointing=True)
+    assert peak(tmp_path, gradient_checkpointing=True, activation_offload=True) < kept
+    assert peak(tmp_path, gradient_checkpointing=True, lora=LoRA(rank=4)) < kept
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(sequence=2), ParallelDims(tensor=2), ParallelDims(2, 1, 1, 2)])
+def test_every_axis_is_planned(tmp_path: Path, dims: ParallelDims) -> None:
+    found: Measured = measure(work(tmp_path, dims, gradient_checkpointing=True))
+    assert found.peak > found.weights + found.optimizer
+    assert found.update_traffic["exchange"] + found.update_traffic["reduce"] > 0
+
+
+def test_critic_and_reward_model_are_planned(tmp_path: Path) -> None:
+    critic = measure(work(tmp_path, SHARDED, "critic"))
+    assert critic.optimizer == pytest.approx(2 * critic.weights, rel=0.01)
+    found = work(tmp_path, SHARDED, "reward_model")
+    found.config.num_labels, found.config.pad_token_id = 1, 0
+    scored = measure(found)
+    assert scored.weights == pytest.approx(critic.weights / 2, rel=0.05)
+    assert scored.forward > scored.weights
+
+
+def test_gathered_bytes_are_those_of_the_layers(tmp_path: Path) -> None:
+    """In bfloat16: once in a pass, and once more in the backward pass, but the last group stays gathered for it."""
+    found, count = measure(work(tmp_path, SHARDED, gradient_checkpointing=True)), parameters(tmp_path)
+    assert found.traffic["gather"] == pytest.approx(2 * count, rel=0.05)
+    assert 2 * count < found.update_traffic["gather"] <= 2 * 2 * count
+    assert found.update_traffic["reduce"] == pytest.approx(4 * count, rel=0.05)
+
+
+def test_live_bytes_are_those_of_pytorchs_own_tracker() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+
+    theirs, ours, inputs = MemTracker(), LiveBytes(), torch.ones(64, 256)
+    their_model = model()
+    theirs.track_external(their_model)
+    known = theirs.get_tracker_snapshot("current")[inputs.device]["Total"]
+    with theirs:
+        their_model(inputs * 2).sum().backward()
+    with ours:
+        our_model = model()
+        before = ours.now
+        our_model(inputs * 2).sum().backward()
+
+    peak = theirs.get_tracker_snapshot("peak")[inputs.device]["Total"]
+    # CUDA's blocks are counted by one of them for the smallest tensors, too.
+    assert ours.peak - before == pytest.approx(peak - known, abs=4096)
+    assert before == 4 * (256 * 256 + 256) * 4
+    del our_model
+    assert ours.now == 0

@@ -1,0 +1,121 @@
+"""The plan beside what was measured: the plan's error. Called by `report` and by `make plan-error`.
+
+Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are
+predicted from the other runs, not from the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.planning.configs import read_shape
+from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
+from ppojob_trainer.planning.measured_runs import RUNS, MeasuredRun
+from ppojob_trainer.planning.plan import Plan, plan_job
+from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+
+__all__ = ["Compared", "compare", "stored", "timed_runs"]
+
+MEASURED_ON: Final = GPUS["H200"]
+FILE: Final = Path(__file__).with_name("comparison.json")
+_GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measured number beside the plan's; unit: GB (1e9 bytes) or s."""
+
+    run: str
+    what: str
+    unit: str
+    measured: float
+    planned: float
+
+    @property
+    def error(self) -> float:
+        """The plan's relative error."""
+        return self.planned / self.measured - 1
+
+
+def plan_of(run: MeasuredRun) -> Plan:
+    """Return the plan of a run."""
+
+    def shape(field: str, path: str, trust_remote_code: bool) -> PretrainedConfig:
+        config = read_shape(field, path, trust_remote_code)
+        if run.layers is not None:
+            config.num_hidden_layers = run.layers
+            config.layer_types = config.layer_types[: run.layers]
+        return config
+
+    spec = parse_spec(dict(run.spec))
+    return plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], [MEASURED_ON.name]), shapes=shape)
+
+
+def compare(plans: Mapping[str, Plan]) -> list[Compared]:
+    """Return all comparisons; `plans`: by the names of the runs."""
+    timed = {name: TimedRun(_workload(plan), _run(name).phases, MEASURED_ON) for name, plan in plans.items()}
+    found: list[Compared] = []
+    for name, plan in plans.items():
+        found += _memory(_run(name), plan)
+        others = [one for other, one in timed.items() if other != name and one.seconds]
+        if _run(name).phases:
+            seconds = seconds_of(plan.spec, timed[name].workload, MEASURED_ON, others)
+            measured = {**_run(name).phases, "step": _run(name).step}
+            planned = {**seconds.phases, "step": seconds.step.seconds}
+            found += [
+                Compared(name, phase, "s", value, round(planned[phase], 2))
+                for phase, value in measured.items()
+                if value is not None and phase in planned
+            ]
+    return found
+
+
+def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
+    for pool in plan.pools:
+        if pool.name in run.pools:
+            yield Compared(run.name, f"pool {pool.name}", "GB", run.pools[pool.name], round(pool.total / _GB, 1))
+    for name, value in run.roles.items():
+        yield Compared(run.name, name, "GB", value, round(plan.roles[name].peak / _GB, 1))
+
+
+def _run(name: str) -> MeasuredRun:
+    return next(run for run in RUNS if run.name == name)
+
+
+def _workload(plan: Plan) -> Workload:
+    roles = {name: found.role for name, found in plan.roles.items()}
+    return workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
+
+
+@cache
+def stored() -> tuple[list[Compared], list[TimedRun]]:
+    """Return the stored comparisons, and the timed runs for predictions."""
+    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    timed = [TimedRun(Workload(**one), _run(name).phases, MEASURED_ON) for name, one in content["workloads"].items()]
+    return [Compared(**one) for one in content["compared"]], timed
+
+
+def timed_runs() -> list[TimedRun]:
+    """Return the runs whose phases were measured."""
+    return stored()[1]
+
+
+def computed() -> str:
+    """Plan all runs; return the content of the file."""
+    plans = {run.name: plan_of(run) for run in RUNS}
+    workloads = {name: asdict(_workload(plan)) for name, plan in plans.items() if _run(name).phases}
+    content = {"compared": [asdict(one) for one in compare(plans)], "workloads": workloads}
+    return json.dumps(content, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(computed())

@@ -1,0 +1,59 @@
+"""vLLM's share of a GPU: weights, key-value cache, and how many sequences fit into it. Called by `plan`. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.main.memory_fit import engine_weights
+
+__all__ = ["EnginePlan", "plan_engine"]
+
+_BFLOAT16: Final = 2
+_FLOAT32: Final = 4
+_SAMPLING_COPIES: Final = 3
+"""Copies of the logits while tokens are sampled: the logits, their softmax, and a sorted or masked one."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine, in bytes of each of its GPUs. working: estimate of activations and logits.
+
+    cache_per_token: bytes of a token's keys and values. cache_tokens: that fit. num_sequences: that the cache holds
+    with all their tokens, at most `rollout.maxNumSeqs`.
+    """
+
+    pool: str
+    share: float
+    weights: float
+    working: float
+    cache_per_token: float
+    cache_tokens: int
+    num_sequences: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cache holds at least one sequence."""
+        return self.num_sequences > 0
+
+
+def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_parameters: int, gpu: float) -> EnginePlan:
+    """Return the plan of each engine in a pool; `gpu`: bytes of a GPU."""
+    text: Any = config.get_text_config()
+    rollout, parts = spec.rollout, spec.rollout.tensor_parallel_size
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    head = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    per_token = 2 * text.num_hidden_layers * max(1, heads // parts) * head * _BFLOAT16
+    share, weights = rollout.gpu_memory_utilization * gpu, engine_weights(spec, num_parameters)
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    tokens = max(rollout.max_num_batched_tokens, length)
+    layer = _BFLOAT16 * tokens * (8 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 0) // parts)
+    logits = _SAMPLING_COPIES * _FLOAT32 * rollout.max_num_seqs * text.vocab_size // parts
+    room = max(0.0, share - weights - layer - logits)
+    cached = int(room / per_token)
+    return EnginePlan(
+        pool, share, weights, layer + logits, per_token, cached, min(rollout.max_num_seqs, cached // length)
+    )

@@ -1,0 +1,186 @@
+"""A GPU without memory: fake tensors, their live bytes, a fake process group, and the code that runs on CUDA.
+
+Called by `role_memory`. The fake tensors are on the CPU, because PyTorch's backward pass on fake CUDA tensors needs
+CUDA's driver. So `as_on_cuda` replaces the few functions that compute differently on CUDA. PyTorch's own `MemTracker`
+gives the same bytes and takes seven times as long, because it copies the statistics of all modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ppojob_trainer.engines.train.fsdp import attention, offload
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, create_mesh
+from ppojob_trainer.maths import log_probs
+
+__all__ = ["LiveBytes", "as_on_cuda", "fake_ranks"]
+
+_BLOCK: Final = 512
+"""CUDA's allocator rounds sizes up to this many bytes."""
+_COLLECTIVES: Final = ("c10d", "_c10d_functional")
+_GATHERS: Final = ("allgather", "all_gather")
+_ANY_TIMEOUT: Final = timedelta(seconds=60)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all tensors that are created inside it and still exist.
+
+    now, peak: live bytes, and the most since `restart`. received: bytes that this rank receives in collectives, by
+    operation, since `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self.received: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}
+        self._is_on_host = False
+        self._resize: Callable[[UntypedStorage, int], Any] = UntypedStorage.resize_
+
+    def restart(self) -> None:
+        """Begin a new peak and new sums of traffic."""
+        self.peak = self.now
+        self.received = Counter()
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Do not count what is created in the block: it is in the host's memory."""
+        self._is_on_host = True
+        try:
+            yield
+        finally:
+            self._is_on_host = False
+
+    def __enter__(self) -> LiveBytes:
+        """Count from here on. FSDP frees gathered parameters by resizing their storages."""
+
+        def resize(storage: UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count the tensors that it returns."""
+        found = operation(*args, **kwargs or {})
+        for tensor in tree_iter(found):
+            if isinstance(tensor, Tensor):
+                self._add(tensor)
+        if operation.namespace in _COLLECTIVES:
+            self._receive(operation.__name__, args)
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = 0
+        weakref.finalize(storage, self._remove, key)
+        if not self._is_on_host:
+            self._set(key, storage.nbytes())
+
+    def _set(self, key: int, size: int) -> None:
+        rounded = -(-size // _BLOCK) * _BLOCK
+        self.now += rounded - self._sizes[key]
+        self._sizes[key] = rounded
+        self.peak = max(self.peak, self.now)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def _receive(self, name: str, args: Any) -> None:
+        if "wait" in name:
+            return
+        sizes = [tensor.nbytes for tensor in tree_iter(args) if isinstance(tensor, Tensor)]
+        kind = "gather" if any(word in name for word in _GATHERS) else "reduce" if "reduce" in name else "exchange"
+        # Of a gather the result is the largest, of a reduction what is sent.
+        self.received[kind] += max(sizes, default=0)
+
+
+@contextmanager
+def fake_ranks(dims: ParallelDims) -> Iterator[ParallelMesh]:
+    """Be rank 0 of a process group whose collectives do nothing."""
+    assert not dist.is_initialized(), "a plan needs a process without a process group"
+    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
+    try:
+        yield create_mesh(torch.device("cpu"), 0, dims, _ANY_TIMEOUT)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def as_on_cuda(live: LiveBytes) -> Iterator[None]:
+    """Run attention, the output layer and the offload of activations as they run on CUDA.
+
+    Attention in one kernel; logits of a chunk in float32, and their gradient beside them.
+    """
+    with ExitStack() as replaced:
+        for module, name, function in (
+            (attention, "_one_by_one", attention._varlen),
+            (log_probs, "CHUNK_NUMBERS", log_probs.CHUNK_NUMBERS_CUDA),
+            (log_probs, "_kernels", lambda _: _OutputKernels),
+            (log_probs, "_product", _product),
+            (offload, "_to_host", _on_host(live, offload._to_host)),
+        ):
+            replaced.enter_context(_replaced(module, name, function))
+        yield
+
+
+class _OutputKernels:
+    """Tensors as `maths.softmax_cuda` allocates them."""
+
+    @staticmethod
+    def statistics(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        return logits_CV.new_empty(3, len(logits_CV), dtype=torch.float32).unbind()
+
+    @staticmethod
+    def gradient(
+        logits_CV: Tensor, labels_C: Tensor, statistics: Any, outer: Any, temperature: float, dtype: torch.dtype
+    ) -> Tensor:
+        return torch.empty_like(logits_CV, dtype=dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the shape of a product whose sums are not rounded."""
+    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+
+
+def _on_host(live: LiveBytes, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def moved(tensor: Tensor) -> Any:
+        with live.on_host():
+            return function(tensor)
+
+    return moved
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

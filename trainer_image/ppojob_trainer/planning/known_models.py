@@ -1,0 +1,64 @@
+"""Shapes of well-known models, so that a plan needs no download: the fields of config.json that decide memory and work.
+
+By the name of the repository on the hub, without `-Instruct`. Called by `configs`. A test compares the number of
+parameters with the published one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["KNOWN_MODELS"]
+
+
+def _qwen(
+    hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152_064
+) -> dict[str, Any]:
+    return _shape("qwen2", hidden, intermediate, layers, heads, key_heads) | {
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": vocabulary == _SMALL_VOCABULARY,
+    }
+
+
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, *, tied: bool = False
+) -> dict[str, Any]:
+    return _shape("llama", hidden, intermediate, layers, heads, key_heads) | {
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _shape(model_type: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": hidden // heads,
+    }
+
+
+# The Qwen2.5 models with this vocabulary share embedding and output layer.
+_SMALL_VOCABULARY: Final = 151_936
+
+KNOWN_MODELS: Final[dict[str, dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM2-135M": _shape("llama", 576, 1536, 30, 9, 3)
+    | {"vocab_size": 49_152, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    "Qwen/Qwen2.5-0.5B": _qwen(896, 4864, 24, 14, 2, _SMALL_VOCABULARY),
+    "Qwen/Qwen2.5-1.5B": _qwen(1536, 8960, 28, 12, 2, _SMALL_VOCABULARY),
+    "Qwen/Qwen2.5-3B": _qwen(2048, 11_008, 36, 16, 2, _SMALL_VOCABULARY),
+    "Qwen/Qwen2.5-7B": _qwen(3584, 18_944, 28, 28, 4),
+    "Qwen/Qwen2.5-14B": _qwen(5120, 13_824, 48, 40, 8),
+    "Qwen/Qwen2.5-32B": _qwen(5120, 27_648, 64, 40, 8),
+    "Qwen/Qwen2.5-72B": _qwen(8192, 29_568, 80, 64, 8),
+    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, tied=True),
+    "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, 8, tied=True),
+    "meta-llama/Llama-3.1-8B": _llama(4096, 14_336, 32, 32, 8),
+    "meta-llama/Llama-3.1-70B": _llama(8192, 28_672, 80, 64, 8),
+}

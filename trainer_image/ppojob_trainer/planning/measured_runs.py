@@ -1,0 +1,206 @@
+"""Runs on H200s that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = ["RUNS", "MeasuredRun"]
+
+_CHECKPOINTING: Final = {"gradientCheckpointing": True}
+_PLAIN: Final = {"gradientCheckpointing": False}
+_PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "update_actor", "update_weights")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. spec: its job. layers: decoder layers, if they are not those of the shape.
+
+    pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
+    phases, step: in seconds.
+    """
+
+    name: str
+    spec: Mapping[str, Any]
+    layers: int | None = None
+    pools: Mapping[str, float] = field(default_factory=dict)
+    roles: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    step: float | None = None
+
+
+def _workload(
+    shape: str,
+    pools: Mapping[str, int],
+    options: Mapping[str, Any],
+    tokens: int,
+    **sections: Any,
+) -> dict[str, Any]:
+    """Return workload W of tests/bench: 256 prompts of 130 tokens, responses of 512, four minibatches."""
+    training = {"miniBatchSize": 64, "maxTokensPerGPU": tokens}
+    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
+    spec: dict[str, Any] = {
+        "image": "none",
+        "model": {"actor": {"path": f"hf://{shape}", **options}, "critic": dict(options)},
+        "data": {
+            "train": {"reasoningGym": {"task": "products"}},
+            "trainBatchSize": 256,
+            "maxPromptLength": 130,
+            "maxResponseLength": 512,
+        },
+        "reward": {"function": {"module": "none"}},
+        "algorithm": {"kl": {"inReward": True}},
+        "actor": training,
+        "critic": dict(training),
+        "rollout": {"gpuMemoryUtilization": 0.4, "sleep": False, "maxNumSeqs": 256},
+        "pools": [{"name": name, "gpusPerNode": number} for name, number in pools.items()],
+        "placement": split if "critic" in pools else {"actor": "all"},
+        "schedule": {"mode": "Overlapped" if "critic" in pools else "Serial"},
+        "storage": {"claimName": "none"},
+    }
+    for section, values in sections.items():
+        spec[section] = {**spec.get(section, {}), **values}
+    return spec
+
+
+def _phases(*seconds: float) -> dict[str, float]:
+    return dict(zip(_PHASES, seconds, strict=True))
+
+
+def _update(
+    shape: str, ranks: int, model: Mapping[str, Any], batch: tuple[int, int, int], **actor: Any
+) -> dict[str, Any]:
+    """Return a job whose actor does what a test of an update did; batch: prompts, prompt and response tokens."""
+    sequences, prompt, response = batch
+    return _workload(
+        shape,
+        {"all": ranks},
+        {**model, **_RESHARDED},
+        16_384,
+        data={
+            "train": {"reasoningGym": {"task": "products"}},
+            "trainBatchSize": sequences,
+            "maxPromptLength": prompt,
+            "maxResponseLength": response,
+        },
+        algorithm={"advantageEstimator": "GRPO", "kl": {}},
+        rollout={"samplesPerPrompt": 2},
+        actor={"miniBatchSize": sequences, "maxTokensPerGPU": 16_384, **actor},
+    )
+
+
+_SMALL, _HALF, _MIDDLE, _LARGE = (
+    "HuggingFaceTB/SmolLM2-135M",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-1.5B",
+    "Qwen/Qwen2.5-7B",
+)
+_ADAPTERS: Final = {"lora": {"rank": 16}}
+_COMPILED: Final = {"compile": True}
+_RESHARDED: Final = {"reshardAfterForward": True}
+
+RUNS: Final[tuple[MeasuredRun, ...]] = (
+    MeasuredRun("135 M, update, no option", _update(_SMALL, 1, _PLAIN, (8, 128, 384)), roles={"actor": 9.893}),
+    MeasuredRun(
+        "135 M, update, checkpointing", _update(_SMALL, 1, _CHECKPOINTING, (8, 128, 384)), roles={"actor": 4.090}
+    ),
+    MeasuredRun(
+        "135 M, update, checkpointing, LoRA",
+        _update(_SMALL, 1, _CHECKPOINTING | _ADAPTERS, (8, 128, 384)),
+        roles={"actor": 2.804},
+    ),
+    MeasuredRun("0.5 B, update, one GPU", _update(_HALF, 1, _CHECKPOINTING, (4, 256, 3840)), roles={"actor": 12.3}),
+    MeasuredRun("0.5 B, update, data 2", _update(_HALF, 2, _CHECKPOINTING, (4, 256, 3840)), roles={"actor": 6.7}),
+    MeasuredRun(
+        "0.5 B, update, sequence 2",
+        _update(_HALF, 2, _CHECKPOINTING, (4, 256, 3840), sequenceParallelSize=2),
+        roles={"actor": 6.7},
+    ),
+    MeasuredRun(
+        "0.5 B, update, tensor 2",
+        _update(_HALF, 2, _CHECKPOINTING, (4, 256, 3840), tensorParallelSize=2),
+        roles={"actor": 9.1},
+    ),
+    MeasuredRun(
+        "0.5 B, one pool of two GPUs, compiled, no checkpointing",
+        _workload(
+            _HALF,
+            {"all": 2},
+            {},
+            16_384,
+            model={
+                "actor": {"path": f"hf://{_HALF}", **_PLAIN, **_COMPILED, **_RESHARDED},
+                "critic": {**_PLAIN, **_COMPILED, **_RESHARDED},
+                "ref": _RESHARDED,
+            },
+        ),
+        roles={"actor": 17.8, "critic": 15.4, "ref": 2.9},
+    ),
+    MeasuredRun(
+        "0.5 B, one GPU, compiled, no checkpointing",
+        _workload(_HALF, {"all": 1}, _PLAIN | _COMPILED, 16_384),
+        pools={"all": 124},
+        phases=_phases(4.02, 0.45, 0.33, 0.41, 1.10, 1.37, 0.07),
+        step=7.91,
+    ),
+    MeasuredRun(
+        "0.5 B, split 1+1, compiled, checkpointing",
+        _workload(_HALF, {"actor": 1, "critic": 1}, _CHECKPOINTING | _COMPILED, 49_152),
+        pools={"actor": 80, "critic": 23},
+        phases=_phases(2.41, 0.40, 0.33, 0.41, 1.22, 1.56, 0.12),
+        step=4.89,
+    ),
+    MeasuredRun(
+        "0.5 B, one pool of two GPUs, compiled, checkpointing",
+        _workload(_HALF, {"all": 2}, _CHECKPOINTING | _COMPILED, 49_152),
+        pools={"all": 89},
+        phases=_phases(1.74, 0.22, 0.17, 0.22, 0.81, 1.02, 0.18),
+        step=4.70,
+    ),
+    MeasuredRun(
+        "1.5 B, split 2+2, compiled, checkpointing",
+        _workload(_MIDDLE, {"actor": 2, "critic": 2}, _CHECKPOINTING | _COMPILED, 49_152),
+        pools={"actor": 85, "critic": 31},
+        phases=_phases(1.71, 0.51, 0.48, 0.54, 1.90, 2.17, 0.22),
+        step=5.24,
+    ),
+    MeasuredRun(
+        "7 B (26 layers), one pool of two GPUs, critic with LoRA",
+        _workload(
+            _LARGE,
+            {"all": 2},
+            {},
+            49_152,
+            model={
+                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}},
+                "critic": {**_ADAPTERS, "offload": {"optimizer": True}},
+            },
+            rollout={"sleep": True},
+        ),
+        layers=26,
+        pools={"all": 126},
+        phases=_phases(3.6, 2.2, 2.4, 1.9, 7.8, 9.9, 0.44),
+        step=28.4,
+    ),
+    MeasuredRun(
+        "7.6 B, one GPU, LoRA, 64 responses",
+        _workload(
+            _LARGE,
+            {"all": 1},
+            _CHECKPOINTING | _ADAPTERS,
+            16_384,
+            data={
+                "train": {"reasoningGym": {"task": "products"}},
+                "trainBatchSize": 64,
+                "maxPromptLength": 130,
+                "maxResponseLength": 512,
+            },
+            actor={"miniBatchSize": 16},
+            critic={"miniBatchSize": 16},
+        ),
+        pools={"all": 125},
+        phases=_phases(2.89, 1.31, 1.26, 1.14, 4.03, 4.22, 0.29),
+        step=15.2,
+    ),
+)

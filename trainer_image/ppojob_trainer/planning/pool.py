@@ -1,0 +1,47 @@
+"""The plan of a pool and of its roles. Made by `plan`, read by `remedies` and `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ppojob_trainer.main.memory_fit import Need, PoolMemory
+from ppojob_trainer.planning.engine import EnginePlan
+from ppojob_trainer.planning.gpus import Gpu
+from ppojob_trainer.planning.role_memory import Measured
+from ppojob_trainer.planning.roles import PlannedRole
+
+__all__ = ["PoolPlan", "RolePlan"]
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role. need: its memory as the pool's sum takes it. peak: most bytes of its own phases on a GPU."""
+
+    role: PlannedRole
+    measured: Measured
+    need: Need
+    peak: float
+    stays_gathered: bool
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """One pool: bytes on each of its GPUs. changes: what to change if it does not fit."""
+
+    name: str
+    gpu: Gpu
+    roles: Sequence[RolePlan]
+    engine: EnginePlan | None
+    memory: PoolMemory
+    changes: Sequence[str] = ()
+
+    @property
+    def total(self) -> float:
+        """Most bytes in use on a GPU, with CUDA and NCCL."""
+        return self.memory.most + self.memory.processes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU holds them, and the engine's cache a sequence."""
+        return self.total <= self.gpu.memory and (self.engine is None or self.engine.fits)

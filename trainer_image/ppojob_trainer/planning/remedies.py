@@ -1,0 +1,61 @@
+"""What to change in a pool that does not fit: fields with values. Called by `plan`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.planning.gpus import Gpu
+from ppojob_trainer.planning.pool import PoolPlan, RolePlan
+
+__all__ = ["remedies"]
+
+_GB: Final = 1e9
+
+
+def remedies(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> list[str]:
+    """Return the changes, those of the largest parts first. Plan again with them: they are not added up here."""
+    found = [change for role in pool.roles for change in _of_role(spec, role)]
+    found += _of_engine(spec, pool, gpu)
+    found.append((0.0, f"pools.{pool.name}: more GPUs, which divide models and batches"))
+    return [words for _, words in sorted(found, reverse=True)]
+
+
+def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
+    role, need = found.role, found.need
+    if role.trained is not None:
+        name = role.name
+        if not role.trained.gradient_checkpointing:
+            yield need.activations, f"model.{name}.gradientCheckpointing: true"
+        if not role.offloads_moments and role.trained.lora is None:
+            words = f"model.{name}.offload.optimizer: true (frees {need.optimizer / _GB:.1f} GB outside its updates)"
+            yield need.optimizer, words
+        if found.stays_gathered:
+            yield need.activations / 2, f"model.{name}.reshardAfterForward: true"
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    section = "critic" if role.name == "critic" else "model.reward" if role.name == "reward_model" else "actor"
+    halved = max(length, role.max_tokens // 2)
+    if halved < role.max_tokens:
+        yield need.activations / 2, f"{section}.maxTokensPerGPU: {halved} (now {role.max_tokens})"
+
+
+def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[float, str]]:
+    engine, share = pool.engine, spec.rollout.gpu_memory_utilization
+    if engine is None:
+        return
+    excess = pool.total - gpu.memory
+    if not engine.fits:
+        yield (
+            0.0,
+            f"rollout.tensorParallelSize (now {spec.rollout.tensor_parallel_size}) or rollout.gpuMemoryUtilization "
+            f"(now {share:g}): a larger one; the share of {engine.share / _GB:.1f} GB does not hold the weights of "
+            f"{engine.weights / _GB:.1f} GB and the cache of one sequence",
+        )
+    trains = pool.name in (spec.placement.actor, spec.placement.critic)
+    if not spec.rollout.sleep and trains and pool.memory.training > pool.memory.generation - engine.share:
+        yield engine.share, f"rollout.sleep: true (frees {engine.share / _GB:.1f} GB while roles compute)"
+    lower = share - excess / gpu.memory
+    least = (engine.weights + engine.working) / gpu.memory
+    if excess > 0 and lower > least and pool.memory.generation + pool.memory.processes > gpu.memory:
+        yield engine.share, f"rollout.gpuMemoryUtilization: {lower - 0.005:.2f} (now {share:g})"

@@ -1,0 +1,199 @@
+"""A plan as text, and as JSON. Called by `cli`. Sizes are in GB (1e9 bytes)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ppojob_trainer.planning.comparison import MEASURED_ON, Compared, stored, timed_runs
+from ppojob_trainer.planning.gpus import Gpu
+from ppojob_trainer.planning.plan import HostPlan, Plan
+from ppojob_trainer.planning.pool import PoolPlan
+from ppojob_trainer.planning.seconds import Seconds, seconds_of, workload_of
+from ppojob_trainer.planning.traffic import Link, links_of
+
+__all__ = ["as_json", "as_text"]
+
+_GB: Final = 1e9
+_COLUMNS: Final = ("parameters (billions)", "weights", "gradients", "optimizer", "activations", "peak")
+
+
+def as_text(plan: Plan, others: Sequence[Plan] = ()) -> Group:
+    """Return the tables and sentences of a plan; `others`: of other sizes of its pools."""
+    parts: list[RenderableType] = [_words(plan), ""]
+    for pool in plan.pools:
+        parts += [_pool(pool), *_engine(plan, pool), *[f"  change {change}" for change in pool.changes], ""]
+    parts += [_hosts(plan.hosts), "", _links(_links_of(plan)), ""]
+    if others:
+        parts += [_layouts([plan, *others]), ""]
+    parts += [_seconds(plan), "", _errors(stored()[0])]
+    if plan.notes:
+        parts += ["", *[f"note: {note}" for note in plan.notes]]
+    return Group(*parts)
+
+
+def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
+    """Return the same as JSON; sizes in bytes."""
+    seconds = _seconds_of(plan)
+    pools = [
+        {
+            "pool": pool.name,
+            "gpu": pool.gpu.name,
+            "gpuBytes": pool.gpu.memory,
+            "bytes": pool.total,
+            "fits": pool.fits,
+            "changes": list(pool.changes),
+            "training": pool.memory.training,
+            "generation": pool.memory.generation,
+            "processes": pool.memory.processes,
+            "rollout": None if pool.engine is None else vars(pool.engine),
+            "roles": [
+                {
+                    "role": found.role.name,
+                    "parameters": found.measured.num_parameters,
+                    "weights": found.need.weights,
+                    "gradients": found.need.gradients,
+                    "optimizer": found.need.optimizer,
+                    "activations": found.need.activations,
+                    "peak": found.peak,
+                    "staysGathered": found.stays_gathered,
+                }
+                for found in pool.roles
+            ],
+        }
+        for pool in plan.pools
+    ]
+    content: dict[str, Any] = {
+        "fits": plan.fits,
+        "pools": pools,
+        "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
+        "links": [vars(link) for link in _links_of(plan)],
+        "seconds": {**seconds.phases, "step": seconds.step.seconds},
+        "notes": list(plan.notes),
+        "layouts": [{"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits} for one in others],
+        "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
+    }
+    return json.dumps(content, indent=2)
+
+
+def _words(plan: Plan) -> str:
+    found = "The job fits." if plan.fits else "The job does not fit: see the changes below."
+    compiled = [role.role.name for role in plan.roles.values() if role.role.trained and role.role.trained.compile]
+    if compiled:
+        found += f" Layers are planned without `compile` ({', '.join(compiled)}), with which activations differ."
+    return found
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _gb(size: float) -> str:
+    return f"{size / _GB:.1f}"
+
+
+def _pool(pool: PoolPlan) -> Table:
+    table = _table(f"pool {pool.name}, GB on each {pool.gpu.name}", *_COLUMNS)
+    for found in pool.roles:
+        need = found.need
+        sizes = (need.weights, need.gradients, need.optimizer, need.activations, found.peak)
+        name = found.role.name + (" (stays gathered)" if found.stays_gathered else "")
+        table.add_row(name, f"{found.measured.num_parameters / 1e9:.2f}", *map(_gb, sizes))
+    memory = pool.memory
+    if pool.engine is not None:
+        table.add_row("rollout (vLLM's share)", *[""] * 5, _gb(memory.engine))
+    table.add_row("CUDA and NCCL", *[""] * 5, _gb(memory.processes))
+    table.add_row("while roles compute", *[""] * 5, _gb(memory.training + memory.processes))
+    if pool.engine is not None:
+        table.add_row("while engines generate", *[""] * 5, _gb(memory.generation + memory.processes))
+    verdict = "fits" if pool.fits else "does not fit"
+    table.add_row(f"most, of {_gb(pool.gpu.memory)} GB: {verdict}", *[""] * 5, _gb(pool.total))
+    return table
+
+
+def _engine(plan: Plan, pool: PoolPlan) -> Iterator[str]:
+    engine = pool.engine
+    if engine is not None:
+        yield (
+            f"  each engine: weights {_gb(engine.weights)} GB, activations and logits about {_gb(engine.working)} GB, "
+            f"cache {engine.cache_per_token / 1e3:.0f} kB for a token: {engine.num_sequences} sequences at once "
+            f"(rollout.maxNumSeqs {plan.spec.rollout.max_num_seqs})"
+        )
+
+
+def _hosts(hosts: Sequence[HostPlan]) -> Table:
+    table = _table("host memory of a pod, GB", "after loading", "saving", "exporting", "limit", "")
+    for host in hosts:
+        sizes = (host.load, host.save, host.export, host.limit)
+        verdict = "fits" if host.fits else f"raise pools.{host.pool}.resourcesPerGPU.memory"
+        table.add_row(f"pool {host.pool}", *map(_gb, sizes), verdict)
+    return table
+
+
+def _layouts(plans: Sequence[Plan]) -> Table:
+    table = _table("GPUs of the pools", "GPUs", "most on a GPU, GB", "step, s", "")
+    for number, plan in enumerate(plans):
+        sizes = ", ".join(f"{pool.name} {pool.gpus}" for pool in plan.spec.pools)
+        most = max(pool.total for pool in plan.pools)
+        verdict = ("fits" if plan.fits else "does not fit") + ("" if number else ": the job as it is")
+        gpus = str(sum(pool.gpus for pool in plan.spec.pools))
+        table.add_row(sizes, gpus, _gb(most), f"{_seconds_of(plan).step.seconds:.1f}", verdict)
+    return table
+
+
+def _links_of(plan: Plan) -> list[Link]:
+    roles = {name: found.role for name, found in plan.roles.items()}
+    return links_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
+
+
+def _links(links: Sequence[Link]) -> Table:
+    table = _table("traffic of a step", "link", "GB each", "number")
+    for link in links:
+        table.add_row(link.what, link.way, f"{link.bytes_each / _GB:.2f}", str(link.number))
+    return table
+
+
+def _slowest(plan: Plan) -> Gpu:
+    return min((pool.gpu for pool in plan.pools), key=lambda gpu: gpu.peak_flops)
+
+
+def _seconds_of(plan: Plan) -> Seconds:
+    roles = {name: found.role for name, found in plan.roles.items()}
+    work = workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
+    return seconds_of(plan.spec, work, _slowest(plan), timed_runs())
+
+
+def _seconds(plan: Plan) -> Group:
+    found, gpu = _seconds_of(plan), _slowest(plan)
+    table = _table("seconds of a step", "")
+    for phase, seconds in found.phases.items():
+        table.add_row(phase, f"{seconds:.1f}")
+    table.add_row("step", f"{found.step.seconds:.1f}")
+    scaled = "" if gpu == MEASURED_ON else f", scaled to {gpu.name} by the data sheets"
+    rates = (
+        f"Rates: {len(timed_runs())} runs on one to four {MEASURED_ON.name}s of one host (docs/measured.md){scaled}. "
+        "Networks between hosts are not in them."
+    )
+    return Group(table, rates)
+
+
+def _errors(compared: Sequence[Compared]) -> Table:
+    table = _table("error against measured runs", "what", "measured", "plan", "error")
+    name = ""
+    for one in compared:
+        table.add_row(
+            one.run if one.run != name else "",
+            one.what,
+            f"{one.measured:g} {one.unit}",
+            f"{one.planned:g} {one.unit}",
+            f"{one.error:+.0%}",
+        )
+        name = one.run
+    return table

@@ -1,0 +1,183 @@
+"""The roles of a job that hold a model, and the fullest pass of each. Called by `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig
+
+from ppojob_api.v1alpha1.model import FrozenModel, TrainedModel
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Engine
+from ppojob_trainer.controller.layout import pools_of_roles
+from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions
+from ppojob_trainer.engines.train.fsdp.reward import padded_parts
+from ppojob_trainer.engines.train.model_fit import check_context, check_heads
+from ppojob_trainer.maths.packing import micro_batches
+from ppojob_trainer.planning.role_memory import Work
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, dims_of
+
+__all__ = ["Passes", "PlannedRole", "Shapes", "passes_of", "planned_roles", "work_of"]
+
+Shapes = Callable[[str, str, bool], PretrainedConfig]
+"""Field, path and trustRemoteCode -> configuration."""
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """One role that holds a model.
+
+    model: None for a reward model. divided_like: the section that divides its ranks; None: FSDP alone does.
+    """
+
+    name: str
+    pool: str
+    config: PretrainedConfig
+    source: ModelSource
+    max_tokens: int
+    model: TrainedModel | FrozenModel | None
+    divided_like: ActorSpec | CriticSpec | None
+
+    @property
+    def trained(self) -> TrainedModel | None:
+        """The options of a model that is trained; None if it only computes."""
+        return self.model if isinstance(self.model, TrainedModel) else None
+
+    @property
+    def training(self) -> ActorSpec | CriticSpec | None:
+        """The settings of its updates; None if it only computes."""
+        return self.divided_like if self.trained is not None else None
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether its parameters are in the host's memory between its phases."""
+        return self.model is not None and self.model.offload.parameters
+
+    @property
+    def offloads_moments(self) -> bool:
+        """Whether AdamW's moments are in the host's memory between updates."""
+        return self.trained is not None and self.trained.offload.optimizer
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How many sequences a rank computes at once, and how often.
+
+    sequences: of the fullest micro-batch. in_batch: passes over a rank's whole batch. in_minibatch: of an optimizer
+    step. minibatches: optimizer steps of a training step.
+    """
+
+    sequences: int
+    in_batch: int
+    in_minibatch: int
+    minibatches: int
+
+
+def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
+    """Return the roles with a model of their own, by name.
+
+    Raises:
+        ShapeNotFoundError: see `configs`.
+        ModelMismatchError: a model cannot be divided by the sizes of the spec, or its context is too short.
+        ValueError: a role has an engine of the user.
+    """
+    model, actor = spec.model, spec.model.actor
+    for section, training in (("actor", spec.actor), ("critic", spec.critic)):
+        if training.engine is not Engine.FSDP:
+            raise ValueError(
+                f"spec.{section}.engine: {training.engine}: a plan knows the memory of engine FSDP alone: add --set "
+                f"spec.{section}.engine=FSDP"
+            )
+    find = partial(_role, spec, shapes)
+    found = [find("actor", "model.actor.path", ModelSource(actor.path, actor.trust_remote_code), actor, spec.actor)]
+    if "critic" in pools_of_roles(spec):
+        own = model.critic
+        field, path = ("model.critic.path", own.path) if own.path else ("model.actor.path", actor.path)
+        source = ModelSource(path, own.trust_remote_code, has_output_layer=False)
+        found.append(find("critic", field, source, own, spec.critic))
+    if "ref" in pools_of_roles(spec) and not model.reference_is_actor:
+        field, path = ("model.ref.path", model.ref.path) if model.ref.path else ("model.actor.path", actor.path)
+        trusts = (model.ref if model.ref.path else actor).trust_remote_code
+        found.append(find("ref", field, ModelSource(path, trusts), model.ref, spec.actor))
+    if "reward_model" in pools_of_roles(spec) and model.reward is not None:
+        source = ModelSource(model.reward.path, model.reward.trust_remote_code, has_output_layer=False)
+        found.append(find("reward_model", "model.reward.path", source, None, None))
+    check_heads(found[0].config.get_text_config(), "rollout.tensorParallelSize", spec.rollout.tensor_parallel_size)
+    return {role.name: role for role in found}
+
+
+def _role(
+    spec: PPOJobSpec,
+    shapes: Shapes,
+    name: str,
+    field: str,
+    source: ModelSource,
+    model: TrainedModel | FrozenModel | None,
+    training: ActorSpec | CriticSpec | None,
+) -> PlannedRole:
+    config = shapes(field, source.path, source.trust_remote_code)
+    max_tokens = spec.model.reward.max_tokens_per_gpu if spec.model.reward is not None else 0
+    if training is None or model is None:
+        config.num_labels, config.pad_token_id = max(1, config.num_labels or 1), config.pad_token_id or 0
+    else:
+        max_tokens = training.max_tokens_per_gpu
+        section = "critic" if isinstance(training, CriticSpec) else "actor"
+        sizes = {
+            "tensorParallelSize": training.tensor_parallel_size,
+            "sequenceParallelSize": training.sequence_parallel_size,
+        }
+        check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
+        check_context(name, source.path, config, spec.data)
+    pool = pools_of_roles(spec)[name]
+    return PlannedRole(name, pool, config, source, max_tokens, model, training)
+
+
+def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
+    """Return a role's passes if each sequence has the most tokens that the spec allows.
+
+    Raises:
+        ValueError: a single sequence is longer than `maxTokensPerGPU`.
+    """
+    gpus = spec.pool(role.pool).gpus
+    dims = dims_of(role.divided_like, gpus)
+    ranks = dims.world_size // dims.model_parallel
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    samples = spec.rollout.samples_per_prompt
+    whole = _rows(spec.data.train_batch_size * samples, ranks)
+    if role.name == "reward_model":
+        parts = padded_parts([length] * whole, role.max_tokens)
+        return Passes(max(map(len, parts)), len(parts), 0, 0)
+    most = role.max_tokens * dims.sequence
+    batch = micro_batches([length] * whole, most)
+    if role.training is None:
+        return Passes(max(map(len, batch)), len(batch), 0, 0)
+    part = micro_batches([length] * _rows(role.training.mini_batch_size * samples, ranks), most)
+    updates = spec.data.train_batch_size // role.training.mini_batch_size * spec.algorithm.epochs
+    return Passes(max(map(len, [*batch, *part])), len(batch), len(part), updates)
+
+
+def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Work:
+    """Return what `role_memory` runs for a role."""
+    passes = passes_of(spec, role)
+    options = LoadOptions(role.source.trust_remote_code, dtype=torch.bfloat16, is_frozen=True)
+    if role.model is not None:
+        options = LoadOptions.of(role.model, torch.bfloat16, stays_gathered=stays_gathered)
+    return Work(
+        kind=role.name,
+        config=role.config,
+        options=options,
+        dims=dims_of(role.divided_like, spec.pool(role.pool).gpus),
+        sequences=passes.sequences,
+        num_passes=passes.in_minibatch,
+        prompt_tokens=spec.data.max_prompt_length,
+        response_tokens=spec.data.max_response_length,
+        training=role.training,
+    )
+
+
+def _rows(sequences: int, ranks: int) -> int:
+    return -(-sequences // ranks)

@@ -1,0 +1,147 @@
+"""Seconds of each phase and of a step, from the phases of measured runs. Called by `plan` and `comparison`. Pure.
+
+Forward passes and updates: `controller.cost_model` fits fixed seconds and seconds per operation and GPU to the measured
+runs. Generation: each token of the longest response takes the host's time for a decoding step, and the time in which
+the memory delivers weights and cache. Weights: fixed seconds and seconds per byte. `controller.step_time` combines the
+phases as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or
+slower than the measured ones by their data sheets.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.controller.cost_model import Observation, fit_phase
+from ppojob_trainer.controller.layout import layout_of
+from ppojob_trainer.controller.phases import Phase
+from ppojob_trainer.controller.step_time import StepTime, step_time
+from ppojob_trainer.planning.gpus import Gpu
+from ppojob_trainer.planning.role_memory import Measured
+from ppojob_trainer.planning.roles import PlannedRole
+
+__all__ = ["Seconds", "TimedRun", "Workload", "seconds_of", "workload_of"]
+
+_BFLOAT16: Final = 2
+_COMPUTED: Final = {
+    Phase.OLD_LOG_PROB: "actor",
+    Phase.VALUES: "critic",
+    Phase.REF: "ref",
+    Phase.UPDATE_CRITIC: "critic",
+    Phase.UPDATE_ACTOR: "actor",
+}
+_UPDATES: Final = (Phase.UPDATE_CRITIC, Phase.UPDATE_ACTOR)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step computes. operations: of each phase, over all its GPUs. gpus: of each phase. decode_bytes: that an
+    engine's GPU reads for one token of all its sequences. decode_steps: tokens of a response. weight_bytes: of a push.
+    """
+
+    operations: Mapping[str, float]
+    gpus: Mapping[str, int]
+    decode_bytes: float
+    decode_steps: int
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """A measured run: its work, the seconds of its phases, and its GPU."""
+
+    workload: Workload
+    seconds: Mapping[str, float]
+    gpu: Gpu
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of each phase, and of a step."""
+
+    phases: Mapping[str, float]
+    step: StepTime
+
+
+def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> Workload:
+    """Return the work of a step in which each response has the most tokens."""
+    layout = layout_of(spec)
+    operations: dict[str, float] = {}
+    for phase, role in _COMPUTED.items():
+        source = "actor" if role == "ref" and role not in roles else role
+        if role in layout.pool_of and source in roles:
+            found = _operations(spec, roles[source], measured[source], is_update=phase in _UPDATES)
+            operations[phase] = found
+    prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
+    actor: Any = roles["actor"].config.get_text_config()
+    parts = spec.rollout.tensor_parallel_size
+    engines = max(1, layout.gpus_of(Phase.GENERATE) // parts)
+    sequences = spec.data.train_batch_size * spec.rollout.samples_per_prompt / engines
+    head = getattr(actor, "head_dim", None) or actor.hidden_size // actor.num_attention_heads
+    per_token = 2 * actor.num_hidden_layers * actor.num_key_value_heads * head * _BFLOAT16 / parts
+    weights = measured["actor"].num_parameters * _BFLOAT16
+    return Workload(
+        operations=operations,
+        gpus={phase: layout.gpus_of(phase) for phase in operations},
+        decode_bytes=weights / parts + sequences * (prompt + response / 2) * per_token,
+        # More sequences than an engine takes at once are generated one group after the other.
+        decode_steps=response * max(1, -(-int(sequences) // spec.rollout.max_num_seqs)),
+        weight_bytes=weights,
+    )
+
+
+def seconds_of(spec: PPOJobSpec, work: Workload, gpu: Gpu, runs: Sequence[TimedRun]) -> Seconds:
+    """Return the predicted seconds of a step on GPUs of one kind."""
+    found: dict[str, float] = {}
+    for phase, operations in work.operations.items():
+        seen = [run for run in runs if phase in run.seconds and phase in run.workload.operations]
+        if not seen:
+            continue
+        loads = [run.workload.operations[phase] / run.gpu.peak_flops for run in seen]
+        cost = fit_phase(
+            phase,
+            [
+                Observation(run.workload.gpus[phase], run.seconds[phase], load)
+                for run, load in zip(seen, loads, strict=True)
+            ],
+        )
+        share = operations / gpu.peak_flops / statistics.median(loads)
+        found[phase] = cost.fixed_s + cost.divided_gpu_s * share / work.gpus[phase]
+    generated = [run for run in runs if Phase.GENERATE in run.seconds]
+    hosts = [
+        run.seconds[Phase.GENERATE] / run.workload.decode_steps - run.workload.decode_bytes / run.gpu.bandwidth
+        for run in generated
+    ]
+    if hosts:
+        found[Phase.GENERATE] = work.decode_steps * (
+            max(0.0, statistics.median(hosts)) + work.decode_bytes / gpu.bandwidth
+        )
+    sent = [run for run in runs if Phase.UPDATE_WEIGHTS in run.seconds]
+    if len(sent) > 1:
+        sizes, times = [run.workload.weight_bytes for run in sent], [run.seconds[Phase.UPDATE_WEIGHTS] for run in sent]
+        line = statistics.linear_regression(sizes, times)
+        found[Phase.UPDATE_WEIGHTS] = max(min(times), line.intercept + line.slope * work.weight_bytes)
+    return Seconds(found, step_time(found, layout_of(spec)))
+
+
+def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:
+    """Return the operations of a pass or update over a batch: PaLM, appendix B, with what is computed again."""
+    config: Any = role.config.get_text_config()
+    prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
+    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head
+    tokens, pairs = rows * (prompt + response), rows * (prompt + response) ** 2
+    layers: float = 2 * measured.layer_parameters * tokens + 2 * config.num_hidden_layers * width * pairs
+    output: float = 2 * config.vocab_size * config.hidden_size * rows * response if role.source.has_output_layer else 0
+    if not is_update or role.trained is None:
+        return layers + output
+    has_adapters = role.trained.lora is not None
+    again = 1 if role.trained.gradient_checkpointing else 0
+    # Backward takes twice a forward pass; without gradients of the matrices once. The output layer's logits are
+    # computed again.
+    backward = 1 if has_adapters else 2
+    return spec.algorithm.epochs * (layers * (1 + again + backward) + output * (2 + backward))

@@ -1,0 +1,96 @@
+"""Bytes that move in a step, by link, if each response has the most tokens that the spec allows. Called by `plan`.
+
+The links of the weights, the columns of the batch and the collectives are those of the code: `link_plans`, the columns
+that each method declares, and the calls that FSDP made on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.weights.transfer import Receivers, link_plans
+from ppojob_trainer.planning.role_memory import Measured
+from ppojob_trainer.planning.roles import PlannedRole, passes_of
+from ppojob_trainer.protocol import FIELDS, Keys
+from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
+from ppojob_trainer.worker_groups.roles.critic import CriticWorker
+from ppojob_trainer.worker_groups.roles.ref import RefWorker
+
+__all__ = ["Link", "links_of"]
+
+_BFLOAT16: Final = 2
+_ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
+_BEFORE_UPDATES: Final = (*_ROLLOUT, Keys.TOKEN_LEVEL_SCORES, Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB)
+_WAYS: Final = {"cuda_ipc": "on a GPU (CUDA IPC)", "nccl": "from actor rank 0 (NCCL)"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What moves in a step: bytes of one sender or rank, and how many there are."""
+
+    what: str
+    way: str
+    bytes_each: float
+    number: int
+
+
+def links_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> list[Link]:
+    """Return the traffic of a step: weights, batch, and each role's collectives."""
+    return [*_weights(spec, measured["actor"]), _batch(spec, roles), *_collectives(spec, roles, measured)]
+
+
+def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
+    placement, size = spec.placement, actor.num_parameters * _BFLOAT16
+    parts = spec.rollout.tensor_parallel_size
+    receivers = [
+        Receivers(spec.pool(pool).gpus // parts * parts, pool == placement.actor) for pool in placement.rollout_pools
+    ]
+    found: dict[str, Link] = {}
+    for plan in link_plans(spec.device, spec.pool(placement.actor).gpus, receivers):
+        number = found[plan.backend].number if plan.backend in found else 0
+        way = _WAYS.get(plan.backend, plan.backend)
+        found[plan.backend] = Link("weights", way, size, number + len(plan.receivers))
+    return list(found.values())
+
+
+def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
+    """Return what all ranks fetch of the batch, and what is stored."""
+    algorithm = spec.algorithm
+    phases: list[tuple[Any, frozenset[str]]] = []
+    phases.append((ActorWorker.compute_log_prob, frozenset()))
+    phases.append((ActorWorker.update_actor, unread_by_update(algorithm)))
+    if "critic" in roles:
+        phases += [(CriticWorker.compute_values, frozenset()), (CriticWorker.update_critic, frozenset())]
+    if spec.placement.ref is not None:
+        phases.append((RefWorker.compute_ref_log_prob, frozenset()))
+    has = {*_BEFORE_UPDATES, Keys.ADVANTAGES, Keys.RETURNS}
+    has -= set() if "critic" in roles else {Keys.VALUES}
+    has -= set() if spec.placement.ref is not None else {Keys.REF_LOG_PROB}
+    fetched = [name for method, unread in phases for name in has & (method.reads or has) - unread]
+    stored = [*has, Keys.PROMPT_IDS]
+    total = sum(_column(spec, name) for name in [*fetched, *stored])
+    return Link("batch", "through Ray's object stores", total, 1)
+
+
+def _column(spec: PPOJobSpec, name: str) -> int:
+    prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
+    tokens = {"prompt": prompt, "sequence": prompt + response, "response": response}[FIELDS[name].tokens]
+    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt
+    length = torch.int64.itemsize
+    return rows * (tokens * FIELDS[name].dtype.itemsize + length)
+
+
+def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> list[Link]:
+    found = []
+    for name, role in roles.items():
+        passes, ranks = passes_of(spec, role), spec.pool(role.pool).gpus
+        updates = passes.in_minibatch * passes.minibatches
+        for kind in sorted({*measured[name].traffic, *measured[name].update_traffic}):
+            each = passes.in_batch * measured[name].traffic[kind] + updates * measured[name].update_traffic[kind]
+            found.append(Link(f"{name}: {kind}", "between its ranks", each, ranks))
+    return found
