@@ -148,6 +148,8 @@ class FSDPEngine:
                     # FSDP averages gradients over ranks, and the shares of all ranks must add up.
                     torch.autograd.backward(loss * self.parallel.num_averaged)
                     _add(sums, shares)
+                    # The next forward pass must not find this graph in memory.
+                    del outputs, loss
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
                 norm = optimizer.clip()
