@@ -91,7 +91,7 @@ contracts: install ## Check who imports whom (import-linter).
 	$(VENV)/bin/lint-imports
 
 .PHONY: generate
-generate: install ## Write the CRD, the chart's copy of it, the references and diagrams of the documents, and the chart's table of values.
+generate: install ## Write CRD and policy, the chart's copies, the references and diagrams of the documents, and the chart's table of values.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate
 	$(PYTHON) charts/readme.py
 	$(PYTHON) -m tools.site

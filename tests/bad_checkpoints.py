@@ -7,7 +7,11 @@ _CHECKPOINT = ("spec", "checkpoint")
 BAD_CHECKPOINTS = (
     *(
         BadSpec(
-            f"checkpoints at {why}", {_CHECKPOINT: {"path": path}}, "spec.checkpoint.path", "pattern", shows=f"'{path}'"
+            f"checkpoints at {why}",
+            {_CHECKPOINT: {"path": path}},
+            "spec.checkpoint.path",
+            "of a bucket",
+            shows=f"'{path}'",
         )
         for why, path in {
             "a folder": "/data/checkpoints",
@@ -24,7 +28,7 @@ BAD_CHECKPOINTS = (
             f"exports to {why}",
             {_CHECKPOINT: {"exportTo": address}},
             "spec.checkpoint.exportTo",
-            "pattern",
+            "or of a repository",
             shows=f"'{address}'",
         )
         for why, address in {

@@ -12,7 +12,7 @@ _WORKER = {"name": "shaper", "path": "shaper.py", "className": "Shaper", "pool":
 
 BAD_PATHS = (
     BadSpec("path with a NUL", {_spec("model", "actor", "path"): "/data/model\x00"},
-            "spec.model.actor.path", "pattern", shows=repr("/data/model\x00")),
+            "spec.model.actor.path", "control characters", shows=repr("/data/model\x00")),
     BadSpec("model of the hub without its scheme", {_spec("model", "actor", "path"): "Qwen/Qwen2.5-0.5B"},
             "spec.model.actor.path", "if it is a repository of the Hugging Face Hub, write hf://Qwen/Qwen2.5-0.5B",
             shows="'Qwen/Qwen2.5-0.5B'"),

@@ -1,8 +1,9 @@
-"""Compares the PPOJob CRD in the cluster with this operator's version. `main.py` calls it once, at the start.
+"""Compares the PPOJob CRD and its policy in the cluster with this operator's. `main.py` calls it once, at the start.
 
 With an older CRD, the API server rejects fields that this operator writes; with a newer one, it stores fields that this
-operator does not know. The operator only logs the difference, because it has no permission to write CRDs. It reads the
-published OpenAPI document, which needs no permission either.
+operator does not know. The CRD is read from the published OpenAPI document, which needs no permission. Without the
+policy, the API server stores invalid specs and edits of fixed fields. The operator only logs the differences, because
+it has no permission to write CRD or policy.
 """
 
 import logging
@@ -10,17 +11,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.policy import POLICY_NAME, admission_policy
 from ppojob_api.v1alpha1.schema import custom_resource_definition
 from ppojob_operator.api_server import ApiError, ApiServer
 
 logger = logging.getLogger(__name__)
 
 _PATH = f"/openapi/v3/apis/{constants.GROUP}/{constants.VERSION}"
+_POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+_BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
 _MAX_NAMED = 5
 
 
 async def log_differences(api: ApiServer, version: str) -> None:
-    """Log how the CRD in the cluster differs from this operator's; log no difference if it cannot be read."""
+    """Log how CRD and policy in the cluster differ from this operator's; log no difference if they cannot be read."""
+    await _log_crd(api, version)
+    await _log_policy(api, version)
+
+
+async def _log_crd(api: ApiServer, version: str) -> None:
     try:
         answer = await api.call("GET", _PATH)
     except ApiError as error:
@@ -47,6 +56,37 @@ async def log_differences(api: ApiServer, version: str) -> None:
             version,
             _named(unknown),
         )
+
+
+async def _log_policy(api: ApiServer, version: str) -> None:
+    try:
+        policy, binding = [await api.call("GET", f"{path}/{POLICY_NAME}") for path in (_POLICIES, _BINDINGS)]
+    except ApiError as error:
+        logger.info("the ValidatingAdmissionPolicy of PPOJob could not be compared with this operator's: %s", error)
+        return
+    remedy = "apply crds/ppojobs-policy.yaml of this version, or let the chart do it (crds.install)"
+    if 404 in (policy.status, binding.status):
+        what = "ValidatingAdmissionPolicy" if policy.status == 404 else "ValidatingAdmissionPolicyBinding"
+        logger.error(
+            "the cluster has no %s %s: the API server stores invalid specs, which the operator rejects later, and "
+            "edits of fields that are fixed once a job is accepted: %s",
+            what,
+            POLICY_NAME,
+            remedy,
+        )
+    elif policy.status == 200 and not _has_our_rules(policy.body):
+        logger.warning(
+            "the ValidatingAdmissionPolicy %s in the cluster has other rules than this operator (%s): %s",
+            POLICY_NAME,
+            version,
+            remedy,
+        )
+
+
+def _has_our_rules(body: Any) -> bool:
+    [ours, _] = admission_policy()
+    theirs = body.get("spec", {}) if isinstance(body, Mapping) else {}
+    return all(theirs.get(part) == ours["spec"][part] for part in ("matchConditions", "variables", "validations"))
 
 
 def _published(body: Any) -> Mapping[str, Any] | None:

@@ -90,6 +90,8 @@ class Pod:
     is_ready: bool = False
     is_deleting: bool = False
     """It is being deleted."""
+    is_over: bool = False
+    """All its containers have ended for good, so that it holds no GPUs any more."""
     address: str = ""
     """Its IP address. Empty: not assigned yet."""
     node: str = ""

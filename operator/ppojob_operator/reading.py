@@ -187,6 +187,7 @@ def read_pod(raw: Manifest) -> Pod:
         pool=labels.get(constants.LABEL_POOL),
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_deleting="deletionTimestamp" in metadata,
+        is_over=status.get("phase") in ("Succeeded", "Failed"),
         address=status.get("podIP", ""),
         node=raw.get("spec", {}).get("nodeName", ""),
         created=parse_time(metadata.get("creationTimestamp")),

@@ -88,6 +88,19 @@ class Site:
         """The PPOJob as the API server has it."""
         return self.get("ppojob", name)
 
+    def patch(self, name: str, **sections: Any) -> None:
+        """Change sections of its spec."""
+        self.kubectl("patch", "ppojob", name, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
+
+    def await_no_pods(self, name: str) -> None:
+        """Wait until none of its pods is there."""
+
+        def missing() -> str:
+            pods = self.get("pods", f"--selector=ppojob.dev/job={name}")["items"]
+            return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
+
+        wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
+
     def condition(self, name: str, kind: str) -> dict[str, str]:
         """One of its conditions; {} if it is not there."""
         found = [item for item in self.job(name).get("status", {}).get("conditions", []) if item["type"] == kind]
@@ -164,8 +177,7 @@ def site(cluster: RunningCluster, operator_image: str, trainer_image: str) -> It
 
 def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> None:
     repository, _, tag = image.rpartition(":")
-    crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
     values = {
         "image.repository": repository,
         "image.tag": tag,

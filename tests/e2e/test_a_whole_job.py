@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from safetensors import safe_open
 from ppojob_trainer.engines.network import free_port
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, small_pools
-from tools.cluster.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -68,9 +68,9 @@ def story(site: Site) -> Iterator[Story]:
     site.await_condition(NAME, "PoolsReady", "True", limit=300)
     _assert_pods_are_as_asked(site, actor_gpus="1")
     await_step(site, NAME, 1)
-    patch(site, runPolicy={"suspend": True})
+    site.patch(NAME, runPolicy={"suspend": True})
     site.await_condition(NAME, "Suspended", "True", limit=STOP_LIMIT_SECONDS)
-    await_no_pods(site)
+    site.await_no_pods(NAME)
     suspended = site.job(NAME)["status"]
     steps = suspended["checkpoint"]["step"] + STEPS_AFTER
     changes = {
@@ -78,7 +78,7 @@ def story(site: Site) -> Iterator[Story]:
         "trainer": {"totalSteps": steps},
         "rollout": {"maxNumSeqs": MAX_NUM_SEQS},
     }
-    patch(site, runPolicy={"suspend": False}, **changes)
+    site.patch(NAME, runPolicy={"suspend": False}, **changes)
     # Of the new pods: those before are gone.
     site.await_condition(NAME, "PoolsReady", "True", limit=300)
     _assert_pods_are_as_asked(site, actor_gpus="2")
@@ -91,18 +91,6 @@ def story(site: Site) -> Iterator[Story]:
 def done(story: Story) -> Any:
     """The finished job, as the API server has it."""
     return story.job
-
-
-def patch(site: Site, **sections: Any) -> None:
-    site.kubectl("patch", "ppojob", NAME, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
-
-
-def await_no_pods(site: Site) -> None:
-    def missing() -> str:
-        pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
-        return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
-
-    wait_until(f"the pods of {NAME} to be gone", missing, limit=180, interval=1)
 
 
 def _assert_pods_are_as_asked(site: Site, *, actor_gpus: str) -> None:
@@ -123,6 +111,19 @@ def _assert_pods_are_as_asked(site: Site, *, actor_gpus: str) -> None:
 def _head(pods: list[Any]) -> str:
     [head] = [pod for pod in pods if "ppojob.dev/pool" not in pod["metadata"]["labels"]]
     return str(head["metadata"]["name"])
+
+
+def test_its_gpu_time_is_counted_and_stands_still_while_it_is_suspended(story: Story, done: Any) -> None:
+    before, after = story.suspended["gpuUsage"], done["status"]["gpuUsage"]
+    held, idle = ([float(usage[name]) for usage in (before, after)] for name in ("gpuHours", "idleGPUHours"))
+
+    assert (before["gpus"], after["gpus"]) == (0, 0)
+    assert 0 < held[0] < held[1]
+    # The start is idle; whether a count fell into the few short steps is left open.
+    assert 0 < idle[0] <= held[0]
+    assert idle[0] < idle[1] <= held[1]
+    born, ended = (datetime.fromisoformat(time) for time in (done["metadata"]["creationTimestamp"], after["time"]))
+    assert held[1] < 3 * (ended - born).total_seconds() / 3600
 
 
 def test_suspended_it_has_a_checkpoint_of_its_last_step_and_no_cluster(story: Story) -> None:

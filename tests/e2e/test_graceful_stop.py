@@ -8,7 +8,6 @@ import pytest
 
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_step, small_pools
-from tools.cluster.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -31,30 +30,18 @@ def story(site: Site) -> Iterator[list[Any]]:
     await_step(site, NAME, 1)
     site.ppo("checkpoint", NAME, "--timeout=280")
     turns = [site.job(NAME)["status"]]
-    patch(site, runPolicy={"suspend": True})
+    site.patch(NAME, runPolicy={"suspend": True})
     site.await_condition(NAME, "Suspended", "True", limit=STOP_LIMIT_SECONDS)
-    await_no_pods(site)
+    site.await_no_pods(NAME)
     turns.append(site.job(NAME)["status"])
-    patch(site, runPolicy={"suspend": False})
+    site.patch(NAME, runPolicy={"suspend": False})
     site.await_condition(NAME, "Progressing", "True", limit=TRAINING_LIMIT_SECONDS, reason="Training")
-    patch(site, pools=small_pools(2))
+    site.patch(NAME, pools=small_pools(2))
     site.await_condition(NAME, "LayoutApplied", "True", limit=STOP_LIMIT_SECONDS)
     turns.append(site.job(NAME)["status"])
     site.await_condition(NAME, "Complete", "True", limit=TRAINING_LIMIT_SECONDS)
     yield [*turns, site.job(NAME)["status"]]
     site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
-
-
-def patch(site: Site, **sections: Any) -> None:
-    site.kubectl("patch", "ppojob", NAME, "--type=merge", f"--patch={json.dumps({'spec': sections})}")
-
-
-def await_no_pods(site: Site) -> None:
-    def missing() -> str:
-        pods = site.get("pods", f"--selector=ppojob.dev/job={NAME}")["items"]
-        return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
-
-    wait_until(f"the pods of {NAME} to be gone", missing, limit=180, interval=1)
 
 
 def test_a_checkpoint_that_was_asked_for_is_there_and_the_run_goes_on(story: list[Any]) -> None:

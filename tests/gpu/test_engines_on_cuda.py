@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.models.smollm2 import prepare
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.integration.trainer.vllm_agreement import agreement
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-AGREEMENT = Path(__file__).parents[1] / "integration" / "trainer" / "vllm_agreement.py"
 LIMIT_SECONDS = 400
 VOCABULARY = 49152
 
@@ -121,20 +119,6 @@ def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp
         assert torch.equal(left, right)
 
 
-def agreement(model_path: Path, backend: str) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, str(AGREEMENT), str(model_path), "CUDA", backend],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
-
-
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.parametrize(
     "backend",
@@ -146,7 +130,7 @@ def agreement(model_path: Path, backend: str) -> dict[str, Any]:
     ],
 )
 def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:
-    seen = agreement(model_path, backend)
+    seen = agreement(str(model_path), "CUDA", backend, limit=LIMIT_SECONDS)
     print(json.dumps(seen))
     assert seen["diff_at_start"] < 0.012
     assert seen["diff_of_stale_weights"] > 0.024

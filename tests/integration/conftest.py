@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.good_spec import with_changes
 from tools.cluster.layout import Layout
 
 PROJECT = Path(__file__).resolve().parents[2]
+POLICY_DENIED = "ValidatingAdmissionPolicy 'ppojobs.ppojob.dev' with binding 'ppojobs.ppojob.dev' denied request: "
 _LIMIT_SECONDS = 60
 
 
@@ -57,19 +60,28 @@ class Kubectl:
 
 @pytest.fixture(scope="session")
 def cluster() -> Kubectl:
-    """kubectl for the cluster as a whole; our CRD is there and served."""
+    """kubectl for the cluster as a whole; our CRD is served, and its policy is active."""
     layout = Layout.from_environment()
     os.environ["PATH"] = f"{layout.bin}{os.pathsep}{os.environ['PATH']}"
     os.environ.setdefault("KUBECONFIG", str(layout.kubeconfig))
     kubectl = Kubectl("default")
     if not shutil.which("kubectl") or kubectl.run("get", "--raw=/readyz").returncode:
         pytest.fail(f"no API server answers by {os.environ['KUBECONFIG']}: run `python -m tools.cluster up`")
-    crd = str(PROJECT / "crds" / "ppojobs.ppojob.dev.yaml")
-    kubectl("apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+    define(kubectl)
+    return kubectl
+
+
+def define(kubectl: Kubectl) -> None:
+    """Apply the CRD and its policy, and wait until both are in force."""
+    kubectl("apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
     for sign in ("jsonpath={.status.conditions}", "condition=Established"):
         kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
-    return kubectl
+    bad = json.dumps(with_changes({("spec", "actor", "miniBatchSize"): 7}))
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while POLICY_DENIED not in kubectl.run("create", "--dry-run=server", "--filename=-", stdin=bad).stderr:
+        assert time.monotonic() < deadline, "the policy of PPOJob does not become active"
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

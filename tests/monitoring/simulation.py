@@ -162,6 +162,7 @@ def state_of(job: Job, minute: float) -> JobState:
         retries={"user": 0, "infrastructure": int(has_failed and not is_over)},
         waiting_since=(START + job.since(minute) * 60 if phase == Phase.RESTARTING else first) if waits else None,
         is_stalled=not is_over and minute - job.stalls_from > 30,
+        gpu_seconds={"busy": 2 * 0.7 * step * _STEP_S, "idle": 2 * (0.3 * step * _STEP_S + 120)} if step else {},
         gpus={} if is_over else {"desired": 2.0, "ready": 0.0 if waits else 2.0},
     )
     if job.failure is not None and has_failed:

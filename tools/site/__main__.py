@@ -1,4 +1,4 @@
-"""Write what the documents have from the code: diagrams, the states of a job, the commands.
+"""Write what the documents have from the code: diagrams, the states of a job, the commands, the model families.
 
 `python -m tools.site` writes, `--check` fails if a file is stale; `make generate` and `make generate-check` call it.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.site import states
+from tools.site import states, support
 from tools.site.commands import command_reference
 from tools.site.diagrams import DIAGRAMS
 
@@ -19,7 +19,13 @@ PROJECT = Path(__file__).resolve().parents[2]
 def outputs() -> dict[str, str]:
     """Return the text of each generated file, by its path in the project."""
     pictures = {f"docs/pictures/{name}.svg": draw().svg() for name, draw in DIAGRAMS.items()}
-    return {**pictures, "docs/cli.md": command_reference(), "docs/states.md": states.page()}
+    matrix = PROJECT / "docs/support-matrix.md"
+    return {
+        **pictures,
+        "docs/cli.md": command_reference(),
+        "docs/states.md": states.page(),
+        "docs/support-matrix.md": support.page(matrix.read_text()),
+    }
 
 
 def main() -> int:

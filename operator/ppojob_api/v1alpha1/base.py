@@ -74,13 +74,18 @@ Problem = tuple[str, object, str]
 
 
 class Rule(BaseModel):
-    """One CEL rule of the schema (`x-kubernetes-validations`), beside the Python check of the same meaning."""
+    """A rule in CEL, beside the Python check of the same meaning."""
 
     model_config = ConfigDict(frozen=True)
 
     rule: str
+    """In the CRD, `self` is the value of the model that the rule is of. In the policy, it is the spec, and `oldSelf` is
+    the stored spec."""
     message: str
     field_path: str = ""
+    """Below `self`. The policy requires it."""
+    value: str = ""
+    """The value that the policy's message shows, in CEL. Empty: that of the field."""
 
     SCHEMA_KEY: ClassVar[str] = "x-kubernetes-validations"
 

@@ -209,6 +209,9 @@ TOKEN_EXPIRATION_SECONDS = 3600
 JOBS_FOLDER = "ppojob"
 """Folder below the mount path: `<mountPath>/ppojob/<namespace>/<name>` is a job's own."""
 
+CACHE_FOLDER = ".ppojob-cache"
+"""Folder below the mount path: what can be computed again, for later attempts and other jobs."""
+
 MAX_LOG_LINES = 100
 MAX_LOG_LINE_LENGTH = 1000
 MAX_METRICS = 64

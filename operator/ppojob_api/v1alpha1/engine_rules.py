@@ -1,13 +1,13 @@
 """Rules of the engines: the user's own training engines, and which of vLLM's arguments are not the user's to give.
 
-`rules.py` puts the checks beside the others. Those of training engines are in CEL beside their fields. That of
-`spec.rollout.engineArgs` is in Python alone: CEL does not see the keys of an object without a schema. Whether a class
+`rules.py` puts them beside the others. That of `spec.rollout.engineArgs` is in Python alone: CEL does not see the keys
+of an object without a schema. That a class has a module or a file is in CEL beside its fields. Whether a class
 can be created, and which arguments vLLM has, is known to the trainer, which refuses the others before it loads a model.
 """
 
 from collections.abc import Iterator, Mapping
 
-from ppojob_api.v1alpha1.base import Problem
+from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Engine, EngineClass
 
@@ -45,6 +45,15 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "disable_log_stats": "the trainer reports the engine's metrics: remove it",
 }
 """Name of an argument of vLLM's AsyncEngineArgs -> what to do instead."""
+
+ENGINE_RULES = [
+    Rule(
+        rule=f"(self.{role}.engine == 'Class') == has(self.{role}.engineClass)",
+        message=f"{role}.engine Class needs the block engineClass, and only Class reads it",
+        field_path=f".{role}.engineClass",
+    )
+    for role in ("actor", "critic")
+]
 
 
 def engine_classes(spec: PPOJobSpec) -> Iterator[tuple[str, EngineClass]]:

@@ -1,4 +1,4 @@
-"""Write what is generated from the models: the CRD, the chart's copy of it, and the field reference.
+"""Write what is generated from the models: the CRD and its policy, the chart's copies of them, and the field reference.
 
 `python -m ppojob_api.v1alpha1.generate` writes; `--check` fails if a file is not what would be written.
 It alone of this package imports PyYAML, which the images do not need.
@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ppojob_api.v1alpha1.policy import admission_policy
 from ppojob_api.v1alpha1.reference import field_reference
 from ppojob_api.v1alpha1.schema import custom_resource_definition
 
@@ -21,18 +22,29 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Write a text of several lines as a block."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def outputs() -> dict[str, str]:
     """Return the text of each generated file, by its path in the project."""
-    crd = f"# {_NOTICE}" + yaml.dump(
-        custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True
-    )
-    name = "ppojobs.ppojob.dev.yaml"
+    crd, policy = _text(custom_resource_definition()), _text(*admission_policy())
     return {
-        f"crds/{name}": crd,
-        f"charts/ppojob/files/crds/{name}": crd,
+        "crds/ppojobs.ppojob.dev.yaml": crd,
+        "charts/ppojob/files/crds/ppojobs.ppojob.dev.yaml": crd,
+        "crds/ppojobs-policy.yaml": policy,
+        "charts/ppojob/files/policies/ppojobs-policy.yaml": policy,
         "docs/field-reference.md": f"<!-- {_NOTICE.strip()} -->\n{field_reference()}",
     }
+
+
+def _text(*manifests: dict[str, Any]) -> str:
+    dumped = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return f"# {_NOTICE}{dumped}"
 
 
 def main() -> int:

@@ -75,7 +75,7 @@ SETTINGS = (
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
        "enforceEager", "logProbs", "sleep", "cpuCacheGib", "engineArgs")),
-    "checkpoint.async", "trainer.phaseTimeoutSeconds",
+    "checkpoint.async", "trainer.dataWorkers", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
 """Fields that decide about memory, speed and the environment, and about no number but for rounding."""
 

@@ -19,7 +19,7 @@ class LoRA(ApiModel):
     """Scale of the adapters: their product B A is multiplied by alpha / rank."""
     target_modules: Annotated[list[ShortText], Field(max_length=64)] = Field(default_factory=list)
     """Linear layers that get adapters, by the last part of their name, such as q_proj. Empty: all linear layers of the
-    decoder layers."""
+    decoder layers. Required for a mixture of experts, whose experts can have no adapters."""
 
 
 class FrozenOffload(ApiModel):

@@ -9,12 +9,20 @@ from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.quantities import StringMap
+from ppojob_api.v1alpha1.spelling import spelled
 
 
 class RDMA(ApiModel):
     """Devices for remote memory access (InfiniBand, RoCE, EFA) that a device plugin hands out."""
 
-    resource_name: Annotated[str, Field(pattern=r"^[-.a-z0-9]+/[-._a-zA-Z0-9]+$", max_length=253)]
+    resource_name: Annotated[
+        str,
+        spelled(
+            r"^[-.a-z0-9]+/[-._a-zA-Z0-9]+$",
+            "must be the device plugin's name of the resource, such as rdma/hca",
+            max_length=253,
+        ),
+    ]
     """Resource that the pods request, under the device plugin's name: `rdma/hca`, `vpc.amazonaws.com/efa`."""
     count: int = Field(default=1, ge=1, le=64)
     """Devices per pod, not per GPU."""
@@ -27,7 +35,13 @@ class PoolNetwork(ApiModel):
     """Use the host's network."""
     rdma: RDMA | None = None
     """RDMA devices of each pod; the pod also gets the capability IPC_LOCK. Absent: none."""
-    interface: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][-._a-zA-Z0-9]*$", max_length=15)] | None = None
+    interface: (
+        Annotated[
+            str,
+            spelled(r"^[a-zA-Z0-9][-._a-zA-Z0-9]*$", "must be the name of one interface, such as eth0", max_length=15),
+        ]
+        | None
+    ) = None
     """Network interface of NCCL's sockets and gloo, such as `eth0`. Absent: NCCL and gloo choose."""
     nccl: StringMap = Field(default_factory=dict)
     """Variables for NCCL, UCX and gloo (`NCCL_...`, `UCX_...`, `GLOO_...`) of the pool's processes."""

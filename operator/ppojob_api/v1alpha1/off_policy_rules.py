@@ -65,21 +65,6 @@ CORRECTION_RULES = [
 ]
 """Of `algorithm.rolloutCorrection` alone."""
 
-FIXED_MODE_RULE = Rule(
-    rule=(
-        "!has(oldSelf.status) || !has(oldSelf.status.conditions) || "
-        "!oldSelf.status.conditions.exists(c, c.type == 'Accepted' && c.status == 'True') || "
-        "self.spec.schedule == oldSelf.spec.schedule || "
-        "(self.spec.schedule.mode != 'OneStepOff' && oldSelf.spec.schedule.mode != 'OneStepOff')"
-    ),
-    message=(
-        "a change from or to mode OneStepOff, or of its maxStaleness, would change what is computed: create another "
-        "PPOJob with the new value"
-    ),
-    field_path=".spec.schedule",
-)
-"""At the root of the object."""
-
 
 def _old_weights_are_corrected(spec: PPOJobSpec) -> Iterator[Problem]:
     mode = spec.schedule.mode

@@ -33,6 +33,7 @@ PARALLEL_RULES = [
                 f"{role}.tensorParallelSize times sequenceParallelSize must divide gpusPerNode of the {role}'s pool"
             ),
             field_path=f".{role}",
+            value=f"self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize",
         )
         for role, (pool, is_idle) in _POOL_OF.items()
     ),

@@ -18,8 +18,9 @@ _MODELS = ("actor", "critic", "ref", "reward")
 _SETS = ("train", "validation")
 _ABSOLUTE = "must begin with /: the path of a folder or file in the container, such as {mount}/{example}"
 _EXAMPLES = {SourceKind.MODEL: "models/name", SourceKind.DATA_SET: "data/name", SourceKind.DATA_FILE: "train.parquet"}
-_FILE = "^(/.*|hf://datasets/[^/]+/([^/]+/)+[^/]+|(s3|gs)://([^/]+/)+[^/]+)$"
-"""Shorter than that of `sources.PATTERNS`: the API server multiplies its length by that of 256 long paths."""
+_IS_FILE = "(p.startsWith('/') || p.matches('^(hf://datasets/[^/]+/|(s3|gs)://)([^/]+/)+[^/]+$'))"
+"""Of a path `p`, in CEL. The API server limits the cost of 512 paths, and a pattern costs its own length for each
+character. So this one is shorter than that of `sources.PATTERNS`, and paths of the container do without."""
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
@@ -55,9 +56,10 @@ PATH_RULES = [
     *(
         Rule(
             rule=f"!has(self.data.{name}) || !has(self.data.{name}.files) || "
-            f"self.data.{name}.files.paths.all(p, p.matches('{_FILE}'))",
+            f"self.data.{name}.files.paths.all(p, {_IS_FILE})",
             message=f"each of data.{name}.files.paths {RULE_WORDS[SourceKind.DATA_FILE]}",
             field_path=f".data.{name}.files.paths",
+            value=f"self.data.{name}.files.paths.filter(p, !{_IS_FILE})",
         )
         for name in _SETS
     ),
@@ -76,6 +78,8 @@ PATH_RULES = [
         "self.workers.all(w, !has(w.path) || (w.path.startsWith('/') && w.path.endsWith('.py')))",
         message="path of each worker must begin with / and end with .py: a Python file in the container",
         field_path=".workers",
+        value="self.workers.filter(w, has(w.path) && !(w.path.startsWith('/') && w.path.endsWith('.py')))"
+        ".map(w, w.path)",
     ),
 ]
 
@@ -125,9 +129,12 @@ def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
     function = spec.reward.function
     if function is not None and function.path is not None:
         yield "reward.function.path", function.path
-    for where, own in (*user_functions(spec), *engine_classes(spec)):
+    for where, own in user_functions(spec):
         if own.path is not None:
             yield f"{where}.path", own.path
+    for where, engine in engine_classes(spec):
+        if engine.path is not None:
+            yield f"{where}.path", engine.path
     for index, worker in enumerate(spec.workers):
         if worker.path is not None:
             yield f"workers[{index}].path", worker.path

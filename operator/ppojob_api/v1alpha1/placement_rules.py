@@ -42,6 +42,7 @@ PLACEMENT_RULES = [
         ),
         message="each entry of placement.rollout must be the name of one of spec.pools",
         field_path=".placement.rollout",
+        value="self.placement.rollout.filter(n, !self.pools.exists(p, p.name == n))",
     ),
 ]
 

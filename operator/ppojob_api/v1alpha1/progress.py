@@ -1,6 +1,6 @@
 """What trainer and fetch report, what the reply says, and how a failure is named.
 
-The trainer POSTs a `ProgressReport` to the operator's status endpoint at least every `interval_seconds` and gets a
+The trainer POSTs a `ProgressReport` to the operator's status endpoint at least once in an interval and gets a
 `ProgressReply`. A failure is one marked line at the end of the driver's log, because the log outlives the connection.
 """
 
@@ -20,6 +20,8 @@ _PROGRESS, _FETCH = "/progress", "/fetch"
 REPORT_PATH = f"{_JOB_PATH}{_PROGRESS}"
 FETCH_PATH = f"{_JOB_PATH}{_FETCH}"
 MAX_REPORT_BYTES = 64 * 1024
+MAX_REPORT_INTERVAL_SECONDS = 30
+"""Longest time between two reports that the operator may ask for."""
 FETCH_REFUSED_EXIT_CODE = 3
 """Exit code of the fetch if another try cannot help; its Job ends at once."""
 MAX_COUNT = 2**53 - 1
@@ -177,6 +179,9 @@ class ProgressReply(ApiModel):
     """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None
     """The part of the spec that may change while the job runs."""
+    interval_seconds: int | None = Field(default=None, ge=1)
+    """The longest time to the next report that the operator asks for, with many jobs more than with few. The trainer
+    uses at least its own interval and at most `MAX_REPORT_INTERVAL_SECONDS`."""
 
 
 class FailureKind(StrEnum):

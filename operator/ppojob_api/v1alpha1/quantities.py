@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
+from ppojob_api.v1alpha1.spelling import spelled
+
 _FACTORS: dict[str, Decimal] = {
     "": Decimal(1),
     "m": Decimal("0.001"),
@@ -16,22 +18,44 @@ _QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 
 Quantity = Annotated[
     str,
-    Field(pattern=_QUANTITY, max_length=32, coerce_numbers_to_str=True),
+    spelled(
+        _QUANTITY,
+        "must be a quantity such as 8, 500m or 64Gi: a number, and a suffix of m, k, M, G, T, P, Ki, Mi, Gi, Ti or Pi",
+        max_length=32,
+        coerce_numbers_to_str=True,
+    ),
     # The pattern bounds text only; a number has its own bound.
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "minimum": 0}),
 ]
 """A Kubernetes quantity: `8`, `500m`, `64Gi`; like everywhere in Kubernetes, 8 may be written as a number."""
 
-DNSLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=40)]
+DNSLabel = Annotated[
+    str,
+    spelled(
+        r"^[a-z]([-a-z0-9]*[a-z0-9])?$",
+        "must have lower-case letters, digits and '-' only, and begin with a letter and not end with '-'",
+        min_length=1,
+        max_length=40,
+    ),
+]
 """A DNS label that begins with a letter."""
 
-ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", min_length=1, max_length=253)]
+ObjectName = Annotated[
+    str,
+    spelled(
+        r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$",
+        "must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends",
+        min_length=1,
+        max_length=253,
+    ),
+]
 """Name of another object in the job's namespace."""
 
 NodeLabel = Annotated[
     str,
-    Field(
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?$",
+    spelled(
+        r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?$",
+        "must be the key of a label of nodes, such as kubernetes.io/hostname",
         min_length=1,
         max_length=317,
     ),
@@ -40,7 +64,10 @@ NodeLabel = Annotated[
 
 Text = Annotated[str, Field(max_length=1024)]
 ShortText = Annotated[str, Field(max_length=253)]
-Path = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", min_length=1, max_length=4096)]
+Path = Annotated[
+    str,
+    spelled(r"^[^\x00-\x1f\x7f]+$", "must have no control characters: remove them", min_length=1, max_length=4096),
+]
 """A path or an address: any characters but control characters."""
 StringMap = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=64)]
 

@@ -22,6 +22,7 @@ QUEUE_RULES = [
             "rename the pool"
         ),
         field_path=".pools",
+        value=f"'{_HEAD}'",
     ),
     Rule(
         rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",

@@ -44,7 +44,7 @@ class Reporting(ApiModel):
     ca_path: str = f"{constants.CONFIG_MOUNT_PATH}/{constants.CA_FILE}"
     """File with the certificate authority of the endpoint."""
     interval_seconds: int = Field(default=10, ge=1)
-    """Longest time between two reports."""
+    """Longest time between two reports, unless a reply asks for a longer one."""
 
 
 class JobFile(ApiModel):

@@ -1,11 +1,10 @@
 """Rules of the spec that span fields, each in CEL for the API server and in Python for everybody else.
 
-`schema.py` puts the CEL into the schema; `validation.py` runs the Python. One table of bad specs tests both.
+`policy.py` puts the CEL of rules on the whole spec into the ValidatingAdmissionPolicy, and `schema.py` that of rules on
+one of its sections into the CRD. `validation.py` runs the Python. One table of bad specs tests both.
 """
 
 from collections.abc import Callable, Iterator
-from types import NoneType
-from typing import get_args
 
 from ppojob_api.v1alpha1.algorithm import RolloutCorrection
 from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULES
@@ -13,15 +12,13 @@ from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
-from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS
+from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
-from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
 from ppojob_api.v1alpha1.network_rules import NETWORK_CHECKS, NETWORK_RULES
 from ppojob_api.v1alpha1.off_policy_rules import (
     CORRECTION_RULES,
-    FIXED_MODE_RULE,
     OFF_POLICY_CHECKS,
     OFF_POLICY_RULES,
     STALENESS_RULES,
@@ -45,33 +42,11 @@ from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
 _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 
-LIVE = (
-    "runPolicy",
-    "checkpoint.everySteps",
-    "checkpoint.keep",
-    "trainer.totalSteps",
-    "trainer.totalEpochs",
-    "trainer.validateEverySteps",
-)
-"""What may change while a job runs; the reply to the trainer's next report has the new values."""
-
-MUTABLE = (*LIVE, "autoBalance", *RELAID)
-"""What may change once the job is accepted; another layout is a restart from a checkpoint."""
-
-IMMUTABLE = (
-    "serviceAccountName", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
-    "workers", "device", "storage", "telemetry",
-    "checkpoint.path", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
-    "checkpoint.exportTo",
-    "trainer.seed", "trainer.validateBeforeTraining",
-    "runPolicy.queueName", "runPolicy.queuePriorityClass", "runPolicy.gangScheduler", "runPolicy.gangSchedulerQueue",
-)  # fmt: skip
-"""What may not change once the job is accepted: everything else. Of a section, what is not in `MUTABLE`."""
-
 SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
     *ALGORITHM_RULES,
+    *ENGINE_RULES,
     Rule(
         rule=f"self.schedule.mode != 'ParallelUpdate' || {CRITIC_POOL} != {ACTOR_POOL}",
         message="ParallelUpdate needs actor and critic in different pools: use Auto, or give the critic its own pool",
@@ -81,11 +56,13 @@ SPEC_RULES = [
         rule="self.pools.all(p, !has(p.minNodes) || p.minNodes <= p.nodes)",
         message="minNodes of a pool must not be above its nodes",
         field_path=".pools",
+        value="self.pools.filter(p, has(p.minNodes) && p.minNodes > p.nodes).map(p, p.name)",
     ),
     Rule(
         rule="self.pools.all(p, !has(p.maxNodes) || p.nodes <= p.maxNodes)",
         message="maxNodes of a pool must not be below its nodes",
         field_path=".pools",
+        value="self.pools.filter(p, has(p.maxNodes) && p.nodes > p.maxNodes).map(p, p.name)",
     ),
     Rule(
         rule=(
@@ -104,6 +81,7 @@ SPEC_RULES = [
         rule="!has(self.workers) || self.workers.all(w, self.pools.exists(p, p.name == w.pool))",
         message="the pool of each worker must be the name of one of spec.pools",
         field_path=".workers",
+        value="self.workers.filter(w, !self.pools.exists(p, p.name == w.pool)).map(w, w.pool)",
     ),
     Rule(
         rule=f"!(self.telemetry.prometheusPort in {_RAY_PORTS})",
@@ -116,9 +94,9 @@ SPEC_RULES = [
     *QUEUE_RULES,
     *PATH_RULES,
 ]
+"""Rules on the whole spec: of the policy."""
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {
-    PPOJobSpec: SPEC_RULES,
     Placement: [DISTINCT_POOLS_RULE],
     Pool: DEVICE_RULES,
     PoolNetwork: NETWORK_RULES,
@@ -127,47 +105,7 @@ RULES_OF: dict[type[ApiModel], list[Rule]] = {
     ScheduleSpec: STALENESS_RULES,
     RolloutCorrection: CORRECTION_RULES,
 }
-"""The CEL of this package's rules, by the model in whose schema it stands."""
-
-
-def _is_as_before(path: str) -> str:
-    """Return in CEL that a part of the spec has not changed, but for what may change of it.
-
-    It does without CEL's optional values (`self.?spec`), because the API server takes their cost for unbounded.
-    """
-    ours, theirs = f"self.spec.{path}", f"oldSelf.spec.{path}"
-    same = f"{ours} == {theirs}"
-    if any(mutable.startswith(f"{path}.") for mutable in MUTABLE):
-        fields = (f"{path}.{field.alias}" for field in section_at(path).model_fields.values())
-        same = " && ".join(f"({_is_as_before(field)})" for field in fields if field not in MUTABLE)
-    return f"has({ours}) == has({theirs}) && (!has({ours}) || ({same}))"
-
-
-def section_at(path: str) -> type[ApiModel]:
-    """Return the model of a section of the spec by its path on the wire."""
-    section: type[ApiModel] = PPOJobSpec
-    for name in path.split("."):
-        [annotation] = [field.annotation for field in section.model_fields.values() if field.alias == name]
-        # `X | None` has two arguments.
-        [section] = [
-            kind for kind in (get_args(annotation) or (annotation,)) if isinstance(kind, type) and kind is not NoneType
-        ]
-    return section
-
-
-METADATA_RULES = [
-    Rule(
-        rule=(
-            "!has(oldSelf.status) || !has(oldSelf.status.conditions) || "
-            "!oldSelf.status.conditions.exists(c, c.type == 'Accepted' && c.status == 'True') || "
-            f"({_is_as_before(part)})"
-        ),
-        message=f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value",
-        field_path=f".spec.{part}",
-    )
-    for part in IMMUTABLE
-] + [FIXED_MODE_RULE]
-"""Rules at the root of the object, where CEL sees the status too."""
+"""Rules on a section of the spec: of the CRD, by the section's model."""
 
 
 def check(spec: PPOJobSpec) -> Iterator[Problem]:

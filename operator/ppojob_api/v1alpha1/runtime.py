@@ -7,7 +7,8 @@ from pydantic import Field
 
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.constants import Reason
-from ppojob_api.v1alpha1.quantities import RawObject
+from ppojob_api.v1alpha1.quantities import ObjectName, RawObject
+from ppojob_api.v1alpha1.spelling import spelled
 
 
 class Device(StrEnum):
@@ -20,7 +21,14 @@ class Device(StrEnum):
 class EnvVar(ApiModel):
     """core/v1 EnvVar."""
 
-    name: Annotated[str, Field(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$", max_length=253)]
+    name: Annotated[
+        str,
+        spelled(
+            r"^[-._a-zA-Z][-._a-zA-Z0-9]*$",
+            "must have letters, digits, '_', '-' and '.' only, and not begin with a digit",
+            max_length=253,
+        ),
+    ]
     """Name of the variable."""
     value: Annotated[str, Field(max_length=32_768)] | None = None
     """Value of the variable."""
@@ -40,9 +48,11 @@ EnvVars = Annotated[
 class Storage(ApiModel):
     """Where models are read, and logs, metrics, checkpoints and the exported model are written."""
 
-    claim_name: Annotated[str, Field(min_length=1, max_length=253)]
+    claim_name: ObjectName
     """Claim in the job's namespace; ReadWriteMany if the pods run on several hosts."""
-    mount_path: Annotated[str, Field(pattern=r"^/.+", max_length=253)] = "/data"
+    mount_path: Annotated[str, spelled(r"^/.+", "must be an absolute path below /, such as /data", max_length=253)] = (
+        "/data"
+    )
     """Mount path in the pods."""
 
 
@@ -56,7 +66,15 @@ class AutoBalance(ApiModel):
     """Shortest time that an attempt runs before its pools are changed, in minutes."""
 
 
-QueueName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", min_length=1, max_length=63)]
+QueueName = Annotated[
+    str,
+    spelled(
+        r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        "must be a label's value: letters, digits, '-', '_' and '.', with a letter or digit at both ends",
+        min_length=1,
+        max_length=63,
+    ),
+]
 """A name that goes into a label."""
 
 

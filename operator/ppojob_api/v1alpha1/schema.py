@@ -1,7 +1,8 @@
 """From the pydantic models to the CRD: a structural OpenAPI v3 schema with defaults, bounds and CEL rules.
 
-`generate.py` calls it. It refuses what a structural schema cannot say, so that a field never loses its bounds silently.
-Source of the rules: Kubernetes' documentation of structural schemas (apiextensions.k8s.io/v1).
+`generate.py` calls it. Rules on the whole spec are in `policy.py`. It refuses what a structural schema cannot say, so
+that a field never loses its bounds silently. Source of the rules: Kubernetes' documentation of structural schemas
+(apiextensions.k8s.io/v1).
 """
 
 from typing import Any
@@ -11,8 +12,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import ModelSchema
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.base import Rule, rules
-from ppojob_api.v1alpha1.rules import METADATA_RULES, RULES_OF
+from ppojob_api.v1alpha1.base import rules
+from ppojob_api.v1alpha1.rules import RULES_OF
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 
@@ -26,7 +27,11 @@ _COLUMNS = (
     ("Ready", "string", ".status.ready", "GPUs ready / wanted"),
     ("Retries", "integer", ".status.retries.total", "Attempts that failed and were tried again"),
     ("Age", "date", ".metadata.creationTimestamp", ""),
+    ("GPU-Hours", "string", ".status.gpuUsage.gpuHours", "GPU-hours for which the job has held GPUs"),
+    ("Idle", "string", ".status.gpuUsage.idleGPUHours", "Idle GPU-hours of them"),
 )
+_WIDE_COLUMNS = ("GPU-Hours", "Idle")
+"""Shown by `kubectl get --output=wide` only."""
 
 _DROPPED = {"title", "additionalProperties"}
 _KEPT = {
@@ -37,7 +42,7 @@ _KEPT = {
 
 
 class _WithRules(GenerateJsonSchema):
-    """Puts the rules that span fields into the schema of the model that they are of."""
+    """Puts the rules on a section of the spec into that section's schema."""
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         return super().model_schema(schema) | rules(*RULES_OF.get(schema["cls"], []))
@@ -75,7 +80,6 @@ def custom_resource_definition() -> Schema:
             "spec": structural(PPOJobSpec),
             "status": structural(PPOJobStatus),
         },
-        Rule.SCHEMA_KEY: [rule.to_schema() for rule in METADATA_RULES],
     }
     version = {
         "name": constants.VERSION,
@@ -83,7 +87,9 @@ def custom_resource_definition() -> Schema:
         "storage": True,
         "subresources": {"status": {}},
         "additionalPrinterColumns": [
-            {"name": name, "type": kind, "jsonPath": path} | ({"description": text} if text else {})
+            {"name": name, "type": kind, "jsonPath": path}
+            | ({"description": text} if text else {})
+            | ({"priority": 1} if name in _WIDE_COLUMNS else {})
             for name, kind, path, text in _COLUMNS
         ],
         "schema": {"openAPIV3Schema": root},

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
 from ppojob_api.v1alpha1.quantities import ObjectName, RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
 from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
+from ppojob_api.v1alpha1.spelling import spelled
 from ppojob_api.v1alpha1.telemetry import TelemetrySpec
 from ppojob_api.v1alpha1.training import (
     ActorSpec,
@@ -36,7 +37,14 @@ def _in_the_first_pool(given: dict[str, Any]) -> Placement:
 class PPOJobSpec(ApiModel):
     """What to train, on what, for what reward, and which GPUs each role gets."""
 
-    image: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][-a-zA-Z0-9._:/@]*$", max_length=1024)]
+    image: Annotated[
+        str,
+        spelled(
+            r"^[a-zA-Z0-9][-a-zA-Z0-9._:/@]*$",
+            "must be the name of an image, such as registry.example/team/ppojob-trainer:0.2.0",
+            max_length=1024,
+        ),
+    ]
     """Trainer image of all Ray pods: a name with a tag or a digest."""
     env: EnvVars = Field(default_factory=list)
     """Environment of all Ray pods."""

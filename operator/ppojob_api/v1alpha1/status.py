@@ -268,6 +268,23 @@ class StopStatus(ApiModel):
     """When it was complete. Absent: the trainer has not stopped yet."""
 
 
+class GPUUsage(ApiModel):
+    """GPU time of the job, over all attempts. Pods that are bound to a node hold their GPUs; a GPU is idle while no
+    role of its pool computes."""
+
+    gpu_hours: Number
+    """GPU-hours for which the job has held GPUs."""
+    idle_gpu_hours: Number
+    """Idle GPU-hours, part of gpuHours: until the end of the first step, loading, saving, between attempts, and in a
+    step the share in which the pool waits, as in pools[].busyFraction."""
+    gpus: int = Field(ge=0)
+    """GPUs that the job held at `time`. What they have held since then is not in gpuHours yet."""
+    busy_fraction: Number
+    """Share of these GPUs that computed at `time`, as in the last step; 0 outside the steps."""
+    time: Time
+    """End of the counted time. Time is counted at each change of the status, and every ten minutes."""
+
+
 class RetryStatus(ApiModel):
     """The last request to run a job again that has ended (`kubectl ppo retry`)."""
 
@@ -361,6 +378,8 @@ class PPOJobStatus(ApiModel):
     """The last answer to `kubectl ppo retry`."""
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
+    gpu_usage: GPUUsage | None = None
+    """GPU time of the job. Absent: it has held none."""
     queue_name: Name | None = None
     """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
     or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""

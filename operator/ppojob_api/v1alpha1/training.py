@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
+from ppojob_api.v1alpha1.spelling import spelled
 
 
 class LossAggregation(StrEnum):
@@ -59,16 +60,6 @@ class EngineClass(ApiModel):
 
 class Trained(ApiModel):
     """What actor and critic have in common."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                rule="(self.engine == 'Class') == has(self.engineClass)",
-                message="engine Class needs the block engineClass, and only Class reads it",
-                field_path=".engineClass",
-            )
-        )
-    )
 
     engine: Engine = Engine.FSDP
     """What computes and trains the model; of actor, the reference's too. FSDP: PyTorch's FSDP2. Class: engineClass."""
@@ -267,15 +258,24 @@ class ResumePolicy(StrEnum):
 
 
 _SEGMENT = r"/[A-Za-z0-9_][-A-Za-z0-9._=]*"
-BucketAddress = Annotated[str, Field(pattern=rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*$", max_length=512)]
+BucketAddress = Annotated[
+    str,
+    spelled(
+        rf"^(s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*$",
+        "must be the address of a bucket, such as s3://bucket/prefix or gs://bucket/prefix, without '/' at the end",
+        max_length=512,
+    ),
+]
 """A bucket of an object store, with or without a prefix: no slash at the end, no empty segment, none of dots alone."""
 
 
 _HUB_NAME = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
 ExportAddress = Annotated[
     str,
-    Field(
-        pattern=rf"^((s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*|hf://{_HUB_NAME}/{_HUB_NAME})$",
+    spelled(
+        rf"^((s3|gs)://[a-z0-9][-._a-z0-9]+[a-z0-9]({_SEGMENT})*|hf://{_HUB_NAME}/{_HUB_NAME})$",
+        "must be the address of a bucket, such as s3://bucket/prefix, or of a repository, hf://organisation/name, "
+        "without '/' at the end",
         max_length=512,
     ),
 ]
@@ -341,6 +341,9 @@ class TrainerSpec(ApiModel):
     """Validate once before the first step (with validateEverySteps above 0)."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the order of the data, of samples, and of a new value head."""
+    data_workers: int = Field(default=4, ge=1, le=256)
+    """Processes that tokenize the prompts before the first step, on the node of the first actor rank. They change no
+    result. Fewer than 50,000 prompts are tokenized without them."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
     """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""
 

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spelling import REMEDY_OF
 
 UNKNOWN_FIELD = "there is no such field: correct its name or remove it"
 """What is said of a field that this version does not have."""
@@ -114,6 +115,8 @@ def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
 def _explain(detail: ErrorDetails) -> FieldError:
     path = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
     value = None if detail["type"] == "missing" else detail["input"]
+    if detail["type"] == "string_pattern_mismatch":
+        return FieldError(path, _short(value), REMEDY_OF[detail["ctx"]["pattern"]])
     return FieldError(path, _short(value), _REMEDIES.get(detail["type"], detail["msg"]))
 
 

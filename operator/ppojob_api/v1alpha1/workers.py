@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import DNSLabel, Path, RawObject, ShortText
+from ppojob_api.v1alpha1.spelling import spelled
 
 RESERVED_NAMES = ("actor", "rollout", "ref", "critic", "reward", "data")
 """Names of the built-in groups, which logs and timings use."""
@@ -26,7 +27,12 @@ class Hook(ApiModel):
     after: HookPoint
     """Generate: after the responses. Score: after the scores; returned columns, such as token_level_scores, replace
     those with the same name. Step: with all inputs of the updates; it returns metrics only."""
-    method: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253)]
+    method: Annotated[
+        str,
+        spelled(
+            r"^[A-Za-z_][A-Za-z0-9_]*$", "must be the name of a Python method, without parentheses", max_length=253
+        ),
+    ]
     """Name of a method of the class with `@register`; its dispatch mode decides which process gets which rows."""
 
 

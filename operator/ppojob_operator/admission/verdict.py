@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ppojob_api.v1alpha1.fixed import fixed_changes
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import QUEUE_LABEL_PATH, FieldError, SpecError
@@ -50,7 +51,7 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
         remedy = "the queue cannot change once the job is accepted: create another PPOJob"
         return Verdict(str(FieldError(QUEUE_LABEL_PATH, job.queue_label, remedy)))
     known = _problems(before) if before is not None else []
-    problems = _problems(job)
+    problems = [*_problems(job), *_fixed_changes(job, before)]
     if new := [problem for problem in problems if str(problem) not in map(str, known)]:
         return Verdict(str(SpecError(new)))
     if not isinstance(job.spec, PPOJobSpec):
@@ -67,6 +68,15 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
 def _problems(job: Job) -> Sequence[FieldError]:
     problem = spec_problem(job)
     return () if problem is None else problem.errors
+
+
+def _fixed_changes(job: Job, before: Job | None) -> Iterator[FieldError]:
+    """Yield the changes of an accepted job that the policy refuses, for a cluster without the policy."""
+    if before is None or not is_accepted(before.status):
+        return
+    if isinstance(before.spec, PPOJobSpec) and isinstance(job.spec, PPOJobSpec):
+        for path, value, remedy in fixed_changes(before.spec, job.spec):
+            yield FieldError(f"spec.{path}", value, remedy)
 
 
 def _remarks(job: Job, seen: Seen) -> Iterator[str]:

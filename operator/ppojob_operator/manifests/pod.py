@@ -26,7 +26,6 @@ _CONFIG = "ppojob-config"
 _TOKEN = "ppojob-token"
 _SHARED_MEMORY = "shared-memory"
 
-_CACHE = ".ppojob-cache"
 _CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 _LOST_NODE_SECONDS = 60
@@ -138,7 +137,7 @@ def _add_caches(container: dict[str, Any], spec: PPOJobSpec) -> None:
     """
     if spec.device is not Device.CUDA:
         return
-    root = PurePosixPath(spec.storage.mount_path) / _CACHE
+    root = PurePosixPath(spec.storage.mount_path) / constants.CACHE_FOLDER
     given = {variable["name"] for variable in container["env"]}
     container["env"] += [
         {"name": name, "value": str(root / folder)} for name, folder in _CACHES.items() if name not in given

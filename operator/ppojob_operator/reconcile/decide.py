@@ -29,6 +29,7 @@ from ppojob_operator.reconcile import (
     queueing,
     retry,
     suspension,
+    usage,
 )
 from ppojob_operator.reconcile.events import HAS_HAPPENED, Assessment
 from ppojob_operator.reconcile.pods import PoolsFinding
@@ -55,7 +56,10 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
         return missing
     event = next(event for event in row if HAS_HAPPENED[event](a))
     make = _EVENT_PLANS.get(event) or _PLANS[row[event]]
-    return replace(make(a, event), state=a.state, event=event, next_state=row[event])
+    plan = make(a, event)
+    if event not in (Event.DELETED, Event.EXPIRED):
+        plan = usage.counted(plan, job, observed, now)
+    return replace(plan, state=a.state, event=event, next_state=row[event])
 
 
 def _missing_observation(a: Assessment) -> Plan | None:
@@ -323,6 +327,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         last_failure=old.last_failure,
         retry=retry.of_unfinished(job, situation.now),
         stop=old.stop,
+        gpu_usage=old.gpu_usage,
         queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),
         avoided_nodes=nodes.avoided(situation),

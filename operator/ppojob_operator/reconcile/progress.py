@@ -9,13 +9,13 @@ from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.progress import Activity, FailureKind
+from ppojob_api.v1alpha1.progress import MAX_REPORT_INTERVAL_SECONDS, Activity, FailureKind
 from ppojob_operator.plan import EventRecord, RayState
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
-_REPORT_TIMEOUT = timedelta(seconds=60)
-"""Time without a report before Progressing is Unknown; the trainer reports every ten seconds."""
+_REPORT_TIMEOUT = timedelta(seconds=2 * MAX_REPORT_INTERVAL_SECONDS)
+"""Time without a report before Progressing is Unknown; with many jobs a trainer reports only every 30 seconds."""
 _FIRST_REPORT_TIMEOUT = timedelta(seconds=180)
 """Time before the first report: the trainer imports Ray and vLLM, and may wait two minutes for job.json."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, Progress
+from ppojob_api.v1alpha1.status import ConditionStatus, GPUUsage, PPOJobStatus, Progress
 from ppojob_operator.plan import EventRecord, Job, Manifest, Plan
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Finding
@@ -77,8 +77,8 @@ _WARNING_REASONS = {
 }
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
-    "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "queueName",
-    "effectiveLayout", "effectivePools",
+    "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "gpuUsage",
+    "queueName", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 _MAX_WORDS = 500
@@ -199,6 +199,8 @@ class JobState:
     """Number of retries by cause: `user`, `infrastructure`, or `ignored` for those that are not counted."""
     gpus: Mapping[str, float] = field(default_factory=dict)
     """GPUs of all its pools: `desired`, and `ready` of them. Empty: it has no pods."""
+    gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    """GPU time that the job has held, in seconds: `busy` and `idle`. Empty: none."""
     waiting_since: float | None = None
     """Since when it has waited for a trainer to start. None: it does not wait."""
     last_progress: float | None = None
@@ -234,6 +236,7 @@ def job_state(job: Job, written: Manifest | None) -> JobState:
         seconds_left=progress.eta_seconds if is_running and progress else None,
         retries={} if status.retries is None else _by_cause(status),
         gpus={} if phase in _WITHOUT_PODS else _gpus(status),
+        gpu_seconds={} if status.gpu_usage is None else _gpu_seconds(status.gpu_usage),
         waiting_since=_waiting_since(conditions) if phase in WAITING else None,
         last_progress=_seconds(progress.last_change_time) if is_running and progress else None,
         last_report=_seconds(progress.last_update_time) if is_running and progress else None,
@@ -259,6 +262,11 @@ def _gpus(status: PPOJobStatus) -> dict[str, float]:
     known = [(pool.gpus or 0, pool.ready_nodes or 0, pool.desired_nodes or 0) for pool in status.pools]
     ready = sum(gpus * ready / desired for gpus, ready, desired in known if desired)
     return {"desired": sum(gpus for gpus, _, _ in known), "ready": ready}
+
+
+def _gpu_seconds(usage: GPUUsage) -> dict[str, float]:
+    held, idle = (round(3600 * float(hours), 2) for hours in (usage.gpu_hours, usage.idle_gpu_hours))
+    return {"busy": round(held - idle, 2), "idle": idle}
 
 
 def _waiting_since(conditions: Mapping[str, ConditionStatus]) -> float | None:

@@ -105,7 +105,7 @@ def newest_order(job: Mapping[str, Any]) -> Order:
     return (attempt, progress.get("report", 0)) if attempt <= status.get("attempt", 0) else NO_REPORT
 
 
-def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
+def progress_reply(job: Mapping[str, Any], attempt: int, interval_seconds: int | None = None) -> ProgressReply:
     """Return the reply to the trainer: the live part of the spec, a requested checkpoint, and a requested stop.
 
     A stop is requested if the object is being deleted, or if `status.stop` waits for this attempt. It ends with a
@@ -123,6 +123,7 @@ def progress_reply(job: Mapping[str, Any], attempt: int) -> ProgressReply:
         command=Command.STOP if is_stop else Command.NONE,
         checkpoint_request=None if is_stop else _open_request(job),
         settings=LiveSettings.of(trainer, checkpoint),
+        interval_seconds=interval_seconds,
     )
 
 

@@ -6,6 +6,7 @@ refuses with `Refusal`.
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -87,7 +88,7 @@ class Intake:
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet: send it again")
-        return progress_reply(current, report.attempt)
+        return progress_reply(current, report.attempt, math.ceil(self._writer.interval))
 
     async def receive_fetch(self, caller: Caller, body: bytes) -> ProgressReply:
         """Take one report of the pod that fetches models and data. The answer asks for nothing.

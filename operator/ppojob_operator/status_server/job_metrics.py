@@ -67,14 +67,14 @@ class JobMetrics:
             "ppojob_job_last_failure_timestamp_seconds", "When an attempt of a job failed last, by reason.", "reason",
             shown, lambda job: dict([job.last_failure]) if job.last_failure else {},
         )  # fmt: skip
-        retries = CounterMetricFamily(
-            "ppojob_job_retries", "Attempts of a job that failed and were tried again, by cause.",
-            labels=["namespace", "ppojob", "cause"],
+        yield _labelled(
+            "ppojob_job_retries", "Attempts of a job that failed and were tried again, by cause.", "cause",
+            shown, lambda job: job.retries, CounterMetricFamily,
         )  # fmt: skip
-        for key, job in shown.items():
-            for cause, count in job.retries.items():
-                retries.add_metric([key.namespace, key.name, cause], count)
-        yield retries
+        yield _labelled(
+            "ppojob_job_gpu_seconds", "GPU time that a job has held, by state: busy or idle.", "state",
+            shown, lambda job: job.gpu_seconds, CounterMetricFamily,
+        )  # fmt: skip
         for name, (words, value_of) in _GAUGES.items():
             yield _gauge(name, words, shown, value_of)
 
@@ -105,8 +105,9 @@ def _labelled(
     label: str,
     jobs: Mapping[JobKey, JobState],
     values_of: Callable[[JobState], Mapping[str, float]],
+    make: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    family = GaugeMetricFamily(name, words, labels=["namespace", "ppojob", label])
+    family = make(name, words, labels=["namespace", "ppojob", label])
     for key, job in jobs.items():
         for value, number in values_of(job).items():
             family.add_metric([key.namespace, key.name, value], number)

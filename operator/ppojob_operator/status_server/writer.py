@@ -1,5 +1,7 @@
 """Writes reports into the status: for each job at most once in an interval, the newest report, and none is lost.
 
+With more jobs the interval is longer, because each write costs the API server time. The trainers get it in the replies.
+
     intake ──keep()──▶ kept reports ──dispatcher (when due)──▶ queue ──workers──▶ API server
                             ▲                                            │
                             └──────── not written: due again ────────────┘
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
+from ppojob_api.v1alpha1.progress import MAX_REPORT_INTERVAL_SECONDS
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, StatusOf
 from ppojob_operator.status_server.fields import NO_REPORT, Order
@@ -27,6 +30,8 @@ from ppojob_operator.status_server.ports import JobIdentity, ProgressPort
 
 _LOG = logging.getLogger(__name__)
 _WORKERS = 8
+_WRITES_PER_SECOND = 30.0
+"""About 0.7 cores of the API server, at 23 ms a write."""
 _LONGEST_SLEEP = 5.0
 _SHORTEST_SLEEP = 0.05
 """A pass looks at all jobs: a burst of reports must not make it spin."""
@@ -71,6 +76,12 @@ class ProgressWriter:
         self._queue: asyncio.Queue[JobIdentity] = asyncio.Queue()
         self._changed = asyncio.Event()
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two writes of a job, by the number of jobs that report."""
+        wanted = min(len(self._jobs) / _WRITES_PER_SECOND, MAX_REPORT_INTERVAL_SECONDS)
+        return max(self._interval, wanted)
+
     def newest(self, key: JobIdentity) -> Order:
         """Return the place of the newest report of the job that came here lately."""
         job = self._jobs.get(key)
@@ -89,7 +100,7 @@ class ProgressWriter:
         now = self._clock()
         job.status_of, job.received, job.is_last = status_of, now, is_last
         job.order = max(job.order, order)
-        job.due = now if is_last else max(now, job.last_try + self._interval)
+        job.due = now if is_last else max(now, job.last_try + self.interval)
         job.written.clear()
         self._changed.set()
 
@@ -184,12 +195,12 @@ class ProgressWriter:
             job.status_of = None
             job.written.set()
         elif not job.is_last:  # A younger report came while this one was being written.
-            job.due = job.last_try + self._interval
+            job.due = job.last_try + self.interval
 
     def _postpone(self, key: JobIdentity, job: _Job, error: Exception) -> None:
         self._metrics.status_writes.labels(outcome="failed").inc()
         if job.refusals < _MAX_REFUSALS:
-            wait = _LAST_REPORT_RETRY if job.is_last else self._interval
+            wait = _LAST_REPORT_RETRY if job.is_last else self.interval
             job.due = self._clock() + wait
             _LOG.warning("the progress of %s is not written yet, next try in %g s: %s", key, wait, error)
             return
@@ -200,7 +211,7 @@ class ProgressWriter:
         """Drop jobs that have nothing to write and may be written at once: their memory holds nothing."""
         idle = [
             key for key, job in self._jobs.items()
-            if job.status_of is None and not job.is_queued and job.last_try + self._interval <= now
+            if job.status_of is None and not job.is_queued and job.last_try + self.interval <= now
         ]  # fmt: skip
         for key in idle:
             del self._jobs[key]

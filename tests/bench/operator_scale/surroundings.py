@@ -37,9 +37,8 @@ _LOOK_SECONDS = 0.1
 def place(layout: Layout, num_pods: int) -> Iterator[str]:
     """Return a new namespace with a claim, and fake nodes for so many pods; at the end all of it goes."""
     namespace = f"bench-{uuid.uuid4().hex[:6]}"
-    crd = PROJECT / "crds" / "ppojobs.ppojob.dev.yaml"
     with operators.paused(lambda *arguments: kubernetes.kubectl(layout, *arguments)):
-        kubernetes.kubectl(layout, "apply", "--server-side", "--force-conflicts", f"--filename={crd}")
+        kubernetes.kubectl(layout, "apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
         kubernetes.kubectl(layout, "create", "namespace", namespace)
         try:
             kubernetes.apply(layout, *_storage(namespace))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
+from tests.integration.conftest import define
 from tests.integration.operator.conftest import Jobs, OperatorProcess, Rights, claim, environment_of, volumes
 from tools.cluster import operators
 
@@ -17,7 +18,7 @@ __all__ = ["claim", "volumes"]
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("volumes", "claim")]
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
-DEFINITION = CHART.parents[1] / "crds" / "ppojobs.ppojob.dev.yaml"
+DEFINITIONS = CHART.parents[1] / "crds"
 NAME = "ppojob"
 OF_A_JOB = "ppojobs,rayclusters,configmaps,serviceaccounts,secrets,networkpolicies,pods,services"
 REST_SECONDS = 8.0
@@ -128,14 +129,12 @@ def test_an_upgrade_under_an_operator_that_runs_leaves_jobs_and_their_clusters_a
 
 @pytest.fixture
 def definition_to_lose(kubectl: Any, cluster: Any, _alone: None) -> Iterator[None]:
-    """No definition of PPOJob at all, as before the first installation; the tests' own is back at the end."""
+    """Neither CRD nor policy, as before the first installation; the tests' own are back at the end."""
     if cluster("get", "ppojobs", "--all-namespaces", "--output=name").strip():
         pytest.skip("there are PPOJobs in this cluster, which would go with their definition")
-    cluster("delete", "crd", "ppojobs.ppojob.dev", "--timeout=50s")
+    cluster("delete", "--timeout=50s", f"--filename={DEFINITIONS}")
     yield
-    cluster("apply", "--server-side", "--force-conflicts", f"--filename={DEFINITION}")
-    for sign in ("jsonpath={.status.conditions}", "condition=Established"):
-        cluster("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    define(cluster)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "gone"])

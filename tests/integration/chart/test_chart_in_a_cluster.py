@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.integration.conftest import define
 from tools.cluster import operators
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 PREVIOUS = Path(__file__).with_name("previous") / "ppojob-0.1.0.tgz"
-DEFINITION = CHART.parents[1] / "crds" / "ppojobs.ppojob.dev.yaml"
+POLICY = CHART.parents[1] / "crds" / "ppojobs-policy.yaml"
 # The definition is shared by all tests of this cluster, so the release does not own it here.
 COMMON = ("--set=crds.install=false",)
 
@@ -133,13 +134,13 @@ def test_an_upgrade_leaves_the_webhook_trusted(kubectl: Any, cluster: Any) -> No
 
 @pytest.fixture
 def previous_definition(kubectl: Any, cluster: Any) -> Iterator[None]:
-    """The definition of PPOJob as the chart before this one has it, and no operator; the newest is back at the end."""
+    """The CRD as the chart before this one has it, without policy and operator; the newest are back at the end."""
     [old] = [m for m in render_package(kubectl.namespace) if m["kind"] == "CustomResourceDefinition"]
-    apply = ("apply", "--server-side", "--force-conflicts", "--filename=-")
     with operators.paused(cluster):
-        kubectl(*apply, stdin=yaml.safe_dump(old))
+        kubectl("delete", f"--filename={POLICY}")
+        kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=yaml.safe_dump(old))
         yield
-        kubectl(*apply, stdin=DEFINITION.read_text())
+        define(cluster)
 
 
 def render_package(namespace: str) -> list[dict[str, Any]]:
@@ -176,9 +177,7 @@ def test_an_upgrade_from_the_chart_before_touches_no_running_job(
     kubectl("patch", "ppojob", "running", "--subresource=status", "--type=merge", patch)
     before = kubectl.json("get", "ppojob", "running", "--show-managed-fields")
 
-    kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=DEFINITION.read_text())
-    for sign in ("jsonpath={.status.conditions}", "condition=Established"):
-        kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    define(kubectl)
     helm("upgrade", "ppojob", str(CHART), where, *settings)
     first = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]["type"]
     helm("upgrade", "ppojob", str(CHART), where, *settings)

@@ -1,17 +1,19 @@
-"""The definition of PPOJob on the real API server: taken, defaulted, and refused where it must be."""
+"""CRD and policy of PPOJob on the real API server: accepted, defaulted, and refused where it must be."""
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ppojob_api.v1alpha1.rules import IMMUTABLE, MUTABLE
+from ppojob_api.v1alpha1.fixed import IMMUTABLE, MUTABLE
 from ppojob_api.v1alpha1.validation import parse_spec
-from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
+from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
 from tests.examples import EXAMPLES, name_of
+from tests.integration.conftest import POLICY_DENIED, define
 
 ACCEPTED = {
     "type": "Accepted",
@@ -119,6 +121,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint.exportTo": "s3://bucket/models",
     "trainer.seed": 7,
     "trainer.validateBeforeTraining": False,
+    "trainer.dataWorkers": 2,
     "trainer.phaseTimeoutSeconds": 60,
     "runPolicy.queueName": "another",
     "runPolicy.queuePriorityClass": "higher",
@@ -177,6 +180,18 @@ def test_the_api_server_takes_the_definition_as_it_is(cluster: Any) -> None:
     assert {c["type"]: c["status"] for c in conditions} == {"NamesAccepted": "True", "Established": "True"}
 
 
+def test_the_policys_expressions_have_the_right_types(cluster: Any) -> None:
+    """The API server compares them with the schema, and reports a field that does not exist."""
+    deadline = time.monotonic() + 30
+    while "typeChecking" not in (
+        status := cluster.json("get", "validatingadmissionpolicy", "ppojobs.ppojob.dev").get("status", {})
+    ):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.5)
+
+    assert status["typeChecking"] == {}
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_taken_without_a_warning(kubectl: Any, path: Path) -> None:
     done = kubectl.run("apply", "--validate=strict", "--dry-run=server", f"--filename={path}")
@@ -193,6 +208,64 @@ def test_kubectl_apply_refuses_a_bad_spec_and_names_the_field(kubectl: Any, bad:
         assert OTHER_WORDS.get(bad.name, bad.path) in done.stderr
     else:
         kubectl("delete", "ppojob", "good")
+
+
+def test_the_policy_names_every_problem_with_field_value_and_remedy(kubectl: Any) -> None:
+    done = kubectl.apply(
+        with_changes(
+            {
+                ("spec", "actor", "miniBatchSize"): 7,
+                ("spec", "placement", "critic"): "critics",
+                ("spec", "pools", 0, "minNodes"): 2,
+            }
+        )
+    )
+
+    assert POLICY_DENIED in done.stderr
+    for words in (
+        "spec.actor.miniBatchSize: 7: actor.miniBatchSize must divide data.trainBatchSize",
+        'spec.placement.critic: "critics": placement.critic must be the name of one of spec.pools',
+        'spec.pools: ["actor"]: minNodes of a pool must not be above its nodes',
+    ):
+        assert words in done.stderr
+
+
+def test_a_value_is_shown_as_a_quoted_text(kubectl: Any) -> None:
+    done = kubectl.apply(with_changes({("spec", "data", "train"): {"huggingFace": {"path": 'a"b'}}}))
+
+    assert r'spec.data.train.huggingFace.path: "a\"b": data.train.huggingFace.path must be' in done.stderr
+
+
+@pytest.fixture
+def stored_before_a_rule(kubectl: Any, cluster: Any) -> str:
+    """The name of a job that the policy would refuse, stored while the policy had no binding."""
+    bad = job("early", actor={"miniBatchSize": 7})
+    cluster("delete", "validatingadmissionpolicybinding", "ppojobs.ppojob.dev")
+    try:
+        deadline = time.monotonic() + 30
+        while kubectl.run("create", "--filename=-", stdin=json.dumps(bad)).returncode:
+            assert time.monotonic() < deadline, "the policy stays active without its binding"
+            time.sleep(0.5)
+    finally:
+        define(cluster)
+    return "early"
+
+
+def test_a_job_that_was_stored_before_a_rule_can_be_managed(kubectl: Any, stored_before_a_rule: str) -> None:
+    name = stored_before_a_rule
+    patch = ("patch", "ppojob", name, "--type=merge")
+
+    kubectl("label", "ppojob", name, "team=rl")
+    kubectl(*patch, '--patch={"metadata": {"finalizers": ["ppojob.dev/test"]}}')
+    kubectl(*patch, "--subresource=status", '--patch={"status": {"phase": "Running"}}')
+    kubectl(*patch, '--patch={"spec": {"runPolicy": {"suspend": true}}}')
+    worse = kubectl.run(*patch, '--patch={"spec": {"actor": {"miniBatchSize": 6}}}')
+    corrected = kubectl.run(*patch, '--patch={"spec": {"actor": {"miniBatchSize": 8}}}')
+    kubectl("delete", "ppojob", name, "--wait=false")
+    kubectl(*patch, '--patch={"metadata": {"finalizers": null}}')
+
+    assert "spec.actor.miniBatchSize: 6: " in worse.stderr
+    assert (corrected.returncode, corrected.stderr) == (0, "")
 
 
 def test_a_negative_number_as_a_quantity_is_refused(kubectl: Any) -> None:
@@ -244,7 +317,8 @@ def test_what_may_not_change_is_refused_once_the_job_is_accepted(kubectl: Any, a
     is_taken, words = change(kubectl, accepted, part)
 
     assert not is_taken
-    assert f"spec.{part} cannot change once the job is accepted: create another PPOJob with the new value" in words
+    assert f"{POLICY_DENIED}spec.{part}: " in words
+    assert "cannot change once the job is accepted: create another PPOJob with the new value" in words
 
 
 def test_whether_a_job_is_on_policy_may_not_change_once_it_is_accepted(kubectl: Any, accepted: str) -> None:

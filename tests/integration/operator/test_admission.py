@@ -13,6 +13,7 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_operator.status_server import StatusServerSettings, certificates
 from tests.bad_specs import BAD_SPECS, BadSpec, with_changes
+from tests.integration.conftest import POLICY_DENIED
 from tests.integration.operator.conftest import RELEASE, OperatorProcess, Rights, pool, render_chart
 from tests.integration.operator.hiding_proxy import HidingProxy
 from tests.integration.operator.test_used_rights import rights_of
@@ -202,7 +203,9 @@ def test_an_edit_of_a_job_that_runs_is_refused_with_the_reason_and_a_label_is_no
 
     pools = [pool("actor", podTemplate=HOST_NETWORK), pool("critic")]
     assert f"{DENIED}spec.pools[0].{WORDS}" in edit({"spec": {"pools": pools}})
-    assert "spec.device cannot change once the job is accepted" in edit({"spec": {"device": "CUDA"}})
+    assert f'{POLICY_DENIED}spec.device: "CUDA": cannot change once the job is accepted' in edit(
+        {"spec": {"device": "CUDA"}}
+    )
     assert edit({"metadata": {"labels": {"team": "rl"}}}) == ""
 
 

@@ -139,7 +139,7 @@ def test_an_accepted_job_cannot_be_changed_where_it_matters(kubectl: Any, jobs: 
     allowed = kubectl.run("patch", "ppojob", name, "--type=merge", '--patch={"spec":{"runPolicy":{"backoffLimit":9}}}')
 
     assert refused.returncode != 0
-    assert "spec.trainer.seed cannot change once the job is accepted" in refused.stderr
+    assert "spec.trainer.seed: 7: cannot change once the job is accepted" in refused.stderr
     assert allowed.returncode == 0, allowed.stderr
     jobs.wait(name, lambda status: status["observedGeneration"] == 2)
 

@@ -38,6 +38,8 @@ async def test_a_report_shows_in_the_columns_of_kubectl(serve: Any, trainer: Any
                     "checkpointEverySteps": 4,
                     "checkpointKeep": 1,
                 },
+                # As the server of these tests writes.
+                "intervalSeconds": 1,
             },
         )
         await until(lambda: "progress" in trainer.status())

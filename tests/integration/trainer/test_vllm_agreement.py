@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppojob_trainer.models.smollm2 import prepare
+from tests.integration.trainer.vllm_agreement import agreement
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("vllm_agreement.py")
 LIMIT_SECONDS = 550
 # bfloat16 keeps three digits of a logit. On this model trainer and vLLM each differ by 0.006 from float32, by the
 # mean over tokens, so they differ by about 0.008 from each other.
@@ -24,17 +20,7 @@ HEALTHY = 0.012
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = prepare(tmp_path_factory.mktemp("models") / "smollm2")
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), str(model), "CPU", "gloo"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return agreement(str(model), "CPU", "gloo", limit=LIMIT_SECONDS)
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

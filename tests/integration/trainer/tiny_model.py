@@ -17,15 +17,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, **settings: Any) -> Path:
+def write_tiny_model(folder: Path, family: str = "llama", **settings: Any) -> Path:
     """Write the model's HuggingFace folder; head_dim is 32, the least that vLLM computes on a CPU.
 
     Args:
-        settings: of LlamaConfig, in place of the usual ones.
+        settings: of the family's configuration, in place of the usual ones.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|end|>": 0, **{character: number + 1 for number, character in enumerate(alphabet)}}
@@ -37,7 +37,8 @@ def write_tiny_model(folder: Path, **settings: Any) -> Path:
     fast.save_pretrained(folder)
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         **{
             "vocab_size": len(vocabulary),
             "hidden_size": 64,
@@ -52,7 +53,7 @@ def write_tiny_model(folder: Path, **settings: Any) -> Path:
             "tie_word_embeddings": True,
             "initializer_range": INITIALIZER_RANGE,
             **settings,
-        }
+        },
     )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
     return folder

@@ -1,7 +1,8 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`python vllm_agreement.py MODEL DEVICE BACKEND`. A process of its own, because vLLM reads its environment at its import
-and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
+`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE]`, because vLLM reads its environment at
+its import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
+DTYPE is that of the trainer, bfloat16 by default.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -20,6 +23,23 @@ from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptio
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
 SAMPLING = SamplingOptions(max_tokens=24)
+PROJECT = Path(__file__).parents[3]
+MODULE = "tests.integration.trainer.vllm_agreement"
+
+
+def agreement(*arguments: str, limit: float) -> dict[str, Any]:
+    """Run this module as a process and return what it has seen.
+
+    Args:
+        arguments: MODEL DEVICE BACKEND [DTYPE].
+        limit: seconds.
+    """
+    command = [sys.executable, "-m", MODULE, *arguments]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
+    return found
 
 
 @dataclass
@@ -46,7 +66,9 @@ def chat_prompts(path: str) -> list[list[int]]:
     ]
 
 
-def make_trainer(path: str, device: Device, backend: str) -> Trainer:
+def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer:
+    import torch
+
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
@@ -57,7 +79,8 @@ def make_trainer(path: str, device: Device, backend: str) -> Trainer:
 
     parallel = init_process_group(device, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
-    policy = policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), total_steps=10)
+    run: dict[str, Any] = {"total_steps": 10, "dtype": getattr(torch, dtype)}
+    policy = policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), **run)
     plan = LinkPlan(0, backend, (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 
@@ -91,7 +114,7 @@ async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool
     return time.perf_counter() - started, received.is_read_back
 
 
-async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str, Any]:
+async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str) -> dict[str, Any]:
     import torch
 
     from ppojob_trainer.engines.errors import RolloutError
@@ -101,7 +124,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     await engine.start()
     # vLLM's child process has its GPU now; the trainer takes the first.
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    trainer, prompts = make_trainer(path, options.device, backend), chat_prompts(path)
+    trainer, prompts = make_trainer(path, options.device, backend, dtype), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
     seen = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
@@ -133,7 +156,8 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     greedy = SamplingOptions(max_tokens=8, temperature=0)
     seen["greedy"] = [generation.token_ids for generation in await engine.generate(prompts[:1] * 2, [1, 2], greedy)]
     generating = asyncio.create_task(engine.generate(prompts, forward, SAMPLING))
-    await asyncio.sleep(0.1)
+    # A tiny model writes them in less than a tenth of a second.
+    await asyncio.sleep(0)
     try:
         await engine.update_weights(3)
     except RolloutError as error:
@@ -141,12 +165,13 @@ async def scenario(path: str, options: RolloutOptions, backend: str) -> dict[str
     await generating
     trainer.sender.close()
     await engine.shutdown()
-    trainer.policy.destroy()
+    trainer.policy.parallel.destroy()
     return seen
 
 
 def main() -> None:
     path, device, backend = sys.argv[1], Device(sys.argv[2]), sys.argv[3]
+    dtype = sys.argv[4] if len(sys.argv) > 4 else "bfloat16"
     is_cuda = device is Device.CUDA
     options = RolloutOptions(
         path=path,
@@ -161,7 +186,7 @@ def main() -> None:
     os.environ.update(environment(options, num_threads=2))
     if is_cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = "1" if backend == "nccl" else "0"
-    seen = asyncio.run(scenario(path, options, backend))
+    seen = asyncio.run(scenario(path, options, backend, dtype))
     print("SEEN " + json.dumps(seen))
 
 

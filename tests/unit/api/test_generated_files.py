@@ -17,10 +17,11 @@ def test_generated_files_are_fresh() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_chart_has_the_same_crd() -> None:
+def test_the_chart_has_the_same_crd_and_policy() -> None:
     texts = outputs()
 
     assert texts["crds/ppojobs.ppojob.dev.yaml"] == texts["charts/ppojob/files/crds/ppojobs.ppojob.dev.yaml"]
+    assert texts["crds/ppojobs-policy.yaml"] == texts["charts/ppojob/files/policies/ppojobs-policy.yaml"]
 
 
 def test_the_crd_has_no_aliases() -> None:

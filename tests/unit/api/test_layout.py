@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1.fixed import section_at
 from ppojob_api.v1alpha1.layout import SETTINGS, Layout, differences, layout_of, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
-from ppojob_api.v1alpha1.rules import section_at
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import GOOD

@@ -1,10 +1,13 @@
 """Every bad spec is refused with the field's path, its value and what would be right; good ones pass."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.spelling import REMEDY_OF
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
 from tests.examples import EXAMPLES, name_of
@@ -87,3 +90,21 @@ def test_a_label_may_name_the_queue_of_a_manifest() -> None:
     assert spec.run_policy.queue_name == "gpus"
     with pytest.raises(SpecError, match=r"queue-name\]: 'gpus': spec.runPolicy.queueName is 'cpus': remove one"):
         parse_manifest(with_changes(labels | {("spec", "runPolicy", "queueName"): "cpus"}))
+
+
+def test_every_pattern_has_words() -> None:
+    patterns = set(patterns_in(PPOJobSpec.model_json_schema(by_alias=True)))
+
+    assert len(patterns) > 10
+    assert patterns - REMEDY_OF.keys() == set()
+
+
+def patterns_in(schema: object) -> Iterator[str]:
+    """Yield the patterns of all fields of a JSON schema."""
+    if isinstance(schema, dict):
+        pattern = schema.get("pattern")
+        yield from [pattern] if isinstance(pattern, str) else []
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from patterns_in(part)

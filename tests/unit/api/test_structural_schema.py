@@ -114,11 +114,19 @@ def test_open_bounds_are_written_as_kubernetes_does() -> None:
     assert (temperature["minimum"], temperature["exclusiveMinimum"]) == (0, True)
 
 
-def test_rules_stand_in_the_schema() -> None:
-    rules = SCHEMAS["spec"][Rule.SCHEMA_KEY]
+def test_rules_on_a_section_are_in_its_schema() -> None:
+    rules = SCHEMAS["spec"]["properties"]["pools"]["items"][Rule.SCHEMA_KEY]
 
-    assert any("miniBatchSize" in rule["rule"] for rule in rules)
+    assert any("gpusPerNode" in rule["rule"] for rule in rules)
     assert all(rule["message"] for rule in rules)
+
+
+def test_no_rule_is_on_the_whole_spec_or_object() -> None:
+    """Each write of the status would evaluate it; the policy has these rules."""
+    root = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    assert Rule.SCHEMA_KEY not in root
+    assert Rule.SCHEMA_KEY not in root["properties"]["spec"]
 
 
 def test_lists_with_names_are_maps_for_server_side_apply() -> None:
@@ -154,7 +162,7 @@ def test_the_columns_are_in_the_status() -> None:
     version = custom_resource_definition()["spec"]["versions"][0]
     columns = {column["name"]: column["jsonPath"] for column in version["additionalPrinterColumns"]}
 
-    assert list(columns) == ["Phase", "Step", "Progress", "Reward", "Ready", "Retries", "Age"]
+    assert list(columns) == ["Phase", "Step", "Progress", "Reward", "Ready", "Retries", "Age", "GPU-Hours", "Idle"]
     known = {path for path, _ in NODES}
     assert {path.removeprefix(".") for name, path in columns.items() if name != "Age"} <= known
 

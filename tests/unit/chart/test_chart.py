@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from ppojob_api.v1alpha1.policy import POLICY_NAME
 from ppojob_operator.settings import Settings
 from tests.unit.chart.rendered import environment_of, identity, only, pod_of, role_of
 
 PROJECT = Path(__file__).resolve().parents[3]
 CHART = PROJECT / "charts" / "ppojob"
 DEFINITION = PROJECT / "crds" / "ppojobs.ppojob.dev.yaml"
+POLICY = PROJECT / "crds" / "ppojobs-policy.yaml"
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "one namespace": {"watchNamespace": "rl-team"},
@@ -158,11 +160,17 @@ def test_the_probes_ask_for_progress(helm: Any) -> None:
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
 
 
-def test_in_one_namespace_nothing_cluster_wide_is_allowed_but_reviewing_tokens(helm: Any) -> None:
+def test_in_one_namespace_only_reviewing_tokens_and_reading_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
     objects = helm.objects({"watchNamespace": "rl-team"})
 
     assert only(objects, "ClusterRole")["rules"] == [
-        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
+        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
+        {
+            "apiGroups": ["admissionregistration.k8s.io"],
+            "resources": ["validatingadmissionpolicies", "validatingadmissionpolicybindings"],
+            "resourceNames": ["ppojobs.ppojob.dev"],
+            "verbs": ["get"],
+        },
     ]
     places = {identity(manifest)[1:] for manifest in objects if manifest["kind"] == "Role"}
     assert places == {("rl-team", "ppojob"), ("system", "ppojob-own")}
@@ -207,12 +215,30 @@ def test_the_definition_is_the_generated_one_and_stays_by_choice(helm: Any) -> N
     assert kept["spec"] == going["spec"] == generated["spec"]
     assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert "annotations" not in going["metadata"]
-    kinds = [manifest["kind"] for manifest in helm.objects({"crds.install": False})]
-    assert "CustomResourceDefinition" not in kinds
 
 
-def test_the_charts_copy_of_the_definition_is_the_generated_one() -> None:
-    assert (CHART / "files" / "crds" / DEFINITION.name).read_text() == DEFINITION.read_text()
+def test_the_policy_is_the_generated_one_and_always_goes(helm: Any) -> None:
+    """A rollback may restore a CRD that this policy does not fit."""
+    policy, binding = yaml.safe_load_all(POLICY.read_text())
+    found = [named(helm.objects({"crds.keep": keep}), POLICY_NAME) for keep in (True, False)]
+
+    for objects in found:
+        assert [each["spec"] for each in objects] == [policy["spec"], binding["spec"]]
+        assert all("annotations" not in each["metadata"] for each in objects)
+        assert all(each["metadata"]["labels"]["app.kubernetes.io/name"] == "ppojob-operator" for each in objects)
+
+
+def test_a_release_without_the_definition_has_no_policy_either(helm: Any) -> None:
+    objects = helm.objects({"crds.install": False})
+
+    assert "CustomResourceDefinition" not in [manifest["kind"] for manifest in objects]
+    assert named(objects, POLICY_NAME) == []
+
+
+def named(objects: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return the policy and the binding of that name."""
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    return [each for each in objects if each["kind"] in kinds and each["metadata"]["name"] == name]
 
 
 def test_given_certificates_are_mounted_and_none_are_made(helm: Any) -> None:

@@ -24,7 +24,7 @@ OF_NAMES = (
     (r".*_gb_per_s", "1e9 bytes per second"),
     (r".*_gb", "1e9 bytes"),
     (r".*_(ratio|fraction|clipfrac|utilization|mfu|explained_var)", "a share, 0 to 1"),
-    (r".*(_seconds|_seconds_bucket|timing_s|saved_s)", "seconds"),
+    (r".*(_seconds|_seconds_total|_seconds_bucket|timing_s|saved_s)", "seconds"),
 )
 """What the value of a metric is, by its name; else it counts something."""
 

@@ -12,10 +12,10 @@ import pytest
 
 from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, AlgorithmSpec, KLControllerType, KLEstimator, PolicyLoss
 from ppojob_api.v1alpha1.constants import STATUS_METRICS, Condition, Phase, Reason
+from ppojob_api.v1alpha1.fixed import MUTABLE
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.reward import RewardType
-from ppojob_api.v1alpha1.rules import MUTABLE
 from ppojob_api.v1alpha1.runtime import GangScheduler
 from ppojob_api.v1alpha1.telemetry import Tracker
 from ppojob_api.v1alpha1.training import LossAggregation, ScheduleMode
@@ -25,6 +25,7 @@ from ppojob_trainer.engines.train.fsdp import families
 from ppojob_trainer.main import failures
 from tests.bad_specs import GOOD
 from tests.unit.trainer.engines.test_engine_families import FAMILIES
+from tools.site import support
 
 DOCS = Path("docs")
 ALGORITHMS = (DOCS / "algorithms.md").read_text()
@@ -176,17 +177,22 @@ def test_the_modes_of_the_schedule_are_explained() -> None:
     assert {mode.value for mode in ScheduleMode} <= explained
 
 
-def test_the_matrix_has_the_tested_families() -> None:
+def test_the_matrix_has_the_table_of_families() -> None:
+    assert support.page(MATRIX) == MATRIX, "run `make generate`"
     tested = "| family |" + MATRIX.split("| family |")[1].split("\n\n")[0]
-
     assert {CODE.findall(row[0])[0] for row in rows(tested)} == {family for family, _ in FAMILIES.values()}
 
 
+def test_a_page_without_a_place_for_the_families_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no place for the families: it needs"):
+        support.page("# Support matrix\n")
+
+
 def test_the_matrix_has_what_is_refused_of_a_model() -> None:
-    refused = "| refused |" + MATRIX.split("| refused |")[1].split("\n\n")[0]
+    refused = "| refused | reason |" + MATRIX.split("| refused | reason |")[1].split("\n\n")[0]
     named = {code for row in rows(refused) for code in CODE.findall(row[0])}
 
-    known = {*families._NEUTRAL, *families._PARTS, *families._ATTENTIONS, *families._ROPE_OF_A_BATCH}
+    known = {*families._NEUTRAL, *families._ATTENTIONS, *families._ROPE_OF_A_BATCH}
     assert known <= named
     assert named - known == {"maxPromptLength", "maxResponseLength"}
 

@@ -1,11 +1,13 @@
-"""An operator says when it starts whether the definition in the cluster is older or newer than its own."""
+"""At its start, an operator logs how CRD and policy of the cluster differ from its own."""
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1.policy import admission_policy
 from ppojob_api.v1alpha1.schema import custom_resource_definition
 from ppojob_operator.api_server import Answer, ApiUnavailable
 from ppojob_operator.definition import log_differences
@@ -13,20 +15,38 @@ from ppojob_operator.definition import log_differences
 KIND = {"group": "ppojob.dev", "version": "v1alpha1", "kind": "PPOJob"}
 
 
-class Server:
-    """An API server that publishes a schema."""
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/ppojobs.ppojob.dev"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings/ppojobs.ppojob.dev"
 
-    def __init__(self, schema: Any, status: int = 200, error: Exception | None = None) -> None:
+
+class Server:
+    """An API server that publishes a schema, and has this operator's policy unless `changed` has another answer."""
+
+    def __init__(
+        self,
+        schema: Any,
+        status: int = 200,
+        error: Exception | None = None,
+        changed: Mapping[str, Answer] | None = None,
+    ) -> None:
         listed = {"properties": {"items": {}}, "x-kubernetes-group-version-kind": [{**KIND, "kind": "PPOJobList"}]}
         published = {**schema, "x-kubernetes-group-version-kind": [KIND]}
-        self.answer = Answer(status, {"components": {"schemas": {"list": listed, "job": published}}})
+        policy, binding = copy.deepcopy(admission_policy())
+        self.answers = {
+            "/openapi/v3/apis/ppojob.dev/v1alpha1": Answer(
+                status, {"components": {"schemas": {"list": listed, "job": published}}}
+            ),
+            POLICIES: Answer(200, policy),
+            BINDINGS: Answer(200, binding),
+            **(changed or {}),
+        }
         self.error = error
 
     async def call(self, method: str, path: str) -> Answer:
-        assert (method, path) == ("GET", "/openapi/v3/apis/ppojob.dev/v1alpha1")
+        assert method == "GET"
         if self.error is not None:
             raise self.error
-        return self.answer
+        return self.answers[path]
 
 
 def own() -> Any:
@@ -75,7 +95,7 @@ async def test_a_newer_definition_is_named_with_what_it_has(caplog: pytest.LogCa
 
 @pytest.mark.parametrize(
     ("server", "num_lines"),
-    [(Server(own(), status=404), 0), (Server(own(), status=403), 0), (Server(own(), error=ApiUnavailable("503")), 1)],
+    [(Server(own(), status=404), 0), (Server(own(), status=403), 0), (Server(own(), error=ApiUnavailable("503")), 2)],
     ids=["none", "forbidden", "away"],
 )
 async def test_a_definition_that_cannot_be_read_stops_nobody(
@@ -84,3 +104,31 @@ async def test_a_definition_that_cannot_be_read_stops_nobody(
     lines = await said(server, caplog)
 
     assert [level for level, _ in lines] == [logging.INFO] * num_lines
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(POLICIES, "ValidatingAdmissionPolicy"), (BINDINGS, "ValidatingAdmissionPolicyBinding")],
+)
+async def test_a_missing_policy_or_binding_is_named_with_the_remedy(
+    path: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [(level, words)] = await said(Server(own(), changed={path: Answer(404, {})}), caplog)
+
+    assert level == logging.ERROR
+    assert f"the cluster has no {kind} ppojobs.ppojob.dev: " in words
+    assert "apply crds/ppojobs-policy.yaml of this version" in words
+
+
+async def test_a_policy_of_another_version_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    [other, _] = copy.deepcopy(admission_policy())
+    del other["spec"]["variables"][0]
+
+    [(level, words)] = await said(Server(own(), changed={POLICIES: Answer(200, other)}), caplog)
+
+    assert level == logging.WARNING
+    assert "in the cluster has other rules than this operator (0.1.0): apply crds/ppojobs-policy.yaml" in words
+
+
+async def test_a_policy_that_may_not_be_read_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert await said(Server(own(), changed={POLICIES: Answer(403, {}), BINDINGS: Answer(403, {})}), caplog) == []

@@ -40,8 +40,7 @@ def job_file(manifest: Manifest, output: Path, storage: Path | None) -> JobFile:
     # Beside the run's folder, other runs find what was fetched.
     place = next((folder for folder in storages if folder.exists()), storages[-1])
     spec, sources = localized(spec, str(place))
-    if sources:
-        spec = spec.model_copy(update={"storage": spec.storage.model_copy(update={"mount_path": str(place)})})
+    spec = spec.model_copy(update={"storage": spec.storage.model_copy(update={"mount_path": str(place)})})
     uid = _uid(manifest)
     return JobFile(
         namespace=manifest.namespace, name=manifest.name, uid=uid, root=str(root), spec=spec, sources=sources

@@ -16,14 +16,10 @@ import torch
 from ppojob_trainer.data.errors import DataError
 from ppojob_trainer.data.records import PromptSource
 from ppojob_trainer.data.tokenize import Overlong, PromptTokenizer, truncate
+from ppojob_trainer.data.tokens import TokenizedPrompts
 from ppojob_trainer.protocol import DataProto, Keys, Meta, Ragged, object_array
 
 logger = logging.getLogger(__name__)
-
-# Prompts tokenized at a time when lengths are checked at the start.
-_BLOCK = 1024
-# With Fail and Truncate, so many prompts are checked at the start, and all others when their turn comes.
-CHECKED_AT_START = 20_000
 
 
 class PromptDataset:
@@ -33,30 +29,29 @@ class PromptDataset:
         self,
         source: PromptSource,
         tokenizer: PromptTokenizer,
+        tokenized: TokenizedPrompts,
         max_length: int,
         overlong: Overlong = "Fail",
     ) -> None:
         """
         Args:
+            tokenizer: the one that made `tokenized`, with the token ids of all prompts.
             max_length: longest prompt in tokens, chat template included.
-            overlong: Fail raises; Filter leaves prompts out (all are tokenized now); Truncate keeps the last tokens.
+            overlong: Fail raises; Filter leaves prompts out; Truncate keeps the last tokens.
 
         Raises:
-            DataError: with Fail, a prompt that is too long, with its index and length; with Filter, none is left.
+            DataError: a prompt has no tokens; with Fail, a prompt is too long; with Filter, none is left.
         """
         self._source = source
         self._tokenizer = tokenizer
+        self._tokenized = tokenized
         self._max_length = max_length
-        self._overlong = overlong
-        self._kept: Sequence[int] = range(len(source))
-        first = min(len(source), CHECKED_AT_START)
-        if overlong == "Fail":
-            for _ in self._blocks(first):
-                pass
-        elif overlong == "Truncate":
-            self._warn_about_truncation(first)
-        elif overlong == "Filter":
+        self._is_truncated = overlong == "Truncate"
+        self._kept: np.ndarray[Any, Any] | range = range(len(source))
+        if overlong == "Filter":
             self._kept = self._short_enough()
+        else:
+            self._check_lengths()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -68,7 +63,7 @@ class PromptDataset:
 
     def data_sources(self) -> set[str]:
         """Return the names of the data sets that the prompts are of."""
-        return self._source.data_sources()
+        return self._tokenized.data_sources()
 
     def batch(self, numbers: Sequence[int], epoch: int = 0) -> DataProto:
         """Return these prompts (numbers from 0 to len - 1) as a batch.
@@ -79,14 +74,13 @@ class PromptDataset:
         Raises:
             DataError: a prompt cannot be used; names it.
         """
-        indices = [self._kept[number] for number in numbers]
+        indices = [int(self._kept[number]) for number in numbers]
         records = [self._source[index] for index in indices]
         messages = [
             self._tokenizer.messages(record, self._where(index)) for index, record in zip(indices, records, strict=True)
         ]
-        token_lists = self._tokenizer.token_ids(messages)
         return DataProto.from_dict(
-            {Keys.PROMPT_IDS: Ragged.from_rows(list(map(self._fit, indices, token_lists)), torch.int32)},
+            {Keys.PROMPT_IDS: Ragged.from_rows(list(map(self._token_ids, indices)), torch.int32)},
             {
                 Keys.RAW_PROMPT: object_array(messages),
                 Keys.DATA_SOURCE: [record.data_source for record in records],
@@ -106,45 +100,38 @@ class PromptDataset:
     def _where(self, index: int) -> str:
         return f"{self._source.name}, prompt {index}"
 
-    def _fit(self, index: int, token_ids: list[int]) -> list[int]:
-        if not token_ids:
-            raise DataError(f"{self._where(index)}: the prompt has no tokens")
-        if len(token_ids) <= self._max_length:
-            return token_ids
-        if self._overlong == "Truncate":
-            return truncate(token_ids, self._max_length)
-        raise DataError(
-            f"{self._where(index)}: {len(token_ids)} tokens, more than data.maxPromptLength {self._max_length}. "
-            "Raise it, or set data.overlongPrompts to Filter or Truncate"
-        )
+    def _token_ids(self, index: int) -> list[int]:
+        return truncate(self._tokenized.token_ids(index), self._max_length)
 
-    def _blocks(self, count: int, check: bool = True) -> Iterator[tuple[int, int]]:
-        """Yield (index, number of tokens) of the first prompts."""
-        for start in range(0, count, _BLOCK):
-            indices = range(start, min(start + _BLOCK, count))
-            messages = [self._tokenizer.messages(self._source[index], self._where(index)) for index in indices]
-            for index, token_ids in zip(indices, self._tokenizer.token_ids(messages), strict=True):
-                if check:
-                    self._fit(index, token_ids)
-                yield index, len(token_ids)
-
-    def _warn_about_truncation(self, first: int) -> None:
-        overlong = sum(length > self._max_length for _, length in self._blocks(first, check=False))
-        if overlong:
-            text = (
-                "%s: %d of the first %d prompts are longer than data.maxPromptLength %d: they are truncated on the left"
-            )
-            logger.warning(text, self.name, overlong, first, self._max_length)
-
-    def _short_enough(self) -> list[int]:
-        total = len(self._source)
-        kept = [index for index, length in self._blocks(total, check=False) if 0 < length <= self._max_length]
-        if not kept:
+    def _check_lengths(self) -> None:
+        lengths = self._tokenized.lengths
+        if not lengths.all():
+            raise DataError(f"{self._where(int(lengths.argmin()))}: the prompt has no tokens")
+        overlong = np.flatnonzero(lengths > self._max_length)
+        if not len(overlong):
+            return
+        first, longest = int(overlong[0]), self._max_length
+        if not self._is_truncated:
             raise DataError(
-                f"{self._source.name}: all {total} prompts are longer than data.maxPromptLength {self._max_length}"
+                f"{self._where(first)}: {lengths[first]} tokens, more than data.maxPromptLength {longest}; "
+                f"{len(overlong)} of {len(lengths)} prompts are longer. "
+                f"Raise it (the longest prompt has {lengths.max()} tokens), or set data.overlongPrompts to Filter or "
+                "Truncate"
             )
-        if len(kept) < total:
-            logger.warning("%s: %d of %d prompts are too long and left out", self.name, total - len(kept), total)
+        text = "%s: %d of %d prompts are longer than data.maxPromptLength %d: they are truncated on the left"
+        logger.warning(text, self.name, len(overlong), len(lengths), longest)
+
+    def _short_enough(self) -> np.ndarray[Any, Any]:
+        lengths = self._tokenized.lengths
+        kept = np.flatnonzero((lengths > 0) & (lengths <= self._max_length))
+        if not len(kept):
+            raise DataError(
+                f"{self._source.name}: all {len(lengths)} prompts are longer than data.maxPromptLength "
+                f"{self._max_length}: raise it; the longest prompt has {lengths.max()} tokens"
+            )
+        if len(kept) < len(lengths):
+            left_out = len(lengths) - len(kept)
+            logger.warning("%s: %d of %d prompts are too long and left out", self.name, left_out, len(lengths))
         return kept
 
 
@@ -189,7 +176,8 @@ class PromptLoader:
         epoch, position = self._next_place(self._batch_size if count is None else 1)
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
-        batch = self._dataset.batch(self._order[position : position + (count or self._batch_size)], epoch)
+        numbers = self._order[position : position + (count or self._batch_size)].tolist()
+        batch = self._dataset.batch(numbers, epoch)
         # Only now: a batch that failed is not counted as seen.
         self._epoch, self._position = epoch, position + len(batch)
         return batch
@@ -226,9 +214,8 @@ class PromptLoader:
             return self._epoch + 1, 0
         return self._epoch, self._position
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _order_of(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self._shuffle:
-            return list(range(len(self._dataset)))
+            return np.arange(len(self._dataset))
         # NumPy promises that RandomState's streams never change, so a checkpoint outlives an upgrade.
-        order: list[int] = np.random.RandomState([self._seed, epoch]).permutation(len(self._dataset)).tolist()
-        return order
+        return np.random.RandomState([self._seed, epoch]).permutation(len(self._dataset))

@@ -6,7 +6,7 @@ The defaults are verl's columns: `prompt` (chat messages or a string), `data_sou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,25 +41,18 @@ class PromptSource(Protocol):
         """How many there are."""
         ...
 
-    def data_sources(self) -> set[str]:
-        """Return the `data_source` of all prompts, each once. It reads that column alone."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can open it without another copy in memory."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return, as JSON, everything that its prompts depend on: a cache of them is valid as long as it is equal."""
         ...
 
     def __getitem__(self, index: int) -> PromptRecord:
         """Prompt `index`, from 0."""
         ...
-
-
-def names_of_sources(values: Iterable[Any] | None, columns: Columns, default_source: str) -> set[str]:
-    """Return the names that `record_from_row` gives to rows.
-
-    Args:
-        values: of the column `data_source`, each at least once; None: there is no such column.
-        default_source: the data_source of rows that have none.
-    """
-    if columns.data_source:
-        return {columns.data_source}
-    return {default_source} if values is None else {str(value or default_source) for value in values}
 
 
 def record_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_source: str) -> PromptRecord:

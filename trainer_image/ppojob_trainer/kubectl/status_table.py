@@ -141,7 +141,7 @@ def _pools(pools: Sequence[Raw]) -> Table:
 
 
 def _places(status: Raw) -> list[str]:
-    """Return what was fetched, where the newest results are, what the trainer recommends, and whose the job is."""
+    """Return what was fetched, where the newest results are, GPU time, the trainer's advice, and the job's operator."""
     checkpoint, model, operator = status.get("checkpoint"), status.get("model"), status.get("operator")
     return [
         *([f"fetch           {_fetch(status['fetch'])}"] if status.get("fetch") else []),
@@ -156,9 +156,16 @@ def _places(status: Raw) -> list[str]:
             f"avoided node    {each['name']}, {each['reason']} in attempt {each['attempt']}, {each['time']}"
             for each in status.get("avoidedNodes", [])
         ),
+        *([f"GPU time        {_gpu_time(status['gpuUsage'])}"] if status.get("gpuUsage") else []),
         *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
         *([f"operator        {operator['namespace']}, version {operator['version']}"] if operator else []),
     ]
+
+
+def _gpu_time(usage: Raw) -> str:
+    """Return for how long the job has held GPUs, and for how much of that they were idle."""
+    held, idle = float(usage["gpuHours"]), float(usage["idleGPUHours"])
+    return f"{held:.2f} GPU-hours" + (f", {idle / held:.0%} idle" if held else "")
 
 
 def _fetch(fetch: Raw) -> str:

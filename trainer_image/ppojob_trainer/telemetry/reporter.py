@@ -17,7 +17,7 @@ import httpx
 from pydantic import ValidationError
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, wait_random_exponential
 
-from ppojob_api.v1alpha1.progress import FetchReport, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.progress import MAX_REPORT_INTERVAL_SECONDS, FetchReport, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import Reporting
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class _NotDeliveredError(Exception):
 
 
 class ProgressReporter:
-    """Delivers the newest report at least every `interval_seconds`, and keeps the newest reply."""
+    """Delivers the newest report at least once in an interval, and keeps the newest reply, which may change that."""
 
     def __init__(self, reporting: Reporting) -> None:
         self.fenced_out = threading.Event()
@@ -78,11 +78,16 @@ class ProgressReporter:
         is_closing = False
         while not is_closing and not self.fenced_out.is_set():
             with self._changed:
-                self._changed.wait_for(self._is_due_at_once, timeout=self._reporting.interval_seconds)
+                self._changed.wait_for(self._is_due_at_once, timeout=self._interval_s())
                 self._is_urgent, is_closing = False, self._closes_at is not None
                 is_needed = self._report is not None and not (is_closing and self._delivered is self._report)
             if is_needed:
                 self._deliver()
+
+    def _interval_s(self) -> float:
+        """Return the longest time between two reports: what the operator asks for, within bounds."""
+        own, asked = self._reporting.interval_seconds, self._reply.interval_seconds
+        return own if asked is None else max(own, min(asked, MAX_REPORT_INTERVAL_SECONDS))
 
     def _is_due_at_once(self) -> bool:
         return self._is_urgent or self._closes_at is not None
@@ -105,7 +110,7 @@ class ProgressReporter:
     def _has_tried_enough(self, state: RetryCallState) -> bool:
         if self._closes_at is not None:
             return time.monotonic() >= self._closes_at
-        return (state.seconds_since_start or 0.0) >= self._reporting.interval_seconds
+        return (state.seconds_since_start or 0.0) >= self._interval_s()
 
     def _pause(self, seconds: float) -> None:
         """Wait between two tries; `close` ends the wait."""

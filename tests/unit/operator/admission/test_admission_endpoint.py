@@ -174,6 +174,20 @@ async def test_the_label_of_the_queue_changes_only_before_a_job_is_accepted(
         assert message.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'other': the queue cannot change")
 
 
+@pytest.mark.parametrize(("conditions", "is_allowed"), [([ACCEPTED], False), ([], True)], ids=["accepted", "new"])
+async def test_fixed_fields_change_only_before_a_job_is_accepted(
+    ask: Asking, conditions: list[dict[str, Any]], is_allowed: bool
+) -> None:
+    """Also in a cluster without the policy."""
+    status = {"conditions": conditions}
+
+    allowed, message, _ = await ask(review(job(spec(trainer={"seed": 7}), status), job(spec(), status)))
+
+    assert allowed == is_allowed
+    if not is_allowed:
+        assert message.startswith("spec.trainer.seed: 7: cannot change once the job is accepted: create another PPOJob")
+
+
 @pytest.mark.parametrize(
     ("new", "old"),
     [

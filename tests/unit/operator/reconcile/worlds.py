@@ -111,6 +111,10 @@ class World:
                 kept.append(replace(pod, out_of_memory=trouble if is_starved else None))
         return self.see(pods=tuple(kept))
 
+    def pods_are_bound(self) -> "World":
+        """Bind all pods to nodes."""
+        return self.see(pods=tuple(replace(pod, node=f"node-of-{pod.name}") for pod in self.observed.pods))
+
     def pod_is_gone(self, pool: str) -> "World":
         """Take a pool's pods away ("head" is the head's)."""
         return self.see(pods=tuple(pod for pod in self.observed.pods if (pod.pool or "head") != pool))
@@ -163,7 +167,8 @@ class World:
         self.num_reports += 1
         known = {"uid": UID, "attempt": self.status["attempt"], "number": self.num_reports, "totalSteps": 8}
         report = ProgressReport.model_validate({**known, "activity": activity, "step": step, **fields})
-        self.status |= progress_status(report, self.raw, self.now + self.skew) or {}
+        written = progress_status(report, self.raw, self.now + self.skew) or {}
+        self.status |= {**written, "pools": _merged(self.status.get("pools", []), written.get("pools", []))}
         return self
 
     def trainer_repeats(self, **fields: Any) -> "World":
@@ -209,7 +214,8 @@ class World:
                 for name in ("progress", "recommendation", "layoutAdvice", "checkpoint", "model", "fetch", "sources")
                 if name in self.status
             }
-            self.status = {**plan.status, **theirs}
+            pools = _merged(plan.status.get("pools", []), self.status.get("pools", []))
+            self.status = {**plan.status, **theirs, "pools": pools}
         for name in plan.delete_clusters:
             self._release(name)
         if plan.delete_fetch_job:
@@ -317,6 +323,13 @@ class World:
         """Return status and reason of a condition."""
         condition = self.condition(kind)
         return condition.status, condition.reason
+
+
+def _merged(of_operator: list[dict[str, Any]], of_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pools of the status, with busyFraction from the reports and all other fields from the operator."""
+    busy = {pool["name"]: {"busyFraction": pool["busyFraction"]} for pool in of_reports if "busyFraction" in pool}
+    ours = ({name: value for name, value in pool.items() if name != "busyFraction"} for pool in of_operator)
+    return [{**pool, **busy.get(pool["name"], {})} for pool in ours]
 
 
 def first_cluster() -> str:

@@ -37,6 +37,7 @@ def names_of_jobs(registry: CollectorRegistry) -> list[str]:
         (JobState("Starting"), "ppojob_job_eta_seconds", {}, None),
         (JobState("Running", retries={"user": 2}), "ppojob_job_retries_total", {"cause": "user"}, 2),
         (JobState("Running", gpus={"ready": 3.0}), "ppojob_job_gpus", {"state": "ready"}, 3),
+        (JobState("Failed", gpu_seconds={"idle": 4.0}), "ppojob_job_gpu_seconds_total", {"state": "idle"}, 4),
         (JobState("Queued", waiting_since=5.0), "ppojob_job_waiting_since_timestamp_seconds", {}, 5),
         (JobState("Running", last_progress=6.0), "ppojob_job_last_progress_timestamp_seconds", {}, 6),
         (JobState("Running", last_report=7.0), "ppojob_job_last_report_timestamp_seconds", {}, 7),

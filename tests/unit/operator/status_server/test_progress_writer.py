@@ -249,3 +249,34 @@ async def test_the_lag_of_writes_is_measured(
         await until(lambda: len(cluster.writes) == 1)
 
     assert metrics.registry.get_sample_value("ppojob_progress_status_write_lag_seconds_count") == 1
+
+
+@pytest.mark.parametrize(("num_jobs", "interval"), [(1, 10.0), (300, 10.0), (600, 20.0), (2000, 30.0)])
+async def test_the_more_jobs_report_the_longer_is_the_interval(
+    writer: ProgressWriter, num_jobs: int, interval: float
+) -> None:
+    for number in range(num_jobs):
+        writer.keep(JobIdentity("team", f"job-{number}", f"uid-{number}"), said({"n": number}))
+
+    assert writer.interval == interval
+
+
+async def test_with_many_jobs_the_writes_per_second_are_bounded(writer: ProgressWriter, cluster: Any) -> None:
+    keys = [JobIdentity("team", f"job-{number}", f"uid-{number}") for number in range(600)]
+
+    async with running(writer):
+        for second in range(60):
+            for key in keys:
+                writer.keep(key, said({"second": second}))
+            await asyncio.sleep(1)
+
+    # Every 20 s each job, and the first report at once.
+    assert len(cluster.writes) == 600 * 3
+
+
+async def test_with_few_jobs_again_the_interval_is_short_again(writer: ProgressWriter, cluster: Any) -> None:
+    async with running(writer):
+        for number in range(600):
+            writer.keep(JobIdentity("team", f"job-{number}", f"uid-{number}"), said({}))
+        await until(lambda: len(cluster.writes) == 600)
+        await until(lambda: writer.interval == INTERVAL, seconds=40)

@@ -4,11 +4,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ppojob_trainer.data import DataError, PromptDataset, PromptLoader, PromptTokenizer
+from ppojob_trainer.data import DataError, PromptLoader, PromptTokenizer
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 from ppojob_trainer.protocol import Keys, check_layout, rollout_batch
 from ppojob_trainer.rewards import FunctionSource, Scorer
 from ppojob_trainer.rewards.batch import score_batch
+from tests.unit.trainer.data.test_prompt_dataset import dataset_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
@@ -39,7 +40,7 @@ def source() -> ReasoningGymPrompts:
 
 def test_a_template_brings_its_own_special_tokens(source) -> None:
     tokenizer = make_tokenizer(TEMPLATE)
-    dataset = PromptDataset(source, PromptTokenizer(tokenizer, "Answer with the result only."), 200)
+    dataset = dataset_of(source, PromptTokenizer(tokenizer, "Answer with the result only."), 200)
     ids = dataset.batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
     assert [token for token in ids if token < 5] == [BOS, SYSTEM, USER, ASSISTANT]
     assert ids[-1] == ASSISTANT
@@ -48,10 +49,7 @@ def test_a_template_brings_its_own_special_tokens(source) -> None:
 
 def test_without_a_template_the_tokenizer_adds_its_begin_token(source) -> None:
     ids = (
-        PromptDataset(source, PromptTokenizer(make_tokenizer(None)), 200)
-        .batch([0])
-        .ragged(Keys.PROMPT_IDS)
-        .to_lists()[0]
+        dataset_of(source, PromptTokenizer(make_tokenizer(None)), 200).batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
     )
     assert [token for token in ids if token < 5] == [BOS]
 
@@ -62,13 +60,13 @@ THINKING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not enabl
 def test_a_template_of_the_job_replaces_the_tokenizers(source) -> None:
     for own in (TEMPLATE, None):
         prompts = PromptTokenizer(make_tokenizer(own), "", THINKING)
-        ids = PromptDataset(source, prompts, 200).batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
+        ids = dataset_of(source, prompts, 200).batch([0]).ragged(Keys.PROMPT_IDS).to_lists()[0]
         assert [token for token in ids if token < 5] == [ASSISTANT]
 
 
 def test_variables_reach_the_template(source) -> None:
     ids = [
-        PromptDataset(source, PromptTokenizer(make_tokenizer(THINKING), "", None, {"enable_thinking": value}), 200)
+        dataset_of(source, PromptTokenizer(make_tokenizer(THINKING), "", None, {"enable_thinking": value}), 200)
         .batch([0])
         .ragged(Keys.PROMPT_IDS)
         .to_lists()[0]
@@ -93,12 +91,12 @@ def test_variables_that_are_not_the_jobs_to_give_are_refused() -> None:
 )
 def test_a_template_that_fails_is_named(source, template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        PromptDataset(source, PromptTokenizer(make_tokenizer(None), "", template), 200)
+        dataset_of(source, PromptTokenizer(make_tokenizer(None), "", template), 200)
 
 
 def test_from_the_source_to_token_level_scores(source) -> None:
     tokenizer = make_tokenizer(TEMPLATE)
-    prompts = PromptLoader(PromptDataset(source, PromptTokenizer(tokenizer), 200), 8, seed=1).next_batch()
+    prompts = PromptLoader(dataset_of(source, PromptTokenizer(tokenizer), 200), 8, seed=1).next_batch()
     answers = [truth if row % 2 else "no idea" for row, truth in enumerate(prompts.array(Keys.GROUND_TRUTH))]
     responses = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], END] for answer in answers]
     batch = prompts.with_fields(rollout_batch(prompts.ragged(Keys.PROMPT_IDS).to_lists(), responses))

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ppojob_api.v1alpha1.data import Columns, DataSource
-from ppojob_trainer.data import DataError, open_source
+from ppojob_trainer.data import DataError, TableCache, open_source
 from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 
@@ -83,6 +83,48 @@ class TestFiles:
             {},
         )
 
+    def test_lines_are_found_however_they_end(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b'\n {"prompt": "a"}\r\n  \t\r\n\r\n{"prompt": "b"} \n\n{"prompt": "c"}')
+        source = read_jsonl([str(path)])
+        assert [source[row].prompt for row in range(len(source))] == ["a", "b", "c"]
+
+    def test_a_line_longer_than_what_is_scanned_at_a_time(self, jsonl, monkeypatch) -> None:
+        monkeypatch.setattr("ppojob_trainer.data.sources.rows._SCANNED", 7)
+        check_rows(read_jsonl([jsonl(ROWS)]))
+
+    def test_the_number_of_a_bad_line_counts_empty_ones(self, jsonl) -> None:
+        source = read_jsonl([jsonl([ROWS[0], "", "", "[1]"])])
+        assert len(source) == 2
+        with pytest.raises(DataError, match=r"train.jsonl, line 4: a line holds one JSON object, this is list"):
+            source[1]
+
+    def test_text_that_is_not_utf_8_is_named_by_its_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        # So much text that the check of the first line does not reach the second.
+        path.write_bytes(b'{"prompt": "' + b"a" * 100_000 + b'"}\n{"prompt": "\xff"}\n')
+        with pytest.raises(DataError, match=r"a.jsonl, line 2: cannot be read as JSON Lines in UTF-8"):
+            read_jsonl([str(path)])[1]
+
+    def test_columns_with_a_dictionary_are_read(self, tmp_path: Path) -> None:
+        names = pa.array(["one", "two", "one"]).dictionary_encode()
+        path = str(tmp_path / "a.parquet")
+        pq.write_table(pa.table({"prompt": ["a", "b", "c"], "data_source": names}), path, row_group_size=2)
+        source = read_parquet([path], cache=TableCache(tmp_path / "cache"))
+        assert [source[row].data_source for row in range(3)] == ["one", "two", "one"]
+
+    def test_a_file_that_is_written_again_is_read_again(self, parquet, tmp_path: Path) -> None:
+        cache = TableCache(tmp_path / "cache")
+        assert len(read_parquet([parquet(ROWS)], cache=cache)) == 2
+        assert len(read_parquet([parquet([*ROWS, ROWS[0]])], cache=cache)) == 3
+
+    def test_columns_that_nobody_reads_are_not_cached(self, parquet, tmp_path: Path) -> None:
+        cache = TableCache(tmp_path / "cache")
+        check_rows(read_parquet([parquet([{**row, "solution": "long"} for row in ROWS])], cache=cache))
+        [file] = (tmp_path / "cache").glob("*.arrow")
+        names = pa.ipc.open_file(pa.memory_map(str(file))).read_all().column_names
+        assert sorted(names) == ["data_source", "extra_info", "prompt", "reward_model"]
+
     def test_a_line_separator_inside_a_string_ends_no_line(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
         path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
@@ -114,8 +156,9 @@ class TestFiles:
         rows = [{"prompt": "a", "data_source": "one"}, {"prompt": "b", "data_source": None}] * 2
         path, without = write(rows, "some.file"), write([{"prompt": "c"}], "none.file")
         source = read([path, without])
-        assert source.data_sources() == {"one", "some", "none"} == {source[row].data_source for row in range(5)}
-        assert read([path], Columns(data_source="given")).data_sources() == {"given"}
+        assert [source[row].data_source for row in range(5)] == ["one", "some", "one", "some", "none"]
+        given = read([path], Columns(data_source="given"))
+        assert {given[row].data_source for row in range(4)} == {"given"}
 
     def test_a_wrong_column_of_the_ground_truth_says_which_there_are(self, jsonl) -> None:
         columns = Columns(prompt_column="question", ground_truth_column="anwser")
@@ -139,8 +182,8 @@ class TestFiles:
         with pytest.raises(DataError, match=r"train.parquet: cannot be read as JSON Lines in UTF-8"):
             read_jsonl([parquet(ROWS)])
         with pytest.raises(DataError, match=r"train.jsonl, line 2: not JSON"):
-            read_jsonl([jsonl([ROWS[0], "{"])])
-        with pytest.raises(DataError, match=r"train.jsonl, line 1: a line holds one JSON object, this is list"):
+            read_jsonl([jsonl([ROWS[0], "{"])])[1]
+        with pytest.raises(DataError, match=r"train.jsonl, first line: a line holds one JSON object, this is list"):
             read_jsonl([jsonl(["[1]"])])
 
     def test_no_rows(self, jsonl) -> None:
@@ -212,7 +255,6 @@ class TestOpenSource:
         path = Path(parquet(ROWS, "train-00000-of-00001.parquet")).parent
         source = open_source(DataSource.model_validate({"huggingFace": {"path": str(path)}}))
         check_rows(source)
-        assert source.data_sources() == {"openai/gsm8k"}
 
     def test_columns_of_a_hugging_face_folder(self, parquet, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

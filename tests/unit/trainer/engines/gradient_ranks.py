@@ -53,8 +53,9 @@ def whole_batch() -> DataProto:
 
 def one_step(parallel: ParallelMesh, model: Path, role: str, way: Way, aggregation: LossAggregation) -> dict[str, Any]:
     """Return the gradient before clipping and the weights after the step, whole and in float32, and the metrics."""
-    part = ROWS // parallel.world_size
-    batch = whole_batch()[list(way.order[parallel.rank * part : (parallel.rank + 1) * part])]
+    peers = parallel.dims.model_parallel
+    part, number = ROWS * peers // parallel.world_size, parallel.rank // peers
+    batch = whole_batch()[list(way.order[number * part : (number + 1) * part])]
     engine = _engine(parallel, model, role, way, aggregation)
     gradients: dict[str, Tensor] = {}
     clip = engine.optimizer.clip

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.fsdp import loading
+from ppojob_trainer.engines.train.fsdp.experts import COUNTS
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
@@ -48,7 +49,8 @@ def whole_and_read(parallel: ParallelMesh, model: Path, options: LoadOptions) ->
         model_of_language = load_policy(str(model), options, parallel).language_model
     named = (*model_of_language.named_parameters(), *model_of_language.named_buffers())
     return {
-        "tensors": {name: _whole(tensor.detach()).clone() for name, tensor in named},
+        # transformers does not have the counts.
+        "tensors": {name: _whole(tensor.detach()).clone() for name, tensor in named if not name.endswith(COUNTS)},
         "bytes": sum(read.values()),
         "experts": sum(".experts." in name for name in read),
     }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
@@ -177,22 +177,6 @@ def test_a_large_model_is_exported_in_files_with_an_index(
     assert compare_export(tmp_path / "export", tmp_path / "checkpoint" / "actor") == len(whole)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
-
-
-def test_experts_are_exported_under_the_names_of_their_checkpoints(parallel: ParallelMesh, tmp_path: Path) -> None:
-    """Transformers fuses a layer's experts, and no file has them so."""
-    torch.manual_seed(7)
-    config = MixtralConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, initializer_range=0.3, sliding_window=None,
-    )  # fmt: skip
-    source = MixtralForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
-    source.save_pretrained(tmp_path / "source")
-    make_policy(parallel, tmp_path / "source").export(tmp_path / "export")
-    stored, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "source"))
-    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in expected
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
 
 
 def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:

@@ -11,14 +11,18 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_api.v1alpha1.model import ActorModel, TrainedModel
+from ppojob_api.v1alpha1.model import ActorModel, LoRA, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.errors import ModelMismatchError, ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.models import support
+from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
+from tests.unit.trainer.engines.test_engine_peers import LAYOUTS
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -36,6 +40,7 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 NO_CAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
 # The batches' sequences have up to 16 tokens, so a window of 4 hides most of the longer ones.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +72,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2 without caps": ("gemma2", {**NO_CAPS, "sliding_window": 4, "query_pre_attn_scalar": 12}),
     "gemma3": ("gemma3_text", {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12}),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {}),
+    "glm4": ("glm4", {}),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "qwen3 moe with a dense layer": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 
 
@@ -85,11 +96,10 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def make_policy(parallel: ParallelMesh, path: Path) -> FSDPEngine:
+def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = None) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
-    return policy_engine(
-        parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), total_steps=9, dtype=torch.float32
-    )
+    model = ActorModel(path=str(path), lora=lora)
+    return policy_engine(parallel, model, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
 
 
 def plain(auto: Any, path: Path, batch: DataProto) -> Any:
@@ -152,17 +162,76 @@ def test_the_export_is_read_back_by_transformers(
     [
         ("gemma2", {}, r"gemma2 has final_logit_softcapping=30\.0, which is not supported: use a model without it"),
         ("gemma2", {"final_logit_softcapping": None}, r"attn_logit_softcapping=50\.0"),
-        ("cohere", {}, r"cohere has logit_scale=0\.0625"),
-        ("granite", {"logits_scaling": 8.0}, r"granite has logits_scaling=8\.0"),
         ("llama", {"attention_dropout": 0.1}, r"llama has attention_dropout=0\.1"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
-        ("llama4_text", {}, "layers of type chunked_attention"),
-        ("qwen3_next", {}, "layers of type linear_attention"),
-        ("gpt_oss", {}, "gpt_oss has attention sinks"),
-        ("mamba", {}, "mamba has layers of type linear_attention"),
+        ("qwen3", {"layer_types": ["linear_attention"], "num_hidden_layers": 1}, "layers of type linear_attention"),
+        ("qwen3_moe", {"output_router_logits": True}, "qwen3_moe has output_router_logits=True"),
+        ("qwen3_moe", {"router_jitter_noise": 0.1}, r"qwen3_moe has router_jitter_noise=0\.1"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=message):
         refuse_unsupported(AutoConfig.for_model(family, **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("cohere", "cohere is not a supported family, because no test compares it with transformers"),
+        ("mamba", "mamba is not a supported family"),
+        ("mixtral", "mixtral is a mixture of experts that is not supported"),
+        ("gpt_oss", "gpt_oss is a mixture of experts that is not supported"),
+        ("deepseek_v3", "deepseek_v3 is a mixture of experts that is not supported"),
+        ("llama4_text", "llama4_text is a mixture of experts that is not supported"),
+        ("t5", "t5 is not a causal language model of transformers"),
+    ],
+)
+def test_a_family_without_tests_is_refused_with_those_that_have_them(family: str, message: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match=f"^{message}") as raised:
+        refuse_unsupported(AutoConfig.for_model(family))
+    assert str(raised.value).endswith(f": use a model of one of the families {', '.join(support.FAMILIES)}")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "cohere"])
+def test_code_in_the_checkpoint_does_not_make_a_known_family_a_tested_one(family: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match=f"^{family} is "):
+        refuse_unsupported(AutoConfig.for_model(family, auto_map={"AutoModelForCausalLM": "modeling.Model"}))
+
+
+def test_the_table_has_the_families_of_these_tests() -> None:
+    assert set(support.FAMILIES) == {family for family, _ in FAMILIES.values()}
+
+
+def test_the_table_has_the_families_that_are_tested_or_refused_with_tensor_parallelism() -> None:
+    tested = {family for dims, family in LAYOUTS.values() if dims.tensor > 1}
+    assert {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.TESTED} == tested
+    refused = {name for name in support.FAMILIES if has_no_division(name)}
+    assert {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.REFUSED} == refused
+
+
+def has_no_division(family: str) -> bool:
+    try:
+        check_divisions(AutoConfig.for_model(family, **SHAPE), {"actor.tensorParallelSize": 2})
+    except ModelMismatchError as error:
+        return f"how {family} is divided is not computed here" in str(error)
+    return False
+
+
+def test_adapters_are_trained_and_begin_as_the_model(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
+    plain_policy = make_policy(parallel, path)
+    expected = plain_policy.forward(batch).padded(Keys.OLD_LOG_PROBS)
+    target = "qkv_proj" if path.name == "phi3" else "q_proj"
+    engine = make_policy(parallel, path, LoRA(rank=4, target_modules=[target]))
+    torch.testing.assert_close(engine.forward(batch).padded(Keys.OLD_LOG_PROBS), expected)
+    names = [spec.name for spec in engine.weights().specs()]
+    assert names == [spec.name for spec in plain_policy.weights().specs()]
+
+    engine.update(batch)
+
+    merged = dict(zip(names, (tensor.clone() for tensor in engine.weights().gather()), strict=True))
+    frozen = dict(zip(names, (tensor.clone() for tensor in plain_policy.weights().gather()), strict=True))
+    changed = {name for name in names if not torch.equal(merged[name], frozen[name])}
+    assert changed == {name for name in names if name.endswith(f".{target}.weight")}
+    frozen_part = engine.forward(batch, with_adapters=False).padded(Keys.OLD_LOG_PROBS)
+    assert torch.equal(frozen_part, expected), "the reference is not the model without its adapters"

@@ -85,7 +85,7 @@ def test_plain_transformers_with_padding_and_fixed_micro_batches(
     counts = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
     for start in range(0, len(batch), rows):
         part = batch[list(range(start, min(start + rows, len(batch))))]
-        _padded_loss(model, part, counts, aggregation.value).backward()
+        padded_loss(model, part, counts, aggregation.value).backward()
 
     packed = of_one[f"actor {aggregation.value} micro-batches by tokens"]["gradients"]
     padded = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -96,7 +96,7 @@ def test_plain_transformers_with_padding_and_fixed_micro_batches(
         torch.testing.assert_close(gradient / scale, theirs / scale, atol=1e-4, rtol=0, msg=name)
 
 
-def _padded_loss(model: torch.nn.Module, batch: DataProto, counts: Denominators, aggregation: str) -> Tensor:
+def padded_loss(model: torch.nn.Module, batch: DataProto, counts: Denominators, aggregation: str) -> Tensor:
     mask, old, advantages, reference = (
         batch.padded(key, RESPONSE_LENGTH)
         for key in (Keys.RESPONSE_MASK, Keys.OLD_LOG_PROBS, Keys.ADVANTAGES, Keys.REF_LOG_PROB)

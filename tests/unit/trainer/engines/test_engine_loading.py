@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -61,15 +61,12 @@ def loaded(path: Path, parallel: ParallelMesh) -> dict[str, Tensor]:
     return whole_and_read(parallel, path, FLOAT32)["tensors"]
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
-def with_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / request.param
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "qwen3_moe"
     torch.manual_seed(7)
-    if request.param == "mixtral":
-        MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=NUM_EXPERTS)).save_pretrained(folder)
-    else:
-        config = Qwen3MoeConfig(**SHAPE, num_experts=NUM_EXPERTS, moe_intermediate_size=32, head_dim=12)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    config = Qwen3MoeConfig(**SHAPE, num_experts=NUM_EXPERTS, moe_intermediate_size=32, head_dim=12)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     names = load_file(folder / "model.safetensors")
     assert any(".experts.0." in name for name in names), "the experts are not in the checkpoint's form"
     return folder

@@ -16,7 +16,7 @@ import pytest
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.sources import localized
 from ppojob_api.v1alpha1.validation import parse_manifest
-from ppojob_trainer.commands.fetch.lock import LockTimes
+from ppojob_trainer.storage_lock import LockTimes
 from tests.good_spec import with_changes
 from tests.unit.trainer.fetch.hub_server import Hub, Repository, serving
 

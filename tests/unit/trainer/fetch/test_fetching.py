@@ -14,8 +14,8 @@ import pytest
 from ppojob_api.v1alpha1.training import Engine, EngineClass
 from ppojob_trainer.commands.fetch import FetchError, FetchRefusedError, State, fetch_all
 from ppojob_trainer.commands.fetch.folders import MARKER
-from ppojob_trainer.commands.fetch.lock import FolderLock
 from ppojob_trainer.commands.local_run import fetch
+from ppojob_trainer.storage_lock import StorageLock
 from tests.unit.trainer.fetch.conftest import DATA, FAST, MODEL, WEIGHTS, MakeJob, files_source, model_files, parquet
 from tests.unit.trainer.fetch.hub_server import TOKEN, Hub, Repository
 
@@ -121,7 +121,11 @@ def test_wrong_columns_are_refused_before_the_weights_are_downloaded(hub: Hub, m
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "t5"}, r"t5 is not a causal language model of transformers: use one. Tested: llama, qwen2"),
+        (
+            {"model_type": "t5"},
+            r"t5 is not a causal language model of transformers: use a model of one of .* llama, qwen2",
+        ),
+        ({"model_type": "mixtral"}, "mixtral is a mixture of experts that is not supported"),
         ({"attention_dropout": 0.1}, "llama has attention_dropout=0.1, which is not supported: use a model without it"),
         ({"model_type": "no-such-family"}, "no-such-family"),
     ],
@@ -266,16 +270,16 @@ def test_a_fetch_continues_with_the_files_that_are_complete(hub: Hub, make_job: 
 def test_what_another_one_has_fetched_meanwhile_is_not_downloaded_again(
     hub: Hub, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, held = make_job(), FolderLock.held
+    job, held = make_job(), StorageLock.held
 
     @contextmanager
-    def held_after_another(self: FolderLock, on_wait: Callable[[str], None]) -> Iterator[None]:
-        monkeypatch.setattr(FolderLock, "held", held)
+    def held_after_another(self: StorageLock, on_wait: Callable[[str], None]) -> Iterator[None]:
+        monkeypatch.setattr(StorageLock, "held", held)
         fetched(job)
         with held(self, on_wait):
             yield
 
-    monkeypatch.setattr(FolderLock, "held", held_after_another)
+    monkeypatch.setattr(StorageLock, "held", held_after_another)
 
     assert [source.revision for source in fetched(job).sources] == ["c" * 40]
     assert hub.downloads("model.safetensors") == 1

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,37 @@ def test_the_last_report_is_repeated_each_interval(endpoint: Any, start: Start, 
     start(endpoint.reporting).update(_report())
 
     wait_until(lambda: len(endpoint.reports) >= 3, "three reports at intervals of a second")
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 1), (5, 5), (3600, 30)])
+def test_the_reply_asks_for_the_interval_within_bounds(
+    endpoint: Any, start: Start, wait_until: Wait, monkeypatch: pytest.MonkeyPatch, asked: int | None, seconds: float
+) -> None:
+    endpoint.answer = ProgressReply(interval_seconds=asked).model_dump_json(by_alias=True)
+    waits: list[float] = []
+    wait_for = threading.Condition.wait_for
+
+    def recorded(condition: threading.Condition, is_true: Callable[[], bool], timeout: float | None = None) -> bool:
+        waits.append(timeout or 0.0)
+        return wait_for(condition, is_true, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", recorded)
+    reporter = start(endpoint.reporting)
+    reporter.update(_report(), now=True)
+    wait_until(lambda: reporter.reply.interval_seconds == asked and len(waits) > 1, "the reply, and the next wait")
+
+    assert waits[-1] == seconds
+
+
+def test_a_reply_never_shortens_the_interval(endpoint: Any, start: Start, wait_until: Wait) -> None:
+    own = endpoint.reporting.model_copy(update={"interval_seconds": 60})
+    endpoint.answer = ProgressReply(interval_seconds=1).model_dump_json(by_alias=True)
+    reporter = start(own)
+    reporter.update(_report(), now=True)
+    wait_until(lambda: reporter.reply.interval_seconds == 1, "the reply")
+    time.sleep(2.5)
+
+    assert len(endpoint.reports) == 1
 
 
 def test_every_report_has_a_number_of_its_own(endpoint: Any, start: Start, wait_until: Wait) -> None:

@@ -4,7 +4,6 @@
     fetching   what is done in which order: list, check, compare sizes with the free space, download, publish
     hub, buckets   where the files come from
     model_files, checks   which files a model needs; what is refused before and after a download
-    lock       one fetcher for each folder, also across namespaces that share the storage
 
 A complete folder appears by a rename and has a marker in it. The trainer's engines see plain folders only.
 """

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ppojob_api.v1alpha1.resolve import JobFile
@@ -27,7 +28,7 @@ from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, 
 from ppojob_trainer.commands.fetch.folders import SourceFolder
 from ppojob_trainer.commands.fetch.hub import HubPlace
 from ppojob_trainer.commands.fetch.listing import Listing, Place
-from ppojob_trainer.commands.fetch.lock import FolderLock, LockTimes
+from ppojob_trainer.storage_lock import LockLostError, LockTimes, StorageLock
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class State:
     """What it waits for."""
     total: int | None = None
     """Bytes of all addresses, once they are known."""
-    lock: FolderLock | None = None
+    lock: StorageLock | None = None
     """The lock that is held."""
 
     @property
@@ -135,7 +136,7 @@ def _refuse_without_space(tasks: Sequence[_Task], storage: Path) -> None:
 
 def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) -> SourceStatus:
     folder, source = task.folder, task.folder.source
-    lock = FolderLock(folder.lock, holder, times)
+    lock = StorageLock(folder.lock, holder, times)
     state.address, state.folder, state.message = source.address, folder, None
 
     def waits(other: str) -> None:
@@ -150,7 +151,7 @@ def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) ->
                 logger.info("fetching %s into %s: %.2f GB", source.address, folder.path, task.listing.size / _GB)
                 folder.begin(task.listing)
                 _download(task, lock)
-                lock.check()
+                _check(lock)
                 found = folder.publish(task.listing)
             state.folder, state.lock = None, None
             return found
@@ -158,10 +159,23 @@ def _fetched(task: _Task, state: State, holder: str, times: LockTimes | None) ->
         raise of_storage(error, f"spec.{source.fields[0]} {source.address}") from error
 
 
-def _download(task: _Task, lock: FolderLock) -> None:
+def _check(lock: StorageLock) -> None:
+    """Return if the lock is still held.
+
+    Raises:
+        FetchError: another fetch has taken it over.
+    """
+    try:
+        lock.check()
+    except LockLostError as error:
+        raise FetchError(str(error)) from error
+
+
+def _download(task: _Task, lock: StorageLock) -> None:
+    check = partial(_check, lock)
     with ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="fetch") as pool:
         running = [
-            pool.submit(task.place.download, file, task.listing, task.folder.incomplete, lock.check)
+            pool.submit(task.place.download, file, task.listing, task.folder.incomplete, check)
             for file in task.listing.files
         ]
         try:

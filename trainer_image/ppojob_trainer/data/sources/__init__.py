@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from ppojob_api.v1alpha1.data import DataSource
+from ppojob_trainer.data.cache import NO_CACHE, TableCache
 from ppojob_trainer.data.errors import DataError
 from ppojob_trainer.data.records import PromptSource
 
 
-def open_source(source: DataSource) -> PromptSource:
+def open_source(source: DataSource, cache: TableCache = NO_CACHE) -> PromptSource:
     """Open `data.train` or `data.validation` of a PPOJob.
+
+    Args:
+        cache: where rows are kept that cannot be read in place.
 
     Raises:
         DataError: no source is given, or it cannot be read; names the path or task.
@@ -25,8 +29,9 @@ def open_source(source: DataSource) -> PromptSource:
     if source.files is not None:
         from ppojob_trainer.data.sources.parquet_jsonl import read_jsonl, read_parquet
 
-        read = read_parquet if source.files.are_parquet else read_jsonl
-        return read(source.files.paths, source.files)
+        if source.files.are_parquet:
+            return read_parquet(source.files.paths, source.files, cache)
+        return read_jsonl(source.files.paths, source.files)
     if source.hugging_face is not None:
         from ppojob_trainer.data.sources.hugging_face import load_hugging_face
 

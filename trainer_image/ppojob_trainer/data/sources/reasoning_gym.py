@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from ppojob_trainer.data.errors import DataError
@@ -32,6 +33,7 @@ class ReasoningGymPrompts:
             DataError: unknown task, unknown parameter, or values that the task refuses.
         """
         self._task = task
+        self._seed = seed
         self._config = dict(config or {})
         if task not in DATASETS:
             raise DataError(f"reasoning-gym has no task {task!r}; it has {', '.join(sorted(DATASETS))}")
@@ -51,9 +53,15 @@ class ReasoningGymPrompts:
     def __len__(self) -> int:
         return len(self._problems)
 
-    def data_sources(self) -> set[str]:
-        """Its name."""
-        return {self.name}
+    @property
+    def is_shared(self) -> bool:
+        """Always: nothing is in memory."""
+        return True
+
+    def identity(self) -> dict[str, Any]:
+        """Return the task, its parameters, and the version of the generator."""
+        problems = [self._task, len(self), self._seed, self._config]
+        return {"reasoning_gym": problems, "version": version("reasoning-gym")}
 
     def __getitem__(self, index: int) -> PromptRecord:
         entry = self._problems[index]

@@ -4,7 +4,7 @@ Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, 
 hides a method of the worker. If vLLM keeps weights in the format of the checkpoint, they are copied in place. Otherwise
 they are loaded with `reload_weights`, which takes six times as long but handles vLLM's own layouts (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
-Copied weights are read back every few times (`read_back`).
+Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
@@ -57,7 +59,7 @@ class WeightReceiverExtension:
             if self.device.type == "cuda" and keeps_weights_as_they_come(self.model_runner.get_model()):
                 is_read_back = self._ppojob_copy_in(version, iter(stream))
             else:
-                self.model_runner.reload_weights(weights_iterator=iter(stream))
+                self._ppojob_reload(version, iter(stream))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return asdict(replace(stream.receipt(), is_read_back=is_read_back))
@@ -65,9 +67,7 @@ class WeightReceiverExtension:
     def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
         """Copy weights into vLLM's model; return whether they were read back and compared."""
         model = self.model_runner.get_model()
-        # A tensor-parallel part of a model has other sums.
-        is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
-        is_read_back = is_whole and self.ppojob_num_copied % READ_BACK_EVERY == 0
+        is_read_back = self._ppojob_is_whole() and self.ppojob_num_copied % READ_BACK_EVERY == 0
         self.ppojob_num_copied += 1
         if not is_read_back:
             model.load_weights(tensors)
@@ -75,6 +75,18 @@ class WeightReceiverExtension:
         read_back = ReadBack(version)
         model.load_weights(read_back.passing(tensors))
         return read_back.check(model)
+
+    def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load weights by vLLM's own means, and count what was loaded."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            forget_expert_kernels(model)
+        with counted_load(model, version, is_whole=self._ppojob_is_whole()):
+            self.model_runner.reload_weights(weights_iterator=tensors)
+
+    def _ppojob_is_whole(self) -> bool:
+        """Whether this process has the whole model. A tensor-parallel part has other sums."""
+        return self.vllm_config.parallel_config.tensor_parallel_size == 1
 
     def ppojob_disconnect_weights(self) -> None:
         """Close the connection."""
@@ -91,3 +103,15 @@ def keeps_weights_as_they_come(model: nn.Module) -> bool:
         and (type(module) is Attention or not hasattr(module, "process_weights_after_loading"))
         for module in model.modules()
     )
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Have vLLM pack experts for the CPU again when they are reloaded.
+
+    vLLM 0.32 packs them only while a layer has no kernel. After a reload, the kernel would read unpacked weights as if
+    they were packed, and compute other numbers. No CUDA graph holds a kernel on the CPU, so a new one may replace it.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None

@@ -192,6 +192,10 @@ class ParallelMesh:
         """Return the largest over data-parallel ranks of a small tensor on the CPU. Collective."""
         return self._reduce(values, dist.ReduceOp.MAX, self.sums)
 
+    def sum_of_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a small tensor on the CPU, each of which has its own part. Collective."""
+        return self._reduce(values, dist.ReduceOp.SUM, None)
+
     def barrier(self) -> None:
         """Wait for all ranks, at most the process group's timeout."""
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)

@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.model import ModelSpec
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
 
 __all__ = [
+    "active_intermediate",
     "check_context",
     "check_heads",
     "check_vocabulary",
@@ -73,6 +74,15 @@ def longest_input(config: PretrainedConfig) -> int | None:
     """Return the tokens that a model has positions for, None where its configuration does not say."""
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length if length and length > 0 else None
+
+
+def active_intermediate(config: Any) -> int:
+    """Return the inner size of a layer's MLP that a token uses, the larger of dense layers and of experts."""
+    dense = int(getattr(config, "intermediate_size", None) or 0)
+    per_token = int(getattr(config, "num_experts_per_tok", None) or 0)
+    if not per_token:
+        return dense
+    return max(dense, per_token * int(getattr(config, "moe_intermediate_size", None) or dense))
 
 
 def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec) -> None:

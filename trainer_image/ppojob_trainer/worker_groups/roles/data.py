@@ -7,16 +7,20 @@ and reads the responses that a checkpoint has.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ppojob_api.v1alpha1.constants import CACHE_FOLDER
 from ppojob_api.v1alpha1.data import DataSource
 from ppojob_api.v1alpha1.model import ActorModel, RewardModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.data import PromptDataset, PromptLoader, PromptTokenizer, open_source
+from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, TableCache
 from ppojob_trainer.engines.errors import ModelNotFoundError
 from ppojob_trainer.protocol import ROLLOUT_COLUMNS, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
@@ -38,15 +42,23 @@ def load_tokenizer(model: ActorModel | RewardModel) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ppojob_trainer.worker_groups.roles.trained import check_model
+    from ppojob_trainer.engines.train.model_fit import read_config
 
-    check_model(model.path, model.trust_remote_code)
+    read_config(model.path, trust_remote_code=model.trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model path {model.path} holds no tokenizer that can be read: {error}") from error
+
+
+def cache_of(spec: PPOJobSpec) -> TableCache:
+    """Return the cache of prepared data in the job's storage; without a storage, tables stay in memory."""
+    storage = Path(spec.storage.mount_path)
+    if not storage.is_dir():
+        return TableCache()
+    return TableCache(storage / CACHE_FOLDER / "data", f"a job on {socket.gethostname()}")
 
 
 def with_samples(prompts: DataProto, samples: int) -> DataProto:
@@ -118,12 +130,12 @@ class DataWorker:
             DataError: the data cannot be read, or a prompt cannot be used.
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
-        data, tokenizer = self.spec.data, load_tokenizer(self.spec.model.actor)
-        train = self._dataset(data.train, tokenizer)
+        data = self.spec.data
+        train = self._dataset(data.train)
         self._loader = PromptLoader(train, data.train_batch_size, self.spec.trainer.seed, data.shuffle)
         names = set(train.data_sources())
         if data.validation is not None:
-            dataset = self._dataset(data.validation, tokenizer)
+            dataset = self._dataset(data.validation)
             prompts = dataset.batch(range(len(dataset)))
             self._validation = ReadPrompts.of(prompts, self.spec.rollout.validation.samples_per_prompt)
             names |= dataset.data_sources()
@@ -188,10 +200,20 @@ class DataWorker:
 
         return store_rows(DataProto.from_dict(load_rows(location)))
 
-    def _dataset(self, source: DataSource, tokenizer: Any) -> PromptDataset:
-        data = self.spec.data
-        prompts = PromptTokenizer(tokenizer, source.system_prompt, data.chat_template, data.chat_template_kwargs)
-        return PromptDataset(open_source(source), prompts, data.max_prompt_length, data.overlong_prompts.value)
+    def _dataset(self, given: DataSource) -> PromptDataset:
+        spec, data, model = self.spec, self.spec.data, self.spec.model.actor
+        preparation = Preparation(
+            given,
+            model.path,
+            partial(load_tokenizer, model),
+            data.chat_template,
+            data.chat_template_kwargs,
+            cache_of(spec),
+            spec.trainer.data_workers,
+        )
+        source, tokenizer = preparation.opened()
+        tokenized = preparation.tokenized(source, tokenizer)
+        return PromptDataset(source, tokenizer, tokenized, data.max_prompt_length, data.overlong_prompts.value)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class TrainedWorker:
         from transformers import AutoModel, AutoModelForCausalLM
 
         from ppojob_trainer.engines.host import host_bytes
-        from ppojob_trainer.engines.train.model_fit import read_config
+        from ppojob_trainer.engines.train.model_fit import active_intermediate, read_config
 
         assert self.source is not None, "the role says in its constructor which model it loads"
         trust = self.source.trust_remote_code
@@ -140,7 +140,7 @@ class TrainedWorker:
             gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
             layers=number("num_hidden_layers"),
             hidden=number("hidden_size"),
-            intermediate=number("intermediate_size"),
+            intermediate=active_intermediate(config),
             host=self.context.address,
             host_bytes=host_bytes(),
         )

@@ -389,4 +389,4 @@ def test_a_model_that_verl_shards_over_all_ranks_has_one_copy(size: int) -> None
     conversion = converted(f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size}", "trainer.n_gpus_per_node=8")
 
     assert "fsdpSize" not in conversion.manifest["spec"].get("actor", {})
-    assert [name for name, *_ in conversion.unconverted if "fsdp_size" in name] == []
+    assert [entry.name for entry in conversion.unconverted if "fsdp_size" in entry.name] == []

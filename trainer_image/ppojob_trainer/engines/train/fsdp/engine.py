@@ -31,6 +31,7 @@ from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.fsdp import checkpoint
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
+from ppojob_trainer.engines.train.fsdp.experts import imbalance_metrics
 from ppojob_trainer.engines.train.fsdp.export import export
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.flops import mfu
@@ -160,7 +161,8 @@ class FSDPEngine:
             self._sum_over_ranks(result, sums, batch, epochs)
             result.seconds = time.perf_counter() - started
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
-        return objective.metrics(batch, result, self.parallel)
+        metrics = objective.metrics(batch, result, self.parallel)
+        return metrics | imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
 
     def weights(self) -> ShardedWeights:
         """See `TrainEngine`."""

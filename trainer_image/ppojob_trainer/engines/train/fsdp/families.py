@@ -1,4 +1,4 @@
-"""Which model families are computed as HuggingFace computes them; settings that are not are refused by name.
+"""Refuses model families without tests, and settings that are not computed as HuggingFace computes them, by name.
 
 Called by `engine` and `model` before anything is loaded, and by `commands.fetch` before weights are downloaded. The
 forward pass on packed tokens is transformers' own up to three parts that are ours: attention, the output layer, and the
@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.models.support import FAMILIES
 
-TESTED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Values of model_type that a test compares with transformers."""
 # Settings that change the result outside the supported computation, and their neutral values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "final_logit_softcapping": (None,),
@@ -29,9 +28,11 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "resid_pdrop": (None, 0, 0.0),
     "embd_pdrop": (None, 0, 0.0),
     "use_bidirectional_attention": (None, False),
+    # Of mixtures of experts: random numbers in the router, and a loss that is not computed.
+    "router_jitter_noise": (None, 0, 0.0),
+    "output_router_logits": (None, False),
 }
-# Parts that no setting shows.
-_PARTS: Final[dict[str, str]] = {"gpt_oss": "attention sinks"}
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
 # Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
 _ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
@@ -43,12 +44,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     Raises:
         ModelUnsupportedError: names the family and the setting.
     """
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
-        raise ModelUnsupportedError(
-            f"{config.model_type} is not a causal language model of transformers: use one. Tested: {', '.join(TESTED)}"
-        )
-    if config.model_type in _PARTS:
-        raise _refused(config, _PARTS[config.model_type])
+    if config.model_type not in FAMILIES:
+        _refuse_family(config)
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
             raise _refused(config, f"{name}={value}")
@@ -62,7 +59,21 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             raise _refused(config, f"rope_type={kind}")
 
 
+def _refuse_family(config: PretrainedConfig) -> None:
+    """Refuse a family without tests, except one that only the checkpoint's own code knows."""
+    known = f"use a model of one of the families {', '.join(FAMILIES)}"
+    if next((True for name in _NUM_EXPERTS if getattr(config, name, None)), False):
+        raise ModelUnsupportedError(
+            f"{config.model_type} is a mixture of experts that is not supported, because no test compares it with "
+            f"transformers: {known}"
+        )
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelUnsupportedError(
+            f"{config.model_type} is not a supported family, because no test compares it with transformers: {known}"
+        )
+    if not getattr(config, "auto_map", None):
+        raise ModelUnsupportedError(f"{config.model_type} is not a causal language model of transformers: {known}")
+
+
 def _refused(config: PretrainedConfig, what: str) -> ModelUnsupportedError:
-    return ModelUnsupportedError(
-        f"{config.model_type} has {what}, which is not supported: use a model without it. Tested: {', '.join(TESTED)}"
-    )
+    return ModelUnsupportedError(f"{config.model_type} has {what}, which is not supported: use a model without it")

@@ -2,7 +2,8 @@
 
     mfu = (6 * N * tokens + 6 * O * policy tokens + 6 * L * W * sum of length^2) / (seconds * ranks * peak)
 
-N: the decoder layers' parameters. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
+N: the decoder layers' parameters that compute for a token: of a layer's experts num_experts_per_tok, and all shared
+ones. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
 L: layers, W: width of all heads together; attention takes 12 * L * W operations for each pair of tokens, half of which
 the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: no gradient is computed for them.
 Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
@@ -17,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import UpdateResult
 
@@ -51,7 +53,8 @@ def model_flops(backbone: nn.Module, result: UpdateResult, num_outputs: int) -> 
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
     matrices = sum(
-        _operations(parameter) * parameter.numel() for parameter in backbone.get_submodule("layers").parameters()
+        _operations(parameter) * parameter.numel() * active_share(parameter, config)
+        for parameter in backbone.get_submodule("layers").parameters()
     )
     attention = 6.0 * int(config.num_hidden_layers) * int(width)
     # The output layer is trained, or frozen, with the embeddings.

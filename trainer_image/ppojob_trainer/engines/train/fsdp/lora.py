@@ -23,8 +23,11 @@ from torch.nn import functional
 
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp.experts import expert_modules
 
 _A, _B, _WEIGHT = "lora_A", "lora_B", "weight"
+# The matrices of an expert in checkpoints. Dense layers of the same model have some of these names, too.
+_OF_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 ADAPTER_FOLDER: Final = "adapter"
 
 
@@ -52,11 +55,12 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
     """Give the linear layers in `layers` adapters, which are not filled yet.
 
     Raises:
-        ModelUnsupportedError: a target is not a linear layer of the model.
+        ModelUnsupportedError: a target is not a linear layer of the model, or would be an expert.
     """
     linear = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     known = {name.rpartition(".")[2] for name in linear}
     targets = set(lora.target_modules) or known
+    _refuse_experts(layers, lora, known)
     if unknown := targets - known:
         raise ModelUnsupportedError(
             f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: "
@@ -66,6 +70,24 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
         parent, _, last = name.rpartition(".")
         if last in targets:
             setattr(layers.get_submodule(parent), last, LoRALinear(module, lora))
+
+
+def _refuse_experts(layers: nn.Module, lora: LoRA, known: set[str]) -> None:
+    """Refuse targets that would include experts, because fused parameters have no adapters here.
+
+    Raises:
+        ModelUnsupportedError: it names the targets, the experts' parameters and the layers that remain.
+    """
+    experts = {name for _, part in expert_modules(layers) for name, _ in part.named_parameters(recurse=False)}
+    targets = set(lora.target_modules)
+    included = targets & (_OF_EXPERTS | experts)
+    if not experts or (targets and not included):
+        return
+    what = f"lora.targetModules {sorted(included)} include" if targets else "lora without targetModules includes"
+    raise ModelUnsupportedError(
+        f"{what} experts, which can have no adapters here ({', '.join(sorted(experts))} are fused): set "
+        f"lora.targetModules to some of {', '.join(sorted(known - _OF_EXPERTS))}"
+    )
 
 
 def initial_adapters(module: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -23,6 +23,8 @@ from ppojob_api.v1alpha1.model import FrozenModel, LoRA, TrainedModel
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
+from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
+from ppojob_trainer.engines.train.fsdp.experts import add_counts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.loading import (
     Conversions,
@@ -218,9 +220,11 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
             config,
             dtype=options.dtype if is_kept else torch.float32,
             attn_implementation=IMPLEMENTATION,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
             trust_remote_code=options.trust_remote_code,
         )
     model.tie_weights()
+    add_counts(model)
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
     return model

@@ -1,4 +1,4 @@
-"""One fetcher for each folder: others wait, a dead one's lock is taken over, and who has lost it finds out."""
+"""One writer for each file or folder: others wait, a stale lock is taken over, and its old holder notices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ppojob_trainer.commands.fetch.lock import FolderLock, LockLostError
-from tests.unit.trainer.fetch.conftest import FAST
+from ppojob_trainer.storage_lock import LockLostError, LockTimes, StorageLock
+
+FAST = LockTimes(beat=0.2, stale=2.0, poll=0.1)
 
 
 def nobody(holder: str) -> None:
@@ -20,7 +21,7 @@ def nobody(holder: str) -> None:
 def test_a_lock_is_a_file_for_as_long_as_it_is_held(tmp_path: Path) -> None:
     path = tmp_path / "folder" / ".lock"
 
-    with FolderLock(path, "a/b", FAST).held(nobody):
+    with StorageLock(path, "a/b", FAST).held(nobody):
         assert json.loads(path.read_text())["holder"] == "a/b"
 
     assert not path.exists()
@@ -28,13 +29,13 @@ def test_a_lock_is_a_file_for_as_long_as_it_is_held(tmp_path: Path) -> None:
 
 def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
     path, waited = tmp_path / ".lock", []
-    first = FolderLock(path, "a/first", FAST)
+    first = StorageLock(path, "a/first", FAST)
 
     with first.held(nobody):
         ended = threading.Timer(1.0, lambda: None)
 
         def second() -> None:
-            with FolderLock(path, "a/second", FAST).held(waited.append):
+            with StorageLock(path, "a/second", FAST).held(waited.append):
                 order.append("second")
 
         order: list[str] = []
@@ -51,10 +52,10 @@ def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
 
 def test_a_living_holder_keeps_its_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    lock = FolderLock(path, "a/first", FAST)
+    lock = StorageLock(path, "a/first", FAST)
 
     with lock.held(nobody):
-        with pytest.raises(_GaveUp), FolderLock(path, "a/second", FAST).held(_LimitedWait(3 * FAST.stale)):
+        with pytest.raises(_GaveUp), StorageLock(path, "a/second", FAST).held(_LimitedWait(3 * FAST.stale)):
             raise AssertionError("it has the lock")
         lock.check()
 
@@ -63,7 +64,7 @@ def test_the_lock_of_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
 
-    with FolderLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
+    with StorageLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
         assert json.loads(path.read_text())["holder"] == "a/second"
 
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +74,7 @@ def test_an_empty_lock_is_taken_over_too(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.touch()
 
-    with FolderLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
+    with StorageLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
         assert path.read_text()
 
 
@@ -82,7 +83,7 @@ def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
     path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
 
     def run(number: int) -> None:
-        with FolderLock(path, f"a/{number}", FAST).held(lambda holder: None):
+        with StorageLock(path, f"a/{number}", FAST).held(lambda holder: None):
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.2)
@@ -99,7 +100,7 @@ def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
 
 def test_who_was_frozen_for_too_long_finds_out(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    lock = FolderLock(path, "a/frozen", FAST)
+    lock = StorageLock(path, "a/frozen", FAST)
 
     with lock.held(nobody):
         path.write_text(json.dumps({"holder": "a/second", "id": "y", "heartbeat": 0}))
@@ -115,7 +116,7 @@ def test_a_live_lock_that_was_caught_by_mistake_is_put_back(tmp_path: Path) -> N
     live = json.dumps({"holder": "a/quicker", "id": "y", "heartbeat": 0})
     path.write_text(live)
 
-    FolderLock(path, "a/slower", FAST)._take_away("what it was before")
+    StorageLock(path, "a/slower", FAST)._take_away("what it was before")
 
     assert path.read_text() == live
     assert list(tmp_path.iterdir()) == [path]

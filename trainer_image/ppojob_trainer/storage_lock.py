@@ -1,10 +1,12 @@
-"""One fetcher for each folder, among all pods that share the storage.
+"""One writer for each file or folder, among all pods that share the storage.
+
+The fetch takes a lock for each folder, the data one for each file of its cache. It publishes nothing itself.
 
     no lock file   --- exclusive creation ---> held: its content changes every few seconds (heartbeat)
-    somebody's     --- its content has not changed for a minute ---> renamed away, and then created exclusively
+    another's      --- its content has not changed for a minute ---> renamed away, and then created exclusively
 
 flock is unreliable on network file systems; exclusive creation and rename are not. No clocks are compared: a waiter
-measures by its own how long the content stays the same. A holder that was frozen for so long finds out at its next
+measures by its own how long the content stays the same. A holder that was suspended for so long finds out at its next
 heartbeat, and its `check` raises before it publishes anything.
 """
 
@@ -21,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppojob_trainer.commands.fetch.errors import FetchError
-
 
 @dataclass(frozen=True)
 class LockTimes:
@@ -31,17 +31,17 @@ class LockTimes:
     beat: float = 5.0
     """Between two heartbeats."""
     stale: float = 60.0
-    """After so long without one, the holder counts as dead."""
+    """After so long without one, the holder counts as ended."""
     poll: float = 2.0
     """Between two reads of a waiter."""
 
 
-class LockLostError(FetchError):
-    """Another fetcher took the lock over, because this one was frozen for too long."""
+class LockLostError(RuntimeError):
+    """Another process took the lock over, because this one was suspended for too long."""
 
 
-class FolderLock:
-    """The lock of one folder; it is a file beside it."""
+class StorageLock:
+    """The lock of one file or folder; it is a file beside it."""
 
     def __init__(self, path: Path, holder: str, times: LockTimes | None = None) -> None:
         """`holder` says who holds it, for those who wait."""
@@ -73,7 +73,7 @@ class FolderLock:
         """Return if the lock is still held.
 
         Raises:
-            LockLostError: it is another fetcher's.
+            LockLostError: another process has it.
         """
         if self._is_lost.is_set():
             raise LockLostError(
@@ -160,4 +160,4 @@ class FolderLock:
     def _holder_in(content: str) -> str:
         with contextlib.suppress(ValueError, AttributeError):
             return str(json.loads(content).get("holder", ""))
-        return "another fetch"
+        return "another process"

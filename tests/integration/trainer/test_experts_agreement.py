@@ -1,0 +1,50 @@
+"""A mixture of experts: trainer and rollout compute the same, before and after a push. Real engines, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.trainer.test_vllm_agreement import LIMIT_SECONDS
+from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.vllm_agreement import agreement
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
+
+# Both compute in float32, in another order. The mean of the differences between probabilities.
+HEALTHY = 1e-4
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_tiny_model(
+        tmp_path_factory.mktemp("models") / "experts",
+        "qwen3_moe",
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    return agreement(str(model), "CPU", "gloo", "float32", limit=LIMIT_SECONDS)
+
+
+def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
+    assert seen["diff_at_start"] < HEALTHY
+
+
+def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
+    assert seen["equal_weights_write_the_same"]
+
+
+def test_log_probs_follow_the_pushed_experts(seen: dict[str, Any]) -> None:
+    assert seen["diff_of_stale_weights"] > 10 * HEALTHY
+    assert seen["diff_after_push"] < HEALTHY
+    assert seen["weights_version"] == 2
+
+
+def test_the_use_of_the_experts_is_reported(seen: dict[str, Any]) -> None:
+    metrics = seen["metrics"]
+    assert 1 <= metrics["actor/expert_imbalance/mean"] <= metrics["actor/expert_imbalance/max"] <= 4

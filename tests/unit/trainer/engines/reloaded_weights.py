@@ -1,0 +1,126 @@
+"""A process of its own, because vLLM changes much where it is imported: reloads weights into vLLM's own model.
+
+`python -m tests.unit.trainer.engines.reloaded_weights FOLDER ...`. A folder has a model in the form of the hub, which
+vLLM reads. Prints for each kind of push what the check said, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
+
+PASSED = "passed"
+NUM_TOKENS = 20
+
+
+def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return the kinds of pushes, by name: the weights as the trainer has them, others, and some of them only."""
+    named = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
+    # Tied parameters come once.
+    sent = [(name, tensor.detach()) for name, tensor in named]
+    return {
+        "all": sent,
+        "others": [(name, -tensor) for name, tensor in sent],
+        "nothing": [],
+        "no experts": [(name, tensor) for name, tensor in sent if ".experts." not in name],
+        "half of the experts": [(name, tensor) for name, tensor in sent if ".experts.down_proj" not in name],
+        "no attention": [(name, tensor) for name, tensor in sent if "self_attn.o_proj" not in name],
+        "all again": sent,
+        # Last, because some loaders raise an error of their own, and their model is incomplete then.
+        "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],
+    }
+
+
+def worker_of(config: VllmConfig, model: nn.Module) -> WeightReceiverExtension:
+    """Return the extension on a worker that has this model and nothing else."""
+    worker = WeightReceiverExtension()
+    worker.vllm_config, worker.device = config, torch.device("cpu")
+
+    def reload(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        reload_weights(config, model, weights_iterator, None, True)
+
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=reload)
+    return worker
+
+
+def outcome(worker: WeightReceiverExtension, weights: list[tuple[str, Tensor]]) -> str:
+    try:
+        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+            worker._ppojob_reload(7, iter(weights))
+    except (WeightSyncError, ValueError) as error:
+        return str(error)
+    return PASSED
+
+
+def changed(model: Any, before: dict[str, Tensor]) -> list[str]:
+    now = dict(model.named_parameters())
+    return sorted(name for name, tensor in before.items() if not torch.equal(tensor, now[name]))
+
+
+def reloaded(path: str) -> dict[str, Any]:
+    """Return the outcome of each push, and which of vLLM's parameters it left other than they are read from disk."""
+    config = EngineArgs(
+        model=path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        # vLLM makes the experts' group only for a model with experts.
+        destroy_model_parallel()
+        initialize_model_parallel()
+        model = get_model(vllm_config=config)
+    from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    worker = worker_of(config, model)
+    found: dict[str, dict[str, Any]] = {}
+    for name, weights in pushes(path).items():
+        found[name] = {"says": outcome(worker, weights)}
+        if found[name]["says"] == PASSED:
+            found[name]["changed"] = changed(model, from_disk)
+            found[name]["apart"] = apart(config, model, path, dict(weights))
+    return found
+
+
+@torch.no_grad()
+def apart(config: VllmConfig, model: Any, path: str, weights: dict[str, Tensor]) -> float | None:
+    """Return how far vLLM's layers with experts compute from transformers' own, as a share; None without experts."""
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs.load_state_dict(weights, strict=False)
+    inputs = torch.randn(NUM_TOKENS, theirs.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    shares = []
+    for mine, other in zip(model.model.layers, theirs.model.layers, strict=True):
+        if hasattr(other.mlp, "experts"):
+            with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=NUM_TOKENS):
+                computed = mine.mlp(inputs.clone())
+            expected = other.mlp(inputs.unsqueeze(0)).squeeze(0)
+            shares.append(float((computed - expected).norm() / expected.norm()))
+    return max(shares, default=None)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 0, "gloo")
+    found = {path: reloaded(path) for path in sys.argv[1:]}
+    sys.stdout.write("FOUND " + json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

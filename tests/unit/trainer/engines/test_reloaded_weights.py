@@ -1,0 +1,97 @@
+"""What the trainer pushes is what vLLM's own model has then, for each family; a push that leaves something out fails.
+
+vLLM's model, its loaders and its layouts are real; only the engine around them is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ppojob_trainer.models.support import FAMILIES, Support
+from tests.unit.trainer.engines import test_engine_families
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LIMIT_SECONDS = 800
+# vLLM computes attention of 32 numbers or more for each head.
+SHAPE: dict[str, Any] = {
+    **test_engine_families.SHAPE,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+}
+VARIANTS = {
+    name: pair for name, pair in test_engine_families.FAMILIES.items() if FAMILIES[pair[0]].push is Support.TESTED
+}
+WITH_EXPERTS = [name for name, (_, settings) in VARIANTS.items() if "num_experts_per_tok" in settings]
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return for each variant and each push what the check said, and the parameters that differ from those on disk."""
+    folder = tmp_path_factory.mktemp("reloaded")
+    for name, (family, settings) in VARIANTS.items():
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(family, **{**SHAPE, **settings})
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.trainer.engines.reloaded_weights",
+        *(str(folder / name) for name in VARIANTS),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
+    return {Path(path).name: found for path, found in json.loads(line.removeprefix("FOUND ")).items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_push_leaves_what_vllm_reads_from_disk(reloaded: dict[str, Any], variant: str) -> None:
+    for push in ("all", "all again"):
+        assert (reloaded[variant][push]["says"], reloaded[variant][push]["changed"]) == ("passed", [])
+    # Otherwise the comparison would say nothing.
+    others = reloaded[variant]["others"]
+    assert others["says"] == "passed"
+    assert others["changed"]
+
+
+@pytest.mark.parametrize("variant", WITH_EXPERTS)
+@pytest.mark.parametrize("push", ["all", "others", "all again"])
+def test_after_a_push_vllms_experts_compute_what_transformers_computes(
+    reloaded: dict[str, Any], variant: str, push: str
+) -> None:
+    # Both in float32; experts in the wrong layout are apart by about 1.
+    assert reloaded[variant][push]["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_push_that_leaves_something_out_fails(reloaded: dict[str, Any], variant: str) -> None:
+    found = {push: outcome["says"] for push, outcome in reloaded[variant].items()}
+    assert "does not hold version 7 of the weights" in found["nothing"]
+    assert "took 0 of 0 numbers; layers without all of their weights: model.embed_tokens, " in found["nothing"]
+    assert "without all of their weights: model.layers.0.self_attn.o_proj, model.layers.1" in found["no attention"]
+    assert found["a name too many"] != "passed"
+
+
+@pytest.mark.parametrize("variant", WITH_EXPERTS)
+@pytest.mark.parametrize("push", ["no experts", "half of the experts"])
+def test_a_push_without_experts_fails(reloaded: dict[str, Any], variant: str, push: str) -> None:
+    assert "without all of their weights: model.layers.0.mlp.experts" in reloaded[variant][push]["says"]
+
+
+@pytest.mark.parametrize("variant", WITH_EXPERTS)
+def test_a_name_that_the_loader_of_a_mixture_ignores_fails(reloaded: dict[str, Any], variant: str) -> None:
+    says = reloaded[variant]["a name too many"]["says"]
+    taken, came = (int(word) for word in says.split(" took ")[1].split(" numbers")[0].split(" of "))
+    assert came - taken == 3

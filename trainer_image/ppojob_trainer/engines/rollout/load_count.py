@@ -1,0 +1,125 @@
+"""Counts the numbers that vLLM's loaders take when weights are reloaded, and refuses a reload that left some out.
+
+vLLM reloads a model layer by layer: its loaders copy weights into empty parameters, and a complete layer is brought
+into vLLM's own layout, from which nothing can be read back. A name that a loader does not know is skipped in silence,
+and a layer without new weights keeps the old ones. vLLM counts the numbers of each layer to know when it is complete
+(`vllm.model_executor.model_loader.reload`). These counts are compared here when all weights have come. Called by the
+worker extension, for every push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from ppojob_trainer.engines.errors import WeightSyncError
+
+__all__ = ["counted_load"]
+
+_SHOWN: Final = 4
+
+
+@contextmanager
+def counted_load(model: nn.Module, version: int, *, is_whole: bool) -> Iterator[None]:
+    """Count what the model's `load_weights` takes in the block; check it at the end, when the model is complete again.
+
+    Args:
+        is_whole: the model is not divided over GPUs, so it takes as many numbers as came.
+
+    Raises:
+        WeightSyncError: some weights were not taken, or some layers got no or not all weights.
+    """
+    loads: list[_Load] = []
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any] = model.load_weights  # type: ignore[assignment]
+
+    def counting(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        loads.append(counted := _Load(model))
+        taken = load(counted.passing(weights))
+        counted.finish()
+        return taken
+
+    model.load_weights = counting  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del model.load_weights
+    if not loads:
+        raise WeightSyncError(f"version {version} of the weights was not loaded into vLLM's {type(model).__name__}")
+    for counted in loads:
+        counted.check(version, is_whole=is_whole)
+
+
+class _Load:
+    """One call of a model's `load_weights`. vLLM has emptied the layers before it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
+        self._layers = {name: layer for name, layer in model.named_modules() if layer._parameters}
+        self._totals = {name: _total(layer) for name, layer in self._layers.items()}
+        # Tied layers share a parameter, and only one of them gets weights.
+        self._kernels = {name: _parameters(layer) for name, layer in self._layers.items()}
+        self._num_came = 0
+        self._taken: Mapping[str, int] = {}
+
+    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) unchanged, and count the numbers."""
+        for name, tensor in weights:
+            self._num_came += tensor.numel()
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Read vLLM's counts; call it before vLLM resets them."""
+        self._taken = {name: self._taken_by(name) for name in self._layers}
+
+    def check(self, version: int, *, is_whole: bool) -> None:
+        """Compare the counts.
+
+        Raises:
+            WeightSyncError: with the numbers and the first layers.
+        """
+        num_taken = sum(self._taken.values())
+        incomplete = [name for name in self._layers if self._is_incomplete(name)]
+        if not incomplete and (num_taken == self._num_came or not is_whole):
+            return
+        more = f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""
+        layers = f"; layers without all of their weights: {', '.join(incomplete[:_SHOWN])}{more}" if incomplete else ""
+        raise WeightSyncError(
+            f"vLLM's model does not hold version {version} of the weights, though all of it arrived: its loader for "
+            f"{self._name} took {num_taken} of {self._num_came} numbers{layers}. Use a family whose push to vLLM is "
+            "tested (docs/support-matrix.md), and report this with the model's config.json"
+        )
+
+    def _taken_by(self, name: str) -> int:
+        info = get_layerwise_info(self._layers[name])
+        # vLLM resets the count of a layer as soon as it is complete.
+        return info.load_numel if info.can_load() else self._totals[name]
+
+    def _is_incomplete(self, name: str) -> bool:
+        layer, taken = self._layers[name], self._taken[name]
+        if is_deferred_attention_layer(layer) or self._is_tied_to_another(name):
+            return False
+        if isinstance(layer, VocabParallelEmbedding) and taken > 0:
+            # It has rows to spare.
+            return False
+        buffers: int = sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
+        return taken < self._totals[name] - buffers
+
+    def _is_tied_to_another(self, name: str) -> bool:
+        mine = self._kernels[name]
+        return any(mine & self._kernels[other] for other, taken in self._taken.items() if other != name and taken)
+
+
+def _total(layer: nn.Module) -> int:
+    return get_layerwise_info(layer).load_numel_total or 0
+
+
+def _parameters(layer: nn.Module) -> frozenset[int]:
+    """Return the identities of the parameters that vLLM computes with, which it puts aside while it reloads."""
+    kernels = get_layerwise_info(layer).kernel_tensors
+    return frozenset(map(id, kernels[0].values())) if kernels is not None else frozenset()

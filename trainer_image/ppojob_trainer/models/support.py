@@ -1,0 +1,74 @@
+"""The model families that this version trains, and what is tested of each: the support matrix as a table.
+
+`engines.train.fsdp.families` refuses every other family by name, and `tools.site` writes the table in
+docs/support-matrix.md. A family is listed when a test compares its log-probs, values and export with transformers' own.
+The tests of the other columns compare their families with this table. Standard library only, because the documents are
+written without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+__all__ = ["FAMILIES", "Family", "Support", "table"]
+
+
+class Support(StrEnum):
+    """What is known of a feature with a family. The value is the cell of the table."""
+
+    TESTED = "yes"
+    NOT_EXPERTS = "not on experts"
+    UNTESTED = "no test"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is tested of a family, in addition to training, export and adapters.
+
+    variants: settings of the family that the tests have. push: weights are sent to a real vLLM. tensor_parallel:
+    `tensorParallelSize` above 1.
+    """
+
+    variants: str = ""
+    push: Support = Support.UNTESTED
+    lora: Support = Support.TESTED
+    tensor_parallel: Support = Support.UNTESTED
+
+
+_TIED: Final = "tied and untied embeddings"
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": Family(f"{_TIED}, Llama 3 RoPE scaling", push=Support.TESTED, tensor_parallel=Support.TESTED),
+    "qwen2": Family(f"{_TIED}, sliding window above a layer", tensor_parallel=Support.TESTED),
+    "qwen3": Family(_TIED, tensor_parallel=Support.TESTED),
+    "mistral": Family("with and without sliding window"),
+    "gemma": Family(),
+    "gemma2": Family("without logit soft-capping"),
+    "gemma3_text": Family("sliding window"),
+    "phi3": Family("without LongRoPE", tensor_parallel=Support.REFUSED),
+    "olmo2": Family(tensor_parallel=Support.REFUSED),
+    "smollm3": Family(),
+    "glm4": Family(tensor_parallel=Support.REFUSED),
+    "qwen3_moe": Family(
+        "with and without dense layers between those with experts",
+        push=Support.TESTED,
+        lora=Support.NOT_EXPERTS,
+        tensor_parallel=Support.REFUSED,
+    ),
+}
+"""By `model_type` of config.json."""
+
+
+def table() -> str:
+    """Return the table of families in Markdown."""
+    lines = [
+        "| family | tested variants | training and export | push to vLLM | `lora` | `tensorParallelSize` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, family in FAMILIES.items():
+        cells = (f"`{name}`", family.variants, Support.TESTED, family.push, family.lora, family.tensor_parallel)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
