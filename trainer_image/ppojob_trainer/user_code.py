@@ -76,14 +76,14 @@ def find_class(loaded: ModuleType, name: str, name_field: str, where: str) -> ty
     """
     found = getattr(loaded, name, None)
     if not isinstance(found, type):
-        own = [key for key, value in vars(loaded).items() if _is_own_class(value, loaded.__name__)]
+        own = [
+            key
+            for key, value in vars(loaded).items()
+            if isinstance(value, type) and value.__module__ == loaded.__name__ and not key.startswith("_")
+        ]
         choice = f"set {name_field} to one of {', '.join(own)}" if own else "it defines no class at all"
         raise UserCodeError(f"{where} has no class {name!r}: {choice}")
     return cast("type[Any]", found)
-
-
-def _is_own_class(value: object, module: str) -> bool:
-    return isinstance(value, type) and value.__module__ == module
 
 
 def _import_module(field: str, module: str) -> ModuleType:
