@@ -19,8 +19,8 @@ from ppojob_trainer.telemetry import current_phase
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-LOST_POOL, LOST_STEP, LOST_PART = "critic", 2, 3
-"""The engine of this pool is lost in this step, when it reports for this time."""
+LOST_POOL, LOST_STEP = "critic", 2
+"""The engine of this pool is lost in this step."""
 
 
 class _LosesAnEngine(RolloutWorker):
@@ -30,25 +30,39 @@ class _LosesAnEngine(RolloutWorker):
         phase = current_phase()
         if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", LOST_STEP, f"rollout_{LOST_POOL}"):
             self.num_parts += 1
-            if self.num_parts == LOST_PART:
+            if self.is_time():
                 self.lose()
         return super()._batch(prompt_ids, written)
+
+    def is_time(self) -> bool:
+        """Whether the engine is lost before it stores this part of its responses."""
+        raise NotImplementedError
 
     def lose(self) -> None:
         raise NotImplementedError
 
 
 class LosesItsProcess(_LosesAnEngine):
-    """Its process is killed, with the responses that it has stored."""
+    """Its process is killed, with the part of its responses that it has stored."""
+
+    def is_time(self) -> bool:
+        return self.num_parts == 2
 
     def lose(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LosesVllm(_LosesAnEngine):
-    """The process of vLLM that computes is killed."""
+    """The process of vLLM that computes is killed, as early as possible, while it has prompts."""
+
+    has_lost = False
+
+    def is_time(self) -> bool:
+        # How many parts an engine has depends on the other engine's speed.
+        return not self.has_lost and bool(self._drawn.prompts)
 
     def lose(self) -> None:
+        self.has_lost = True
         kill_children()
 
 

@@ -165,7 +165,7 @@ def assert_same_steps(found: Run, expected: Run, *, rel: float, absolute: float)
             for name, value in expected_of_step.items()
             if of_step[name] != pytest.approx(value, rel=rel, abs=absolute, nan_ok=True)
         }
-        assert others == {}, f"step {step}"
+        assert others == {}, f"step {step}: {others}"
 
 
 def assert_same_weights(found: Run, expected: Run, before: Path, largest: float = 0.01) -> None:

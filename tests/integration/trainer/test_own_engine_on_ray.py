@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_trainer.main import JobFailedError
 from tests.integration.trainer.runs import SAME_MODEL, finish, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
@@ -19,8 +22,8 @@ ENGINE = {
 }
 
 
-def own(model: Path) -> dict[str, Any]:
-    training = {"learningRate": 1e-3, "miniBatchSize": 4, "engine": "Class", "engineClass": ENGINE}
+def own(model: Path, **engine: Any) -> dict[str, Any]:
+    training = {"learningRate": 1e-3, "miniBatchSize": 4, "engine": "Class", "engineClass": {**ENGINE, **engine}}
     return spec_of(
         model, actor=training, critic=training, trainer={"totalSteps": 2, "validateEverySteps": 0}, checkpoint={}
     )
@@ -41,3 +44,10 @@ def test_it_trains_two_steps_and_its_weights_are_generated_with_and_exported(mod
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "model"))
     assert before.keys() == after.keys()
     assert any(not before[name].to(after[name].dtype).equal(after[name]) for name in before)
+
+
+def test_a_class_that_is_not_there_ends_the_run_before_models_are_loaded(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError, match=r"(actor|critic)\.engineClass: .* has no class 'Missing'") as failed:
+        finish(tmp_path, own(model, className="Missing"))
+
+    assert (failed.value.record.reason, failed.value.record.kind) == (Reason.INVALID_SPEC, FailureKind.PERMANENT)
