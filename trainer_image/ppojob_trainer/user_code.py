@@ -76,7 +76,11 @@ def find_class(loaded: ModuleType, name: str, name_field: str, where: str) -> ty
     """
     found = getattr(loaded, name, None)
     if not isinstance(found, type):
-        own = [key for key, value in vars(loaded).items() if _is_own_class(value, loaded.__name__)]
+        own = [
+            key
+            for key, value in vars(loaded).items()
+            if isinstance(value, type) and value.__module__ == loaded.__name__ and not key.startswith("_")
+        ]
         choice = f"set {name_field} to one of {', '.join(own)}" if own else "it defines no class at all"
         raise UserCodeError(f"{where} has no class {name!r}: {choice}")
     return cast("type[Any]", found)
@@ -99,10 +103,6 @@ def check_call(found: type[Any], kwargs: Mapping[str, Any], where: str, given: s
             f"{where}: {found.__name__}{signature} cannot be called with {given} and the kwargs "
             f"{', '.join(kwargs) or '(none)'}: {error}"
         ) from error
-
-
-def _is_own_class(value: object, module: str) -> bool:
-    return isinstance(value, type) and value.__module__ == module
 
 
 def _import_module(field: str, module: str) -> ModuleType:

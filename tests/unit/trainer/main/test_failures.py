@@ -10,6 +10,7 @@ from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import (
     CheckpointUnwritableError,
+    EngineClassError,
     ModelMismatchError,
     ModelNotFoundError,
     ModelUnsupportedError,
@@ -43,6 +44,7 @@ CASES = [
     (ModelNotFoundError("no model"), Reason.MODEL_NOT_FOUND, PERMANENT),
     (ModelMismatchError("65 tokens"), Reason.MODEL_MISMATCH, PERMANENT),
     (ModelUnsupportedError("gpt_oss"), Reason.MODEL_MISMATCH, PERMANENT),
+    (EngineClassError("no class"), Reason.INVALID_SPEC, PERMANENT),
     (CheckpointUnwritableError("no space"), Reason.CHECKPOINT_UNWRITABLE, USER),
     (DataError("no data"), Reason.DATA_UNREADABLE, PERMANENT),
     (RewardImportError("no module"), Reason.REWARD_IMPORT_FAILED, PERMANENT),
