@@ -109,8 +109,13 @@ def plan(
     layouts: Annotated[
         bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
     ] = False,
+    each_error: Annotated[
+        bool, typer.Option("--errors", help="Show the plan beside each number that was measured.")
+    ] = False,
 ) -> None:
     """Plan memory, traffic and seconds of a PPOJob without GPUs or weights. Exit with 2 if it does not fit."""
+    # The plan counts no operations, so its warning that Triton is missing would only confuse.
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from ppojob_trainer.planning import plan_job
     from ppojob_trainer.planning.gpus import gpus_of_pools
     from ppojob_trainer.planning.layouts import plan_other_sizes
@@ -125,7 +130,8 @@ def plan(
             typer.echo(as_json(found, others))
         else:
             # Wide enough for the tables, also in a pipe.
-            Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(as_text(found, others), soft_wrap=True)
+            text = as_text(found, others, each_error=each_error)
+            Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(text, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)
 

@@ -28,6 +28,11 @@ __all__ = ["Compared", "compare", "stored", "timed_runs"]
 MEASURED_ON: Final = GPUS["H200"]
 FILE: Final = Path(__file__).with_name("comparison.json")
 _GB: Final = 1e9
+_KINDS_OF_SECONDS: Final = {
+    "step": "seconds of a step",
+    "gen": "seconds of generation",
+    "update_weights": "seconds of sending the weights",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,13 @@ class Compared:
     def error(self) -> float:
         """The plan's relative error."""
         return self.planned / self.measured - 1
+
+    @property
+    def kind(self) -> str:
+        """What is compared, without the names of pool, role and phase."""
+        if self.unit == "GB":
+            return "memory of a pool" if self.what.startswith("pool ") else "memory of one role"
+        return _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
 
 
 def plan_of(run: MeasuredRun) -> Plan:

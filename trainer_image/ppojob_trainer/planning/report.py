@@ -22,15 +22,20 @@ _GB: Final = 1e9
 _COLUMNS: Final = ("parameters (billions)", "weights", "gradients", "optimizer", "activations", "peak")
 
 
-def as_text(plan: Plan, others: Sequence[Plan] = ()) -> Group:
-    """Return the tables and sentences of a plan; `others`: of other sizes of its pools."""
+def as_text(plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False) -> Group:
+    """Return the tables and sentences of a plan.
+
+    Args:
+        others: plans of other sizes of its pools.
+        each_error: show the plan beside each measured number, instead of the range of its errors.
+    """
     parts: list[RenderableType] = [_words(plan), ""]
     for pool in plan.pools:
         parts += [_pool(pool), *_engine(plan, pool), *[f"  change {change}" for change in pool.changes], ""]
     parts += [_hosts(plan.hosts), "", _links(_links_of(plan)), ""]
     if others:
         parts += [_layouts([plan, *others]), ""]
-    parts += [_seconds(plan), "", _errors(stored()[0])]
+    parts += [_seconds(plan), "", (_errors if each_error else _ranges)(stored()[0])]
     if plan.notes:
         parts += ["", *[f"note: {note}" for note in plan.notes]]
     return Group(*parts)
@@ -182,6 +187,14 @@ def _seconds(plan: Plan) -> Group:
         "Networks between hosts are not in them."
     )
     return Group(table, rates)
+
+
+def _ranges(compared: Sequence[Compared]) -> Table:
+    table = _table("error against measured runs (each: --errors)", "least", "most", "numbers")
+    for kind in dict.fromkeys(one.kind for one in compared):
+        errors = [one.error for one in compared if one.kind == kind]
+        table.add_row(kind, f"{min(errors):+.0%}", f"{max(errors):+.0%}", str(len(errors)))
+    return table
 
 
 def _errors(compared: Sequence[Compared]) -> Table:

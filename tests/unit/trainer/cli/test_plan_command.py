@@ -37,10 +37,15 @@ def test_the_tables(tmp_path: Path) -> None:
         "seconds of a step",
         "fits: the job as it is",
         "runs on one to four H200s of one host (docs/measured.md). Networks between hosts are not in them.",
-        "error against measured runs",
-        "1.5 B, split 2+2, compiled, checkpointing",
+        "error against measured runs (each: --errors)",
+        "seconds of a forward pass or an update",
     ):
         assert words in found.output, words
+
+
+def test_the_error_of_each_measured_run(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--errors")
+    assert "1.5 B, split 2+2, compiled, checkpointing" in found.output
 
 
 def test_json_of_a_job_that_does_not_fit(tmp_path: Path) -> None:

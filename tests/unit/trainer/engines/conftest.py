@@ -20,8 +20,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def parallel() -> Iterator[ParallelMesh]:
+    """A group of this process alone; it ends with the file, because the plan's tests need a process without one."""
     torch.set_num_threads(1)
     group = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
     yield group

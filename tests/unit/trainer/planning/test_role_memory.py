@@ -32,7 +32,7 @@ SHARDED = ParallelDims(shard=2)
 
 def work(folder: Path, dims: ParallelDims = ALONE, kind: str = "actor", passes: int = 1, **options: Any) -> Work:
     config = AutoConfig.from_pretrained(write_config(folder))
-    training = {"actor": ActorSpec(), "critic": CriticSpec()}.get(kind)
+    training = ActorSpec() if kind == "actor" else CriticSpec() if kind == "critic" else None
     load = LoadOptions(is_frozen=training is None, **options)
     return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training)
 
