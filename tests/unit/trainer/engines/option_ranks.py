@@ -23,9 +23,9 @@ def run(
     """Return everything that is compared between one rank and many. `settings`: of the models, and `stays_gathered`."""
     engines = {"actor": make_policy(parallel, model, **settings), "critic": make_critic(parallel, model, **settings)}
     policy = engines["actor"]
-    found: dict[str, Any] = {"initial": {role: trained(engine.module) for role, engine in engines.items()}}
+    found: dict[str, Any] = {"initial": {role: trained(engine) for role, engine in engines.items()}}
     for engine in engines.values():
-        fill_second_matrices(engine.module)
+        fill_second_matrices(engine)
     found["log_probs"] = policy.forward(batch).padded("old_log_probs", RESPONSE_LENGTH)
     found["reference"] = policy.forward(batch, with_adapters=False).padded("old_log_probs", RESPONSE_LENGTH)
     found["values"] = engines["critic"].forward(batch).padded("values", RESPONSE_LENGTH)
@@ -44,12 +44,13 @@ def resume(
     return exported(policy, folder) | {"second": policy.update(batch)}
 
 
-def fill_second_matrices(module: nn.Module) -> None:
+def fill_second_matrices(engine: FSDPEngine) -> None:
     """Draw B of all adapters. It begins at 0, and then A has no gradient."""
     generator = torch.Generator().manual_seed(11)
-    for name, parameter in module.named_parameters():
-        if name.endswith(".lora_B"):
-            write_shard(parameter, 0.1 * torch.randn(parameter.shape, generator=generator), name)
+    with engine._offloader.on_device(moments=True):
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith(".lora_B"):
+                write_shard(parameter, 0.1 * torch.randn(parameter.shape, generator=generator), name)
 
 
 def observed_update(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
@@ -62,10 +63,10 @@ def observed_update(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
         return clip()
 
     engine.optimizer.clip = observed_clip  # type: ignore[method-assign]
-    before = trained(engine.module)
+    before = trained(engine)
     metrics = engine.update(batch)
     engine.optimizer.clip = clip  # type: ignore[method-assign]
-    return {"gradients": gradients, "before": before, "after": trained(engine.module), "metrics": metrics}
+    return {"gradients": gradients, "before": before, "after": trained(engine), "metrics": metrics}
 
 
 def exported(policy: FSDPEngine, folder: Path) -> dict[str, Any]:
@@ -73,15 +74,16 @@ def exported(policy: FSDPEngine, folder: Path) -> dict[str, Any]:
     policy.export(folder / "export")
     weights = policy.weights()
     sent = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
-    return {"trained": trained(policy.module), "sent": sent}
+    return {"trained": trained(policy), "sent": sent}
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def trained(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in parameters(module).items()}
+def trained(engine: FSDPEngine) -> dict[str, Tensor]:
+    with engine._offloader.on_device():
+        return {name: whole(parameter) for name, parameter in parameters(engine.module).items()}
 
 
 def whole(tensor: Tensor | None) -> Tensor:
