@@ -62,9 +62,7 @@ LAYOUTS = {
         ParallelDims(tensor=2), "llama", TWO_LAYERS, {"gradient_checkpointing": False}
     ),
     "shard 2 x tensor 2": Layout(ParallelDims(shard=2, tensor=2), "llama"),
-    "shard 2 x tensor 2, gathered": Layout(
-        ParallelDims(shard=2, tensor=2), "qwen2", options={"stays_gathered": True}
-    ),
+    "shard 2 x tensor 2, gathered": Layout(ParallelDims(shard=2, tensor=2), "qwen2", options={"stays_gathered": True}),
     "sequence 2 x tensor 2": Layout(ParallelDims(sequence=2, tensor=2), "qwen3"),
     "replicate 2 x tensor 2": Layout(ParallelDims(replicate=2, tensor=2), "llama", TWO_LAYERS),
     "tensor 2, all weights, activations offloaded": Layout(
@@ -76,9 +74,7 @@ LAYOUTS = {
 }
 EIGHT_RANKS = {
     "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "llama"),
-    "replicate 2 x shard 2 x tensor 2": Layout(
-        ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}
-    ),
+    "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
 }
 
 

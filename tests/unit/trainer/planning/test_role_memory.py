@@ -123,16 +123,16 @@ def test_every_axis_is_planned(tmp_path: Path, dims: ParallelDims) -> None:
 
 def test_adapters_on_divided_layers_by_hand(tmp_path: Path) -> None:
     """Of each adapter, the matrix on the divided side of its layer is divided, and the other is whole on each rank."""
-    rank, by_outputs, by_inputs = 32, [(128, 128), (128, 64), (128, 64), (128, 512), (128, 512)], [(128, 128), (512, 128)]
-    whole, mine = (
-        LAYERS
-        * rank
-        * (
-            sum(inputs + outputs // parts for inputs, outputs in by_outputs)
-            + sum(inputs // parts + outputs for inputs, outputs in by_inputs)
-        )
-        for parts in (1, 2)
-    )
+    rank = 32
+    # Inputs and outputs of q, k, v, gate and up, and of o and down.
+    by_outputs, by_inputs = [(128, 128), (128, 64), (128, 64), (128, 512), (128, 512)], [(128, 128), (512, 128)]
+
+    def numbers(parts: int) -> int:
+        of_outputs = sum(inputs + outputs // parts for inputs, outputs in by_outputs)
+        of_inputs = sum(inputs // parts + outputs for inputs, outputs in by_inputs)
+        return LAYERS * rank * (of_outputs + of_inputs)
+
+    whole, mine = numbers(1), numbers(2)
     options: dict[str, Any] = {"gradient_checkpointing": True, "lora": LoRA(rank=rank)}
     alone, divided = (measure(work(tmp_path, dims, **options)) for dims in (ALONE, ParallelDims(tensor=2)))
     assert alone.num_parameters == divided.num_parameters == parameters(tmp_path) + whole
