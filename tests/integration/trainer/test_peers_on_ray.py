@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
 
 
-def run(root: Path, model: Path, **changes: Any) -> dict[int, dict[str, float]]:
+def run(root: Path, model: Path, /, **changes: Any) -> dict[int, dict[str, float]]:
     raw = spec_of(
         model,
         **ONE_POOL,

@@ -72,9 +72,10 @@ LAYOUTS = {
         ParallelDims(shard=2, tensor=2), "llama", None, {"offload": BOTH, "activation_offload": True}
     ),
 }
-EIGHT_RANKS = {
+MANY_RANKS = {
     "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "llama"),
     "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
+    "all four axes": Layout(ParallelDims(2, 2, 2, 2), "llama"),
 }
 
 
@@ -121,16 +122,14 @@ def alone(
     return compute
 
 
-@pytest.fixture(
-    scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in EIGHT_RANKS)]
-)
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MANY_RANKS)])
 def seen(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     all_models: dict[str, Path],
     alone: Callable[[str, str], tuple[Path, Results]],
 ) -> Seen:
-    layout = (LAYOUTS | EIGHT_RANKS)[request.param]
+    layout = (LAYOUTS | MANY_RANKS)[request.param]
     folder, model = tmp_path_factory.mktemp("peers"), all_models[layout.family]
     work = functools.partial(option_ranks.run, settings=layout.plain | layout.options)
     run_ranks(layout.dims, model, folder, work)

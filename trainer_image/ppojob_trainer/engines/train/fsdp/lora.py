@@ -9,7 +9,7 @@ is in peft's format.
 
 On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
 no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
-ranks, once, when it reduces gradients:
+ranks, once, when it reduces gradients, in the dtype in which the layer computes:
 
     W divided by outputs    A whole, B divided by outputs    gradient of A: each rank's outputs give a part
     W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part
