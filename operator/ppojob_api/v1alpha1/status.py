@@ -20,6 +20,9 @@ Name = Annotated[str, Field(max_length=253)]
 Number = Annotated[str, Field(max_length=64)]
 
 
+_COUNT = Field(ge=0, le=2**31 - 1)
+
+
 def _map_by(key: str, limit: int) -> Any:
     extra: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
     return Field(default_factory=list, max_length=limit, json_schema_extra=extra)
@@ -141,10 +144,29 @@ class Metric(ApiModel):
     """Value."""
 
 
+class StepChecks(ApiModel):
+    """How old and how exact the weights were that generated the last step's responses, and how long all GPUs waited."""
+
+    step: Annotated[int, _COUNT]
+    """The step."""
+    oldest_weights_step: Annotated[int, _COUNT]
+    """Step after which the policy had the oldest weights that generated responses of this step. 0: initial weights."""
+    max_staleness: Annotated[int, _COUNT]
+    """Steps between those weights and the weights that this step trained. 0: on-policy."""
+    compared_weights_step: Annotated[int, _COUNT] | None = None
+    """Last step in which the parameters of all engines were read back and were equal to the actor's. Different ones end
+    the attempt. Absent: none were read back, which needs CUDA and engines of one GPU each; otherwise the loaded numbers
+    are counted. The transfer's checksums are compared in every step."""
+    rollout_probs_diff_mean: Number | None = None
+    """Mean difference of the probabilities that trainer and engine give to the sampled tokens."""
+    idle_fraction: Number
+    """Share of the step in which no pool computed."""
+
+
 class CheckpointStatus(ApiModel):
     """The newest checkpoint."""
 
-    step: int = Field(ge=0, le=2**31 - 1)
+    step: Annotated[int, _COUNT]
     """Step after which it was saved."""
     path: Message
     """Folder, as the container sees it, or address in a bucket."""
@@ -364,6 +386,8 @@ class PPOJobStatus(ApiModel):
     """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]
     """Metrics of the last step."""
+    checks: StepChecks | None = None
+    """What the last step was checked for. Absent: no step is done yet."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model: ModelStatus | None = None

@@ -23,7 +23,7 @@ _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstS
 _GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
 # Fields that only the trainer's reports write.
-_TRAINERS = ("progress", "metrics", "checkpoint", "model", "recommendation", "layoutAdvice")
+_TRAINERS = ("progress", "metrics", "checks", "checkpoint", "model", "recommendation", "layoutAdvice")
 
 
 def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
@@ -48,6 +48,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     fields: dict[str, Any] = {
         "progress": {**kept, **_progress(report, now).to_wire()},
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
+        "checks": None if report.checks is None else report.checks.to_wire(),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
         "sources": previous.get("sources"),
         "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),
