@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus, StepChecks, UploadFailure
+from ppojob_api.v1alpha1.reported import CheckpointStatus, LayoutAdvice, SourceStatus, StepChecks, UploadFailure
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 _JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"

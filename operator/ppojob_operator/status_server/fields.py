@@ -10,7 +10,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import Command, FetchReport, LiveSettings, ProgressReply, ProgressReport
-from ppojob_api.v1alpha1.status import FetchStatus, Progress
+from ppojob_api.v1alpha1.reported import FetchStatus, Progress
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 Order = tuple[int, int]

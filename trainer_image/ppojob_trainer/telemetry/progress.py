@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, StepChecks, UploadFailure
+from ppojob_api.v1alpha1.reported import CheckpointStatus, LayoutAdvice, StepChecks, UploadFailure
 from ppojob_trainer.telemetry.eta import Eta
 from ppojob_trainer.telemetry.records import Record
 

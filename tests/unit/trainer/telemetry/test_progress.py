@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, Activity
-from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize, StepChecks, UploadFailure
+from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize, StepChecks, UploadFailure
 from ppojob_trainer.telemetry import RunProgress
 from ppojob_trainer.telemetry.records import Record
 
