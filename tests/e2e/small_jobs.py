@@ -1,4 +1,4 @@
-"""The first example made small, for jobs that are looked at while they run: few tokens a step, and one or two ranks."""
+"""A small version of the first example: few tokens in a step, one or two ranks; and waiting for its steps."""
 
 import json
 import re
@@ -15,30 +15,38 @@ FEW_SAMPLES: dict[str, Any] = {
     "actor": {"miniBatchSize": 4},
     "critic": {"miniBatchSize": 4},
 }
-_SMALL = {"cpu": "250m", "memory": "6Gi", "shm": "512Mi"}
+_SMALL = {"cpu": "250m", "shm": "512Mi"}
 _STEP_LIMIT_SECONDS = 600.0
 _RESUMED = re.compile(r"resuming after step (\d+)")
 
 
-def small_pools(actor_ranks: int, **fields: Any) -> list[dict[str, Any]]:
-    """The pools of actor and critic, with `fields` in both; the actor's share theirs with the rollout engine."""
-    # With two ranks there is room for both in twice the small size.
-    memory = _SMALL["memory"] if actor_ranks > 1 else "9Gi"
+def small_pools(actor_ranks: int = 1, *, critic_nodes: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    """Return the pools of actor and critic, with `fields` in both. The actor's pool has the engines, too.
+
+    Two pods of the critic have no room for a reference.
+
+    Args:
+        actor_ranks: of the actor, in one pod.
+        critic_nodes: pods of the critic, with one rank each.
+    """
+    # Each of two ranks has half of the optimizer.
+    actor = {**_SMALL, "memory": "9Gi" if actor_ranks == 1 else "6Gi"}
+    critic = {**_SMALL, "memory": "7Gi" if critic_nodes == 1 else "5Gi"}
     return [
-        {"name": "actor", "gpusPerNode": actor_ranks, "resourcesPerGPU": {**_SMALL, "memory": memory}, **fields},
-        {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {**_SMALL, "memory": "7Gi"}, **fields},
+        {"name": "actor", "gpusPerNode": actor_ranks, "resourcesPerGPU": actor, **fields},
+        {"name": "critic", "nodes": critic_nodes, "gpusPerNode": 1, "resourcesPerGPU": critic, **fields},
     ]
 
 
 def records(site: Site, name: str) -> dict[int, float]:
-    """Step -> when it was last finished, in seconds since 1970."""
+    """Return for each step when it was last finished, in seconds since 1970."""
     metrics = site.root(name) / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return {record["step"]: record["time"] for record in map(json.loads, lines)}
 
 
 def await_step(site: Site, name: str, step: int, *, since: float = 0.0) -> float:
-    """Wait until the step was finished after `since`, and return when; a job that ends before fails at once."""
+    """Wait until the step was finished after `since`, and return when. Fail at once if the job ends before."""
 
     def missing() -> str:
         if records(site, name).get(step, 0.0) > since:
@@ -52,21 +60,21 @@ def await_step(site: Site, name: str, step: int, *, since: float = 0.0) -> float
 
 
 def await_resumption(site: Site, name: str, attempt: int) -> int:
-    """Wait until the attempt's driver says after which step it goes on, and return that."""
+    """Wait until the attempt's driver logs after which step it resumes, and return that step."""
     log = site.root(name) / "logs" / f"attempt-{attempt}" / "driver.log"
     found: list[str] = []
 
     def missing() -> str:
         found[:] = _RESUMED.findall(log.read_text(errors="replace")) if log.exists() else []
-        return "" if found else "nothing there"
+        return "" if found else "not logged yet"
 
-    wait_until(f"{log} to say where it goes on", missing, limit=_STEP_LIMIT_SECONDS, interval=0.5)
+    wait_until(f"the step after which {log} resumes", missing, limit=_STEP_LIMIT_SECONDS, interval=0.5)
     return int(found[0])
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Prints how long after its start something was so."""
+    """Prints the seconds from its start to later events."""
 
     event: str
     """What happened at its start."""
@@ -76,10 +84,10 @@ class Stopwatch:
     """In seconds since 1970."""
 
     def say(self, words: str) -> None:
-        """Print that this is so now."""
+        """Print that this has happened now."""
         print(f"\n{time.time() - self.start:.0f} s after {self.event}: {words}", end="", flush=True)
 
     def until(self, words: str, missing: Callable[[], str]) -> None:
-        """Wait until nothing is missing any more, and say so."""
+        """Wait until nothing is missing any more, and print it."""
         wait_until(words, missing, limit=self.limit, interval=0.5)
         self.say(words)

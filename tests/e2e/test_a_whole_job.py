@@ -64,7 +64,7 @@ class Story:
 @pytest.fixture(scope="module")
 def story(site: Site) -> Iterator[Story]:
     site.kubectl("create", "secret", "generic", "given", f"--from-literal=value={SECRET_VALUE}")
-    site.apply(NAME, {**CHANGES, "pools": small_pools(1, **GPUS)})
+    site.apply(NAME, {**CHANGES, "pools": small_pools(**GPUS)})
     site.await_condition(NAME, "PoolsReady", "True", limit=300)
     _assert_pods_are_as_asked(site, actor_gpus="1")
     await_step(site, NAME, 1)

@@ -17,7 +17,7 @@ TRAINING_LIMIT_SECONDS = 600.0
 STOP_LIMIT_SECONDS = 300.0
 CHANGES: dict[str, Any] = {
     **FEW_SAMPLES,
-    "pools": small_pools(1),
+    "pools": small_pools(),
     "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
     "checkpoint": {"everySteps": 0, "export": "Never"},
 }

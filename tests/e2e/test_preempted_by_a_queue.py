@@ -28,7 +28,7 @@ QUOTAS = {"cpu": "2", "memory": "20Gi"}
 """The job and the urgent workload do not both fit."""
 CHANGES: dict[str, Any] = {
     **FEW_SAMPLES,
-    "pools": small_pools(1),
+    "pools": small_pools(),
     "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
     "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
     "runPolicy": {"queueName": QUEUE},

@@ -27,7 +27,7 @@ MARGIN_BYTES = 256 * 2**20
 """How much less than a worker's pod leaves behind is asked for."""
 CHANGES: dict[str, Any] = {
     **FEW_SAMPLES,
-    "pools": small_pools(1),
+    "pools": small_pools(),
     "trainer": {"totalSteps": STEPS, "validateEverySteps": 0},
     "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
 }

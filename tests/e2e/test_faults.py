@@ -1,0 +1,243 @@
+"""Faults of a running job whose critic has its ranks in two pods: what each of them costs, as a table.
+
+Trainer, operator, KubeRay, scheduler and kubelet are real. The table is printed (`--capture=no` shows it). How long a
+recovery takes is never asserted.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Site
+from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, records, small_pools
+from tools.cluster.addresses import NODE_NAME
+from tools.cluster.waiting import wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
+
+NAME = "faults"
+EVERY_STEPS = 2
+LIMIT_SECONDS = 600.0
+MANY_STEPS = 1000
+"""More than it does before the last fault."""
+CHANGES: dict[str, Any] = {
+    **FEW_SAMPLES,
+    # Two pods of the critic have no room for the reference, so there is none.
+    "algorithm": {"kl": {"inReward": False}},
+    "placement": {"ref": None},
+    "pools": small_pools(critic_nodes=2),
+    "trainer": {"totalSteps": MANY_STEPS, "validateEverySteps": 0},
+    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
+}
+HEADING = "| fault | reason | steps lost | to the next new step, s | retries |\n|---|---|---|---|---|"
+ACTOR, CRITIC = "ppojob.dev/pool=actor", "ppojob.dev/pool=critic"
+HEAD = "ray.io/node-type=head"
+KILL = """
+import os, pathlib, re, sys
+for folder in sorted(pathlib.Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
+    try:
+        command = (folder / "cmdline").read_bytes().replace(bytes(1), b" ").decode()
+    except OSError:
+        continue
+    if int(folder.name) != os.getpid() and re.search(sys.argv[1], command):
+        os.kill(int(folder.name), 9)
+        print(command)
+        break
+else:
+    sys.exit(f"no process is {sys.argv[1]}")
+"""
+"""Kills the first process whose command line has a match."""
+
+
+def pods(site: Site, selector: str) -> list[str]:
+    found = site.get("pods", f"--selector=ppojob.dev/job={NAME},{selector}")["items"]
+    return sorted(pod["metadata"]["name"] for pod in found)
+
+
+def delete_pod(selector: str) -> Callable[[Site], None]:
+    def inject(site: Site) -> None:
+        site.kubectl("delete", "pod", pods(site, selector)[-1], "--force", "--grace-period=0")
+
+    return inject
+
+
+def kill_process(selector: str, command: str) -> Callable[[Site], None]:
+    def inject(site: Site) -> None:
+        container = "ray-head" if selector == HEAD else "ray-worker"
+        where = (pods(site, selector)[-1], f"--container={container}")
+        site.kubectl("exec", *where, "--", "python", "-c", KILL, command)
+
+    return inject
+
+
+def drain(site: Site) -> None:
+    """Drain the node of the critic's pods, and permit pods on it again once they are gone."""
+    selector = f"--pod-selector=ppojob.dev/job={NAME},{CRITIC}"
+    try:
+        site.kubectl("drain", NODE_NAME, selector, "--force", "--delete-emptydir-data", "--timeout=300s", limit=330)
+    finally:
+        site.kubectl("uncordon", NODE_NAME)
+
+
+def delete_cluster(site: Site) -> None:
+    site.kubectl("delete", "raycluster", site.job(NAME)["status"]["rayCluster"]["name"], "--wait=false")
+
+
+def delete_operator(site: Site) -> None:
+    site.kubectl("delete", "pods", "--selector=app.kubernetes.io/name=ppojob-operator", "--force", "--grace-period=0")
+
+
+def delete_secrets(site: Site) -> None:
+    """Delete the job's Secrets, and wait until the operator has created them again."""
+    selector = f"--selector=ppojob.dev/job={NAME}"
+    before = {secret["metadata"]["name"] for secret in site.get("secrets", selector)["items"]}
+    assert before, "a job has Secrets"
+    site.kubectl("delete", "secrets", selector)
+
+    def missing() -> str:
+        return str(before - {secret["metadata"]["name"] for secret in site.get("secrets", selector)["items"]} or "")
+
+    wait_until("the job's Secrets", missing, limit=LIMIT_SECONDS, interval=1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the job, and what it may cost.
+
+    reasons: of the attempt that it ends; none: the attempt goes on. counted: in `status.retries`. new_cluster: the
+    RayCluster is replaced.
+    """
+
+    inject: Callable[[Site], None]
+    reasons: tuple[str, ...] = ()
+    counted: str = "infrastructure"
+    new_cluster: bool = False
+
+
+FAULTS = {
+    "a pod of the critic (1 of 2) is deleted": Fault(delete_pod(CRITIC), ("WorkerLost", "PodLost")),
+    "the actor's pod is deleted": Fault(delete_pod(ACTOR), ("WorkerLost", "PodLost")),
+    "a process of the critic is killed": Fault(kill_process(CRITIC, r"^ray::WorkerProcess"), ("WorkerLost",)),
+    "the only engine's process is killed": Fault(kill_process(ACTOR, r"^VLLM::EngineCore"), ("WorkerLost",)),
+    "the driver's process is killed": Fault(
+        kill_process(HEAD, r"^python -m ppojob_trainer\.main"), ("TrainerFailed",), counted="user"
+    ),
+    "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
+    "the operator's pod is deleted": Fault(delete_operator),
+    "the job's Secrets are deleted": Fault(delete_secrets),
+    "the RayCluster is deleted": Fault(delete_cluster, ("ClusterDeleted",), counted="ignored", new_cluster=True),
+    "the head's pod is deleted": Fault(delete_pod(HEAD), ("HeadLost",), new_cluster=True),
+}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one fault led to. cluster: the RayCluster before. steps_lost: done before it, and done again."""
+
+    cluster: str
+    attempt: int
+    steps_lost: int
+    seconds: float
+    """From the fault to the end of the next new step."""
+    before: Any
+    """The status before the fault."""
+    after: Any
+    """The status after that step."""
+
+    def counted(self) -> dict[str, int]:
+        """Return by how much each number of the retries has grown."""
+        new, old = self.after["retries"], self.before.get("retries", {})
+        grown = {name: new[name] - old.get(name, 0) for name in ("user", "infrastructure", "ignored", "total")}
+        return {name: number for name, number in grown.items() if number}
+
+
+@pytest.fixture(scope="module")
+def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
+    """By fault; the job is completed afterwards."""
+    site.apply(NAME, CHANGES)
+    found: dict[str, Recovery] = {}
+    step = 0
+    for words, fault in FAULTS.items():
+        # A checkpoint is saved and a step after it is done, so that there is something to lose.
+        await_step(site, NAME, (step // EVERY_STEPS + 1) * EVERY_STEPS + 1)
+        assert len(pods(site, CRITIC)) == 2
+        found[words] = recover(site, fault)
+        step = max(records(site, NAME))
+        print(f"\n{row(words, found[words])}", end="", flush=True)
+    site.patch(NAME, trainer={"totalSteps": step + EVERY_STEPS})
+    site.await_condition(NAME, "Complete", "True", limit=LIMIT_SECONDS)
+    print(f"\n\n{HEADING}\n{table(found)}")
+    yield found
+    site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+
+
+def recover(site: Site, fault: Fault) -> Recovery:
+    before, last, moment = site.job(NAME)["status"], max(records(site, NAME)), time.time()
+    fault.inject(site)
+    attempt, resumed_after = before["attempt"], last
+    if fault.reasons:
+        attempt += 1
+        resumed_after = await_resumption(site, NAME, attempt)
+        # A drain leaves time for the running step.
+        last = max(last, resumed_after)
+    finished = await_step(site, NAME, resumed_after + 1, since=moment)
+
+    def missing() -> str:
+        progress = site.job(NAME)["status"].get("progress", {})
+        return "" if (progress.get("attempt"), progress.get("step", 0) > resumed_after) == (attempt, True) else "late"
+
+    wait_until("the report of the step", missing, limit=LIMIT_SECONDS, interval=1)
+    cluster = before["rayCluster"]["name"]
+    return Recovery(cluster, attempt, last - resumed_after, finished - moment, before, site.job(NAME)["status"])
+
+
+def row(words: str, found: Recovery) -> str:
+    reason = found.after["lastFailure"]["reason"] if found.counted() else "-"
+    counted = ", ".join(f"{name} {number}" for name, number in found.counted().items() if name != "total") or "none"
+    return f"| {words} | {reason} | {found.steps_lost} | {found.seconds:.0f} | {counted} |"
+
+
+def table(found: dict[str, Recovery]) -> str:
+    return "\n".join(row(words, recovery) for words, recovery in found.items())
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_at_most_the_steps_since_the_last_checkpoint_are_lost(recoveries: dict[str, Recovery], words: str) -> None:
+    recovery = recoveries[words]
+
+    assert 0 <= recovery.steps_lost <= (EVERY_STEPS if FAULTS[words].reasons else 0)
+
+
+@pytest.mark.parametrize("words", [words for words, fault in FAULTS.items() if fault.reasons])
+def test_the_loss_has_its_reason_and_is_counted_once(recoveries: dict[str, Recovery], words: str) -> None:
+    recovery, fault = recoveries[words], FAULTS[words]
+
+    failure = recovery.after["lastFailure"]
+    assert (failure["reason"] in fault.reasons, failure["attempt"]) == (True, recovery.attempt - 1), failure
+    assert recovery.counted() == {fault.counted: 1, "total": 1}
+
+
+@pytest.mark.parametrize("words", [words for words, fault in FAULTS.items() if not fault.reasons])
+def test_the_attempt_goes_on(recoveries: dict[str, Recovery], words: str) -> None:
+    recovery = recoveries[words]
+
+    assert recovery.after["attempt"] == recovery.before["attempt"]
+    assert recovery.counted() == {}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_only_the_loss_of_the_cluster_or_its_head_replaces_the_raycluster(
+    recoveries: dict[str, Recovery], words: str
+) -> None:
+    recovery = recoveries[words]
+
+    assert (recovery.after["rayCluster"]["name"] != recovery.cluster) == FAULTS[words].new_cluster
+
+
+def test_every_step_was_done_in_the_end(site: Site, recoveries: dict[str, Recovery]) -> None:
+    steps = sorted(records(site, NAME))
+
+    assert steps == [*range(1, site.job(NAME)["status"]["progress"]["step"] + 1)]
