@@ -9,15 +9,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.config import JsonDict
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, LongText, Message, Name, Number, Time
 from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
-
-LongText = Annotated[str, Field(max_length=32_768)]
-Message = Annotated[str, Field(max_length=4096)]
-Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
-Name = Annotated[str, Field(max_length=253)]
-Number = Annotated[str, Field(max_length=64)]
+from ppojob_api.v1alpha1.notification import NotificationsStatus
 
 
 def _map_by(key: str, limit: int) -> Any:
@@ -380,6 +375,8 @@ class PPOJobStatus(ApiModel):
     """The last graceful stop that the operator requested."""
     gpu_usage: GPUUsage | None = None
     """GPU time of the job. Absent: it has held none."""
+    notifications: NotificationsStatus | None = None
+    """Notifications to the administrator's receiver. Absent: none was due."""
     queue_name: Name | None = None
     """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
     or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""

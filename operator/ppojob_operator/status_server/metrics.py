@@ -72,6 +72,13 @@ class OperatorMetrics:
             registry=self.registry,
         )  # fmt: skip
 
+        self.notifications = Counter(
+            "ppojob_notifications",
+            "Notifications about jobs by type and result; a try that is repeated counts as retried.",
+            ["type", "result"],
+            registry=self.registry,
+        )
+
     def ask(
         self,
         *,
@@ -105,6 +112,10 @@ class OperatorMetrics:
     def count_review(self, outcome: str) -> None:
         """Count one answer of the admission webhook: Allowed, Warned, Refused or Malformed."""
         self.reviews.labels(outcome=outcome).inc()
+
+    def count_notification(self, kind: str, result: str) -> None:
+        """Count one notification, or one try that is repeated."""
+        self.notifications.labels(type=kind, result=result).inc()
 
     def count_closed_connection(self, reason: str) -> None:
         """Count one connection that was closed: SourceLimit, SourceRate, TotalLimit or TooSlow."""
