@@ -25,6 +25,7 @@ from ppojob_operator.notifications.receiver import Outcome
 from ppojob_operator.plan import Job, JobKey, Plan
 from ppojob_operator.reading import read_job
 from ppojob_operator.settings import Settings
+from ppojob_operator.status_server import certificates
 from tests.ports import server_port
 from tests.unit.operator.loop.memory_cluster import GOOD, MemoryCluster, job_of, make_loop
 
@@ -178,8 +179,6 @@ async def test_a_refusal_that_may_pass_is_tried_again_with_the_same_id(status: i
 
 @pytest.mark.parametrize("status", [400, 404, 410, 301, 302, 307, 308])
 async def test_any_other_refusal_and_a_redirect_are_final(status: int, caplog: pytest.LogCaptureFixture) -> None:
-    elsewhere = Site(0)
-
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": f"{TOKEN_PATH}?elsewhere"})
 
@@ -190,7 +189,6 @@ async def test_any_other_refusal_and_a_redirect_are_final(status: int, caplog: p
     assert len(site.requests) == 1, "neither repeated nor followed"
     assert site.counts == [("failed", "refused")]
     assert f"notification uid-good-1 (failed) is dropped: http://127.0.0.1:{site.port} answered {status}" in caplog.text
-    assert elsewhere.requests == []
 
 
 @pytest.mark.parametrize("is_date", [False, True])
@@ -402,6 +400,30 @@ async def test_an_answer_that_is_no_http_says_nothing_of_the_address() -> None:
 
     assert outcome.problem.startswith(f"http://127.0.0.1:{port}: ")
     assert "s3cret" not in outcome.problem
+
+
+async def test_a_certificate_authority_of_the_secret_is_the_only_one_that_is_trusted(tmp_path: Path) -> None:
+    ours, other = (certificates.make(["127.0.0.1"], datetime.now(UTC)) for _ in range(2))
+    (tmp_path / "server").write_text(ours.certificate + ours.key)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "server")
+
+    async with receiving(200, tls=tls) as site:
+        settings = Settings(
+            notification_url=site.url.replace("http:", "https:"), notification_folder=str(tmp_path / "secret")
+        )
+        (tmp_path / "secret").mkdir()
+        unknown = await Receiver(settings).post(b"{}")
+        (tmp_path / "secret" / "ca.crt").write_text(other.authorities)
+        wrong = await Receiver(settings).post(b"{}")
+        (tmp_path / "secret" / "ca.crt").write_text(ours.authorities)
+        right = await Receiver(settings).post(b"{}")
+
+    assert right == Outcome()
+    for outcome in (unknown, wrong):
+        assert "certificate verify failed" in outcome.problem
+        assert not outcome.is_final
+    assert len(site.requests) == 1
 
 
 async def test_only_the_leader_sends() -> None:
