@@ -4,17 +4,10 @@ Every module of this package builds on it. It refuses unknown fields, because a 
 hyperparameter is worse than a failure, and a scalar of another type, as the API server does.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
-
-# Texts of the status. Each has a limit, because the API server stores the whole object.
-LongText = Annotated[str, Field(max_length=32_768)]
-Message = Annotated[str, Field(max_length=4096)]
-Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
-Name = Annotated[str, Field(max_length=253)]
-Number = Annotated[str, Field(max_length=64)]
 
 # Types of pydantic's core schema that the API server does not convert: "16" is not an integer, 1 is not a boolean.
 _STRICT = {"bool", "int", "float"}

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppojob_api.v1alpha1.base import ApiModel, Message, Name, Number, Time
+from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.reported import Message, Name, Number, Time
 
 MAX_PENDING = 16
 """Notifications of a job that wait for the receiver; the oldest is dropped for another one."""
