@@ -16,8 +16,8 @@ from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Dashboard
 from ppojob_operator.handlers import Watches
 from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.notifications import RESULTS, Notifier, Receiver
 from ppojob_operator.notifications import Hooks as NotifierHooks
-from ppojob_operator.notifications import Notifier, Receiver
 from ppojob_operator.plan import JobKey, Surroundings
 from ppojob_operator.reconcile import JobState
 from ppojob_operator.settings import Settings
@@ -104,5 +104,8 @@ class LeaderTasks:
             if self._loop is not None:
                 self._loop.requeue(key)
 
-        receiver = Receiver(self._settings) if self._settings.has_receiver else None
-        return Notifier(self._settings, receiver, NotifierHooks(guard, requeue, self._metrics.count_notification))
+        hooks = NotifierHooks(guard, requeue, self._metrics.count_notification)
+        if not self._settings.has_receiver:
+            return Notifier(self._settings, hooks=hooks)
+        self._metrics.expect_notifications(self._settings.types_to_notify, RESULTS)
+        return Notifier(self._settings, Receiver(self._settings), hooks)

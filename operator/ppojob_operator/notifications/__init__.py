@@ -10,7 +10,7 @@ address comes from the operator's settings and never from a PPOJob: an author of
 calls.
 """
 
-from ppojob_operator.notifications.notifier import Backoff, Hooks, Notifier
+from ppojob_operator.notifications.notifier import RESULTS, Backoff, Hooks, Notifier
 from ppojob_operator.notifications.receiver import Receiver
 
-__all__ = ["Backoff", "Hooks", "Notifier", "Receiver"]
+__all__ = ["RESULTS", "Backoff", "Hooks", "Notifier", "Receiver"]
