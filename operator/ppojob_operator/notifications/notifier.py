@@ -50,7 +50,7 @@ class Backoff:
 
     def pause(self, tries: int, retry_after: float | None) -> float:
         """Return the pause after this number of tries."""
-        usual = min(self.longest, self.first * 2 ** min(tries - 1, 20)) * random.uniform(0.5, 1.0)
+        usual = min(self.longest, self.first * 2.0 ** min(tries - 1, 20)) * random.uniform(0.5, 1.0)
         return usual if retry_after is None else max(usual, min(retry_after, self.longest_asked))
 
 

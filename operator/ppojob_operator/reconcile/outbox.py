@@ -26,7 +26,7 @@ from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.states import Event, State
 from ppojob_operator.reconcile.status import format_time, owned
 
-STATES: Mapping[State, tuple[NotificationType, str]] = {
+STATES: Mapping[str, tuple[NotificationType, str]] = {
     State.QUEUED: (NotificationType.QUEUED, Condition.ADMITTED),
     State.RUNNING: (NotificationType.STARTED, Condition.PROGRESSING),
     State.PREEMPTED: (NotificationType.PREEMPTED, Condition.SUBMITTED),
@@ -35,7 +35,7 @@ STATES: Mapping[State, tuple[NotificationType, str]] = {
     State.FAILED: (NotificationType.FAILED, Condition.FAILED),
 }
 """States whose beginning is notified, and the condition that says why."""
-EVENTS: Mapping[Event, NotificationType] = {
+EVENTS: Mapping[str, NotificationType] = {
     Event.ATTEMPT_FAILED: NotificationType.RETRIED,
     Event.RETRY_REQUESTED: NotificationType.RESTARTED,
 }
@@ -104,12 +104,12 @@ def _news(plan: Plan) -> Iterator[_News]:
 
 
 def _of_the_transition(plan: Plan) -> Iterator[_News]:
-    if kind := EVENTS.get(Event(plan.event)) if plan.event else None:
+    if kind := EVENTS.get(plan.event):
         said = next(event for event in plan.events if event.action == Condition.PROGRESSING)
         yield _News(kind, said.reason, said.message)
     if plan.next_state == plan.state or plan.status is None:
         return
-    if named := STATES.get(State(plan.next_state)):
+    if named := STATES.get(plan.next_state):
         said_by = _conditions(plan.status)[named[1]]
         yield _News(named[0], said_by["reason"], said_by["message"])
 

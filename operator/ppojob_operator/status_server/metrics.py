@@ -74,11 +74,9 @@ class OperatorMetrics:
         )  # fmt: skip
 
         self.notifications = Counter(
-            "ppojob_notifications",
-            "Notifications about jobs by type and result; a try that is repeated counts as retried.",
-            ["type", "result"],
-            registry=self.registry,
-        )
+            "ppojob_notifications", "Notifications about jobs by type and result; retried: a try that is repeated.",
+            ["type", "result"], registry=self.registry,
+        )  # fmt: skip
 
     def ask(
         self,

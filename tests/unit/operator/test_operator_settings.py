@@ -72,9 +72,7 @@ def test_times_with_which_two_would_lead_are_refused(variables: dict[str, str]) 
 
 
 def test_an_unknown_type_of_notification_is_named_with_the_known_ones() -> None:
-    with pytest.raises(
-        SettingsError, match=r"unknown types \['deleted'\]: name one or more of queued, started"
-    ):
+    with pytest.raises(SettingsError, match=r"unknown types \['deleted'\]: name one or more of queued, started"):
         Settings.from_environment({"PPOJOB_NOTIFICATION_TYPES": "failed, deleted"})
 
 
