@@ -130,7 +130,7 @@ class Notifier:
     # What the leader runs.
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send until `stop` is set; then end within some seconds. What is left stays in the statuses."""
+        """Send until `stop` is set; then end within some seconds. Notifications that are not accepted stay in the statuses."""
         try:
             await stop.wait()
             self._stopping.set()
@@ -182,7 +182,7 @@ class Notifier:
                 queue.popleft()
                 self._settle(message, result)
         finally:
-            # Whatever is left is in the status, and is offered again.
+            # Those that are not settled are in the status, and are offered again.
             self._queued.difference_update(message.id for message in queue)
             del self._queues[uid]
 
