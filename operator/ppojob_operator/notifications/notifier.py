@@ -130,7 +130,7 @@ class Notifier:
     # What the leader runs.
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send until `stop` is set; then end within some seconds. Notifications that are not accepted stay in the statuses."""
+        """Send until `stop` is set, and end within some seconds. What is not accepted then stays in the statuses."""
         try:
             await stop.wait()
             self._stopping.set()
