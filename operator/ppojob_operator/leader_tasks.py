@@ -16,6 +16,8 @@ from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Dashboard
 from ppojob_operator.handlers import Watches
 from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.notifications import RESULTS, Notifier, Receiver
+from ppojob_operator.notifications import Hooks as NotifierHooks
 from ppojob_operator.plan import JobKey, Surroundings
 from ppojob_operator.reconcile import JobState
 from ppojob_operator.settings import Settings
@@ -23,7 +25,7 @@ from ppojob_operator.status_server import Health, OperatorMetrics
 from ppojob_operator.supervisor import supervise
 
 _LOOP_HEARTBEAT_SECONDS = 300.0
-_LOOP, _WATCH, _WATCHES = "loop", "watch", "watches"
+_LOOP, _WATCH, _WATCHES, _NOTIFICATIONS = "loop", "watch", "watches", "notifications"
 
 
 Part = Callable[[ApiServer, asyncio.Event], Coroutine[Any, Any, None]]
@@ -82,15 +84,28 @@ class LeaderTasks:
             count_retries=metrics.count_retries,
         )
         dashboard = Dashboard(self._session, timeout=self._settings.request_timeout, guard=guard)
-        loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks)
+        notifier = self._notifier(guard)
+        loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks, notifier)
         watches = Watches(self._settings, cluster, loop.enqueue, metrics.count_watch_failure)
         self._health.check(_WATCH, loop.watch_problem)
         self._health.ready_when(_WATCHES, lambda: None if watches.is_ready else "not connected yet")
         self._loop = loop
         try:
             parts = {name: part(api, stop) for name, part in self._parts.items()}
-            await supervise(stop, {_LOOP: loop.run(stop), _WATCHES: watches.run(stop), **parts})
+            own = {_LOOP: loop.run(stop), _WATCHES: watches.run(stop), _NOTIFICATIONS: notifier.run(stop)}
+            await supervise(stop, {**own, **parts})
         finally:
             self._loop = None
             for name in (_LOOP, _WATCH, _WATCHES):
                 self._health.forget(name)
+
+    def _notifier(self, guard: Callable[[], None]) -> Notifier:
+        def requeue(key: JobKey) -> None:
+            if self._loop is not None:
+                self._loop.requeue(key)
+
+        hooks = NotifierHooks(guard, requeue, self._metrics.count_notification)
+        if not self._settings.has_receiver:
+            return Notifier(self._settings, hooks=hooks)
+        self._metrics.expect_notifications(self._settings.types_to_notify, RESULTS)
+        return Notifier(self._settings, Receiver(self._settings), hooks)

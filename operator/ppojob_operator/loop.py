@@ -31,6 +31,7 @@ from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.job_events import JobEvents
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
+from ppojob_operator.notifications import Notifier
 from ppojob_operator.observer import Observer
 from ppojob_operator.plan import Job, JobKey, Observed, Plan, Surroundings
 from ppojob_operator.reading import (
@@ -84,11 +85,13 @@ class Loop:
         dashboard: Dashboard,
         surroundings: Callable[[JobKey], Surroundings],
         hooks: Hooks,
+        notifier: Notifier | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._settings = settings
         self._cluster = cluster
         self._events = JobEvents(cluster)
+        self._notifier = notifier or Notifier(settings)
         self._dashboard = dashboard
         self._surroundings = surroundings
         self._observer = Observer(cluster, surroundings)
@@ -108,6 +111,10 @@ class Loop:
         self._watched.add(key)
         self._observer.drop(key)
         self._queue.add(key, _BURST)
+
+    def requeue(self, key: JobKey) -> None:
+        """Enqueue a job of which a notification is settled; nothing else has changed."""
+        self._queue.add(key)
 
     @property
     def queue_depth(self) -> int:
@@ -252,6 +259,7 @@ class Loop:
         self._num_errors.pop(key, None)
         self._observer.drop(key)
         self._events.forget(key)
+        self._notifier.forget(key)
 
     async def _observe(self, job: Job) -> Observed:
         reported_at = self._report_times.seen(job, self._clock())
@@ -319,13 +327,15 @@ class Loop:
             logger.warning("%s: %s could not be stopped in Ray: %s", job.key, submission_id, error)
 
     async def _write(self, job: Job, plan: Plan) -> bool:
-        """Write status and Events; False if the object was deleted or re-created."""
+        """Write status and Events, and notify; False if the object was deleted or re-created."""
+        plan = self._notifier.add(job, plan, self._clock())
         if plan.status is not None:
             if not await self._cluster.write_status(job, plan.status):
                 self._queue.add(job.key)
                 return False
             logger.info("%s: %s", job.key, _summary(plan))
             self._count_retries(job, plan.status)
+        self._notifier.send(job, plan)
         await self._events.write(job, plan.events)
         return True
 
@@ -344,6 +354,6 @@ class Loop:
 def _summary(plan: Plan) -> str:
     """Return one line for the log: transition, attempt, ready GPUs and the Events of the plan."""
     status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    change = f"{plan.state} --{plan.event}--> {plan.next_state}"
+    change = f"{plan.state} --{plan.event or 'NotReconciled'}--> {plan.next_state}"
     summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
     return summary.rstrip()

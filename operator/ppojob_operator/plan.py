@@ -344,7 +344,7 @@ class Plan:
     state: str = ""
     """State of the job at the beginning, one of `reconcile.states.State`. Empty: an observation is missing."""
     event: str = ""
-    """Event that decides what happens, one of `reconcile.states.Event`."""
+    """Event that decides what happens, one of `reconcile.states.Event`. Empty: the reconcile was not possible."""
     next_state: str = ""
     """State of the job when the status is written."""
     requeue_after: float | None = None

@@ -7,9 +7,11 @@ come from the downward API. This module reads no file and knows nothing about Ku
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ppojob_api.v1alpha1.notification import NotificationType
 from ppojob_operator.logs import LogFormat
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -38,6 +40,39 @@ class LogLevel(StrEnum):
     INFO = "INFO"
     WARNING = "WARNING"
     ERROR = "ERROR"
+
+
+def url_problem(url: str) -> str:
+    """Return why a URL cannot be the address of a receiver, without the URL; empty: it can."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "its host or port is not valid"
+    if parts.scheme not in ("http", "https"):
+        return "it must begin with http:// or https://"
+    if not parts.hostname or port == 0 or not url.isascii() or not url.isprintable() or " " in url:
+        return "it must name a host, have no spaces, and have ASCII characters only"
+    if "@" in parts.netloc:
+        return "it must have no user or password: put the credentials into key `authorization` of the Secret"
+    return "it must have no fragment (#)" if "#" in url else ""
+
+
+def _valid_url(url: str) -> str:
+    if problem := url and url_problem(url):
+        raise ValueError(problem)
+    return url
+
+
+def _valid_types(types: str) -> str:
+    unknown = sorted(set(_split(types)) - set(NotificationType))
+    if unknown or not _split(types):
+        raise ValueError(f"unknown types {unknown}: name one or more of {', '.join(NotificationType)}")
+    return types
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 class Settings(BaseModel):
@@ -103,6 +138,21 @@ class Settings(BaseModel):
     metrics_namespace: str = ""
     """Namespace whose pods these policies allow to scrape the jobs' metrics. Empty: none."""
 
+    notification_url: Annotated[str, AfterValidator(_valid_url)] = ""
+    """Address that gets CloudEvents about jobs, unless notification_folder has one. Empty, and no folder: none."""
+    notification_folder: str = ""
+    """Folder with the optional files url, authorization and ca.crt: the mounted Secret of the receiver. Empty: none."""
+    notification_types: Annotated[str, AfterValidator(_valid_types)] = "succeeded,failed,retried,attention"
+    """Types that are sent, separated by commas."""
+    notification_cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")] = (
+        "kubernetes"
+    )
+    """Name of this cluster in the source of each event."""
+    notification_timeout: Annotated[float, Field(gt=0, le=60)] = 10.0
+    """Timeout of one try."""
+    notification_give_up_after: Annotated[int, Field(ge=60, le=604_800)] = 86_400
+    """Age at which a notification that the receiver does not accept is dropped. It is tried once at least."""
+
     dashboard_access: DashboardAccess = DashboardAccess.SERVICE
     """How the operator reaches Ray's dashboards."""
     dashboard_secret: str = "ppojob-operator-dashboard-key"
@@ -128,7 +178,17 @@ class Settings(BaseModel):
     @property
     def certificate_names(self) -> tuple[str, ...]:
         """The further names of the certificate."""
-        return tuple(name.strip() for name in self.extra_names.split(",") if name.strip())
+        return _split(self.extra_names)
+
+    @property
+    def has_receiver(self) -> bool:
+        """Whether jobs are notified to a receiver."""
+        return bool(self.notification_url or self.notification_folder)
+
+    @property
+    def types_to_notify(self) -> frozenset[str]:
+        """The types of notifications that are sent."""
+        return frozenset(_split(self.notification_types))
 
     @property
     def labels_of_operator(self) -> dict[str, str]:

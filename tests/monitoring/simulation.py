@@ -233,6 +233,7 @@ class _Operator:
         self._metrics.count_review("Allowed" if int(minute) % 7 else "Refused")
         self._metrics.count_api_request("GET", "ppojobs", "200")
         self._metrics.count_api_request("PATCH", "rayclusters", "422")
+        self._metrics.count_notification("failed", "sent" if int(minute) % 5 else "retried")
         if int(minute) % 11 == 0:
             self._metrics.count_watch_failure()
             self._metrics.count_closed_connection("TooSlow")

@@ -85,3 +85,30 @@ type: RollingUpdate
 rollingUpdate: {maxUnavailable: 0, maxSurge: 1}
 {{- end -}}
 {{- end -}}
+
+{{/* Where notifications go. The operator checks the address too; here a mistake is found before anything is installed. */}}
+{{- define "ppojob.notifications" -}}
+{{- with .Values.notifications -}}
+{{- if .enabled -}}
+{{- if not (or .url .existingSecret) -}}
+{{- fail "notifications.enabled is true, and there is no address: set notifications.url, or notifications.existingSecret with key url" -}}
+{{- end -}}
+{{- if and .url (not (regexMatch "^https?://[^/?#@\\s]+([/?][^#\\s]*)?$" .url)) -}}
+{{- fail (printf "notifications.url is %q: it must begin with http:// or https://, name a host, and have no user, spaces or fragment; put credentials into key authorization of notifications.existingSecret" .url) -}}
+{{- end -}}
+- {name: PPOJOB_NOTIFICATION_URL, value: {{ .url | quote }}}
+{{- if .existingSecret }}
+- {name: PPOJOB_NOTIFICATION_FOLDER, value: /etc/ppojob/notifications}
+{{- end }}
+- {name: PPOJOB_NOTIFICATION_TYPES, value: {{ join "," .types | quote }}}
+- {name: PPOJOB_NOTIFICATION_CLUSTER, value: {{ .clusterName | quote }}}
+- {name: PPOJOB_NOTIFICATION_TIMEOUT, value: {{ .timeoutSeconds | quote }}}
+- {name: PPOJOB_NOTIFICATION_GIVE_UP_AFTER, value: {{ .giveUpAfterSeconds | int | quote }}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The mounted Secret of the receiver, by its name. Empty: none is mounted. */}}
+{{- define "ppojob.notificationSecret" -}}
+{{- if .Values.notifications.enabled -}}{{- .Values.notifications.existingSecret -}}{{- end -}}
+{{- end -}}

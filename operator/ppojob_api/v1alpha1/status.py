@@ -11,6 +11,7 @@ from pydantic import Field
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
+from ppojob_api.v1alpha1.notification import NotificationsStatus
 from ppojob_api.v1alpha1.reported import (
     CheckpointStatus,
     FetchStatus,
@@ -256,6 +257,8 @@ class PPOJobStatus(ApiModel):
     """The last graceful stop that the operator requested."""
     gpu_usage: GPUUsage | None = None
     """GPU time of the job. Absent: it has held none."""
+    notifications: NotificationsStatus | None = None
+    """Notifications to the administrator's receiver. Absent: none was due."""
     queue_name: Name | None = None
     """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
     or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""

@@ -328,6 +328,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         retry=retry.of_unfinished(job, situation.now),
         stop=old.stop,
         gpu_usage=old.gpu_usage,
+        notifications=old.notifications,
         queue_name=situation.spec.run_policy.queue_name,
         effective_pools=list(job.moved),
         avoided_nodes=nodes.avoided(situation),

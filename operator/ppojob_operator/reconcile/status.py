@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.status import ConditionStatus, GPUUsage, PPOJobStatus
 from ppojob_operator.plan import EventRecord, Job, Manifest, Plan
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Finding
-from ppojob_operator.reconcile.states import phase_of
+from ppojob_operator.reconcile.states import phase_of, state_of
 
 _ORDER = (
     Condition.ACCEPTED,
@@ -79,7 +79,7 @@ _WARNING_REASONS = {
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
     "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "gpuUsage",
-    "queueName", "effectiveLayout", "effectivePools",
+    "notifications", "queueName", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 _MAX_WORDS = 500
@@ -180,7 +180,10 @@ def _not_reconciled(job: Job, finding: Finding, now: datetime) -> Plan:
     status = old.model_copy(update={"conditions": merged})
     desired = owned(status.model_copy(update={"phase": phase_of(status)}))
     return Plan(
-        status=None if desired == owned(old) else desired, events=tuple(condition_events(old.conditions, merged))
+        status=None if desired == owned(old) else desired,
+        events=tuple(condition_events(old.conditions, merged)),
+        state=state_of(old),
+        next_state=state_of(status),
     )
 
 

@@ -5,7 +5,8 @@ with names that users choose are those of `job_metrics.py`, which limits their n
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -72,6 +73,11 @@ class OperatorMetrics:
             registry=self.registry,
         )  # fmt: skip
 
+        self.notifications = Counter(
+            "ppojob_notifications", "Notifications about jobs by type and result; retried: a try that is repeated.",
+            ["type", "result"], registry=self.registry,
+        )  # fmt: skip
+
     def ask(
         self,
         *,
@@ -105,6 +111,15 @@ class OperatorMetrics:
     def count_review(self, outcome: str) -> None:
         """Count one answer of the admission webhook: Allowed, Warned, Refused or Malformed."""
         self.reviews.labels(outcome=outcome).inc()
+
+    def expect_notifications(self, kinds: Iterable[str], results: Iterable[str]) -> None:
+        """Show zeros for these types and results. A counter that begins at 1 has no increase for Prometheus."""
+        for kind, result in product(kinds, results):
+            self.notifications.labels(type=kind, result=result)
+
+    def count_notification(self, kind: str, result: str) -> None:
+        """Count one notification, or one try that is repeated."""
+        self.notifications.labels(type=kind, result=result).inc()
 
     def count_closed_connection(self, reason: str) -> None:
         """Count one connection that was closed: SourceLimit, SourceRate, TotalLimit or TooSlow."""

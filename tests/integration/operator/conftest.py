@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.bench.operator_scale.dashboards import serving
+from tests.bench.operator_scale.dashboards import Dashboards, serving
 from tests.integration.operator.hiding_proxy import HidingProxy
 from tests.ports import server_port
 from tools.cluster import operators
@@ -361,12 +361,14 @@ def fake_nodes(cluster: Any) -> Iterator[FakeNodes]:
 
 
 @pytest.fixture(scope="module")
-def dashboards() -> Iterator[None]:
+def dashboards() -> Iterator[Dashboards]:
     """Ray's dashboards of all fake heads: what is submitted there runs. One module at a time has them."""
     is_up, is_over = threading.Event(), threading.Event()
+    made: list[Dashboards] = []
 
     async def serve() -> None:
-        async with serving():
+        async with serving() as dashboards:
+            made.append(dashboards)
             is_up.set()
             await asyncio.to_thread(is_over.wait)
 
@@ -374,7 +376,7 @@ def dashboards() -> Iterator[None]:
     thread.start()
     try:
         assert is_up.wait(_DASHBOARDS_SECONDS)
-        yield
+        yield made[0]
     finally:
         is_over.set()
         thread.join(30)

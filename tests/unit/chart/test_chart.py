@@ -36,6 +36,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "not limited to owned objects": {"admissionPolicy.enabled": False},
     "guarded": {"networkPolicy.enabled": True},
     "jobs without a network policy": {"jobNetworkPolicy.enabled": False},
+    "notifying": {"notifications.enabled": True, "notifications.existingSecret": "receiver"},
     "asleep": {"replicas": 0},
     "alone": {"replicas": 1},
 }
@@ -341,6 +342,13 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("leaderElection.leaseDuration", "15s", "leaseDuration"),
         ("leaderElection.retryPeriodSeconds", 0, "retryPeriodSeconds"),
         ("podDisruptionBudget.minAvailable", 1, "minAvailable"),
+        ("notifications.types", ["deleted"], "types"),
+        ("notifications.types", [], "types"),
+        ("notifications.timeoutSeconds", 61, "timeoutSeconds"),
+        ("notifications.giveUpAfterSeconds", 59, "giveUpAfterSeconds"),
+        ("notifications.clusterName", "a/b", "clusterName"),
+        ("notifications.existingSecret", "No_Name", "existingSecret"),
+        ("notifications.authorization", "Bearer x", "authorization"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Any, name: str, value: Any, words: str) -> None:

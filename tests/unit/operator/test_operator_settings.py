@@ -44,6 +44,13 @@ def test_an_empty_variable_is_not_set() -> None:
         ("PPOJOB_LOG_FORMAT", "XML"),
         ("PPOJOB_JOB_NETWORK_POLICY", "maybe"),
         ("PPOJOB_OPERATOR_LABELS", "app"),
+        ("PPOJOB_NOTIFICATION_URL", "https://host:99999/"),
+        ("PPOJOB_NOTIFICATION_URL", "https://host/ü"),
+        ("PPOJOB_NOTIFICATION_TYPES", ","),
+        ("PPOJOB_NOTIFICATION_TYPES", "failed,deleted"),
+        ("PPOJOB_NOTIFICATION_CLUSTER", "a/b"),
+        ("PPOJOB_NOTIFICATION_TIMEOUT", "0"),
+        ("PPOJOB_NOTIFICATION_GIVE_UP_AFTER", "59"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None:
@@ -62,3 +69,14 @@ def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None
 def test_times_with_which_two_would_lead_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="PPOJOB_LEASE_RETRY_PERIOD < PPOJOB_LEASE_RENEW_DEADLINE < PPOJOB_LEASE_D"):
         Settings.from_environment(variables)
+
+
+def test_an_unknown_type_of_notification_is_named_with_the_known_ones() -> None:
+    with pytest.raises(SettingsError, match=r"unknown types \['deleted'\]: name one or more of queued, started"):
+        Settings.from_environment({"PPOJOB_NOTIFICATION_TYPES": "failed, deleted"})
+
+
+@pytest.mark.parametrize("name", ["PPOJOB_NOTIFICATION_URL", "PPOJOB_NOTIFICATION_FOLDER"])
+def test_a_receiver_is_one_with_an_address_or_a_secret(name: str) -> None:
+    assert not Settings().has_receiver
+    assert Settings.from_environment({name: "http://receiver"}).has_receiver

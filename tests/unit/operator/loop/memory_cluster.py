@@ -6,6 +6,7 @@ from typing import Any
 
 from ppojob_operator.adoption import own_identity
 from ppojob_operator.loop import Hooks, Loop
+from ppojob_operator.notifications import Notifier
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest, Ray, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
 
@@ -129,11 +130,11 @@ def job_of(key: JobKey) -> dict[str, Any]:
     return {"metadata": metadata, "spec": SPEC}
 
 
-def make_loop(cluster: MemoryCluster, **settings: Any) -> Loop:
+def make_loop(cluster: MemoryCluster, notifier: Notifier | None = None, **settings: Any) -> Loop:
     """Return a loop over the API server in memory."""
     configured = Settings(dashboard_access=DashboardAccess.SERVICE, **settings)
     surroundings = Surroundings("https://operator", "PEM", b"k" * 32)
-    return Loop(configured, cluster, SilentDashboard(), lambda key: surroundings, Hooks())  # type: ignore[arg-type]
+    return Loop(configured, cluster, SilentDashboard(), lambda key: surroundings, Hooks(), notifier)  # type: ignore[arg-type]
 
 
 async def run_for(loop: Loop, seconds: float) -> None:

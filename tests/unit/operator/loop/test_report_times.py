@@ -60,13 +60,13 @@ async def test_the_loop_tells_the_policies_when_it_saw_the_report(monkeypatch: p
 
     monkeypatch.setattr(loop_module, "decide", decide)
     cluster = MemoryCluster(GOOD)
-    loop, moments = make_loop(cluster), iter(range(0, 1000, 5))
-    monkeypatch.setattr(loop, "_clock", lambda: at(next(moments)))
+    loop, moments = make_loop(cluster), iter((0, 10, 20))
     cluster.jobs[GOOD]["status"] = {"operator": OURS.to_wire(), "progress": {"attempt": 0, "report": 7}}
 
-    await loop.reconcile(GOOD)
-    await loop.reconcile(GOOD)
-    cluster.jobs[GOOD]["status"]["progress"]["report"] = 8
-    await loop.reconcile(GOOD)
+    for report in (7, 7, 8):
+        now = at(next(moments))
+        monkeypatch.setattr(loop, "_clock", lambda now=now: now)
+        cluster.jobs[GOOD]["status"]["progress"]["report"] = report
+        await loop.reconcile(GOOD)
 
     assert told == [at(0), at(0), at(20)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.notification import NotificationType
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord, ProgressReport
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus
 from ppojob_operator.manifests import naming
@@ -30,6 +31,7 @@ from ppojob_operator.plan import (
 )
 from ppojob_operator.reading import read_job
 from ppojob_operator.reconcile import dashboard_target, decide
+from ppojob_operator.reconcile.outbox import with_notifications
 from ppojob_operator.reconcile.states import TRANSITIONS, Event, State, state_of
 from ppojob_operator.report_times import ReportTimes
 from ppojob_operator.status_server.fields import progress_status
@@ -86,6 +88,10 @@ class World:
         self.words: list[str] = []
         self.made: list[dict[str, Any]] = []
         self.transitions: list[tuple[State, Event, State]] = []
+        self.types: frozenset[str] = frozenset(NotificationType)
+        """Types of notifications that the receiver wants. Empty: there is no receiver."""
+        self.settled: set[int] = set()
+        """Numbers of the notifications that it has accepted."""
 
     # What the test moves.
 
@@ -193,7 +199,7 @@ class World:
             plan = decide(job, replace(observed, log_tail=self.log), self.now)
         assert not plan.read_log_of, "a log that was read is wanted again"
         self._follow(plan, observed)
-        return plan
+        return with_notifications(plan, job, self.types, self.settled, self.now)
 
     def look(self) -> Plan:
         """Decide, and do what the plan says."""
@@ -318,6 +324,12 @@ class World:
         """Return a condition of the status."""
         parsed = PPOJobStatus.model_validate(self.status)
         return next(condition for condition in parsed.conditions if condition.type == kind)
+
+    @property
+    def pending(self) -> list[dict[str, Any]]:
+        """The notifications that wait for the receiver."""
+        found: list[dict[str, Any]] = self.status.get("notifications", {}).get("pending", [])
+        return found
 
     def verdict(self, kind: str) -> tuple[str, str]:
         """Return status and reason of a condition."""
