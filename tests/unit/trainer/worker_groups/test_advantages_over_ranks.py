@@ -138,7 +138,7 @@ def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
 
 def as_sent(batch: DataProto, algorithm: AlgorithmSpec) -> DataProto:
     """Return the columns that a rank gets with this algorithm; reading another one is an error."""
-    reads = frozenset(READ_BY_ADVANTAGES) - unread_by_advantages(algorithm)
+    reads = frozenset(READ_BY_ADVANTAGES) - unread_by_advantages(AdvantageSettings(algorithm, WIDTH))
     columns = {name: column for name, column in batch.items() if name in reads}
     return DataProto.of_columns(columns, {}, {Keys.VALUES, Keys.UID, Keys.OLD_LOG_PROBS} - reads)
 
