@@ -136,7 +136,7 @@ class MixedSource(DataSource):
     name: DNSLabel
     """Name of the source, in metrics, samples and errors."""
     weight: float = Field(default=1.0, gt=0, le=1_000_000)
-    """Share of the prompts that come from this source, relative to the weights of the others."""
+    """How many of the prompts come from this source, relative to the weights of the others."""
 
 
 class TrainingSource(DataSource):
@@ -161,8 +161,8 @@ class TrainingSource(DataSource):
         max_length=16,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    """Several sources instead of one; each step has prompts of each by weight. All sources together may name at most
-    256 files."""
+    """Several sources instead of one. Each prompt comes from one of them, by weight; a source that is used up starts
+    again. All sources together may name at most 256 files."""
 
 
 class DataSpec(ApiModel):
@@ -186,7 +186,7 @@ class DataSpec(ApiModel):
     chat_template_kwargs: RawObject = Field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking: false for Qwen3."""
     shuffle: bool = True
-    """Shuffle the training prompts each epoch, by trainer.seed."""
+    """Shuffle the training prompts each epoch, by trainer.seed; in a mixture, each source by itself."""
 
     @property
     def shares(self) -> dict[str, float]:

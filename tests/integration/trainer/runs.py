@@ -92,7 +92,7 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
 
 
 def checkpointed_spec(model: Path, **checkpoint: Any) -> dict[str, Any]:
-    """Return a spec with a mixture and a checkpoint after each step; a step lasts longer than a test needs to see it."""
+    """Return a spec with a mixture and a checkpoint after each step; steps are so slow that a test can see one."""
     spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint={"everySteps": 1, "keep": 2, **checkpoint})
     return {**spec, "data": {**spec["data"], "train": MIXTURE}}
 
