@@ -171,7 +171,7 @@ def test_the_metrics_are_those_of_a_real_run_under_verls_names(site: Site, story
         "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/vf_loss", "critic/grad_norm", "critic/score/mean",
         "critic/advantages/mean", "response_length/mean", "timing_s/gen", "timing_s/update_actor",
         "timing_s/update_critic", "timing_s/update_weights", "timing_s/step", "pool/actor/busy_fraction",
-        "pool/critic/busy_fraction", "overlap/saved_s",
+        "pool/critic/busy_fraction", "overlap/saved_s", "overlap/idle_fraction",
     }  # fmt: skip
     for step in range(1, story.last_step + 1):
         assert wanted <= set(records[step]), sorted(wanted - set(records[step]))
@@ -180,6 +180,13 @@ def test_the_metrics_are_those_of_a_real_run_under_verls_names(site: Site, story
         assert records[step]["critic/grad_norm"] > 0
         # The rollout engine has the actor's weights: both give the sampled tokens the same probabilities.
         assert records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL
+    checks = story.job["status"]["checks"]
+    # On-policy; on the CPU the engines count what they load, and read nothing back.
+    weights = (story.last_step, story.last_step - 1, 0)
+    assert (checks["step"], checks["oldestWeightsStep"], checks["maxStaleness"]) == weights
+    assert "comparedWeightsStep" not in checks
+    assert float(checks["rolloutProbsDiffMean"]) < SAME_MODEL
+    assert 0 <= float(checks["idleFraction"]) < 1
     shown = {metric["name"]: float(metric["value"]) for metric in story.job["status"]["metrics"]}
     assert shown["critic/vf_loss"] == pytest.approx(records[story.last_step]["critic/vf_loss"], rel=1e-2)
 

@@ -230,7 +230,7 @@ STATUS_METRICS = (
     "response_length/mean", "response_length/max", "response_length/clip_ratio", "prompt_length/mean",
     "timing_s/step", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values",
     "timing_s/adv", "timing_s/update_actor", "timing_s/update_critic", "timing_s/update_weights",
-    "timing_s/save_checkpoint", "timing_s/testing", "overlap/saved_s",
+    "timing_s/save_checkpoint", "timing_s/testing", "overlap/saved_s", "overlap/idle_fraction",
     "perf/total_num_tokens", "perf/throughput", "perf/time_per_step", "perf/mfu/actor", "perf/mfu/critic",
     "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/global_step", "training/epoch",
     "rollout/lost_engines",

@@ -111,7 +111,7 @@ class DataSource(ApiModel):
 
     model_config = ConfigDict(json_schema_extra=rules(_exactly_one_of(_KINDS)))
 
-    KINDS: ClassVar = _KINDS
+    KINDS: ClassVar[tuple[str, ...]] = _KINDS
     """The blocks of which exactly one is set, by their names on the wire."""
 
     reasoning_gym: ReasoningGymSource | None = None
@@ -153,7 +153,7 @@ class TrainingSource(DataSource):
         )
     )
 
-    KINDS: ClassVar = _KINDS_TO_TRAIN_ON
+    KINDS: ClassVar[tuple[str, ...]] = _KINDS_TO_TRAIN_ON
 
     mixture: list[MixedSource] | None = Field(
         default=None,

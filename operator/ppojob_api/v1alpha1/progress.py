@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, SourceStatus, UploadFailure
+from ppojob_api.v1alpha1.reported import CheckpointStatus, LayoutAdvice, SourceStatus, StepChecks, UploadFailure
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 _JOB_PATH = "/v1alpha1/namespaces/{namespace}/ppojobs/{name}"
@@ -94,6 +94,8 @@ class ProgressReport(ApiModel):
     """Metrics of the last step."""
     pools: Annotated[list[PoolReport], Field(max_length=7)] = Field(default_factory=list)
     """How busy each pool was."""
+    checks: StepChecks | None = None
+    """What the last step was checked for. Absent: no step is done yet."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model_path: Annotated[str, Field(max_length=4096)] | None = None

@@ -7,22 +7,27 @@ what the trainer reports. The comments name the owner; no field has two.
 from typing import Annotated, Any
 
 from pydantic import Field
-from pydantic.config import JsonDict
 
 from ppojob_api.v1alpha1.base import ApiModel
 from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, MAX_REQUEST_LENGTH, MAX_SOURCES
 from ppojob_api.v1alpha1.layout import Layout
+from ppojob_api.v1alpha1.reported import (
+    CheckpointStatus,
+    FetchStatus,
+    LayoutAdvice,
+    Message,
+    Metric,
+    ModelStatus,
+    Name,
+    Number,
+    Progress,
+    SourceStatus,
+    StepChecks,
+    Time,
+    map_by,
+)
 
 LongText = Annotated[str, Field(max_length=32_768)]
-Message = Annotated[str, Field(max_length=4096)]
-Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
-Name = Annotated[str, Field(max_length=253)]
-Number = Annotated[str, Field(max_length=64)]
-
-
-def _map_by(key: str, limit: int) -> Any:
-    extra: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
-    return Field(default_factory=list, max_length=limit, json_schema_extra=extra)
 
 
 def _replaced_whole(limit: int) -> Any:
@@ -95,115 +100,6 @@ class PoolStatus(ApiModel):
     """Share of the last step in which a role of the pool computed."""
     message: Message | None = None
     """Why pods are not ready, as reported by the scheduler or the kubelet."""
-
-
-class Progress(ApiModel):
-    """Progress of the run."""
-
-    step: int = 0
-    """Steps done."""
-    total_steps: int = 0
-    """Steps of the run. 0: with totalEpochs, the trainer has not counted the prompts yet."""
-    percentage: int = Field(default=0, ge=0, le=100)
-    """Share of the steps that are done."""
-    eta_seconds: int | None = None
-    """Estimated time to the end, in seconds."""
-    reward: Number | None = None
-    """Mean score of the last step's responses."""
-    validation_reward: Number | None = None
-    """Mean score of the last validation."""
-    first_validation_reward: Number | None = None
-    """Mean score of the first validation."""
-    phases: int | None = None
-    """Number of phases that the attempt has finished, including loading and saving."""
-    activity: Name | None = None
-    """Current activity of the trainer: Loading, Validating, Training, Saving, Exporting."""
-    first_step_time: Time | None = None
-    """When the first step was done."""
-    last_update_time: Time | None = None
-    """When the trainer reported last."""
-    last_change_time: Time | None = None
-    """When a report last differed from the previous one in attempt, step, phases, activity, checkpoint or model."""
-    attempt: int | None = None
-    """Attempt of the last report."""
-    report: int | None = None
-    """Number of the last report within the attempt; older reports are ignored."""
-    trainer_version: Name | None = None
-    """Version of the trainer that reported."""
-
-
-class Metric(ApiModel):
-    """One metric of the last step; a string, as in Kubernetes' own APIs."""
-
-    name: Name
-    """Name of the metric; verl's, if verl has it."""
-    value: Number
-    """Value."""
-
-
-class CheckpointStatus(ApiModel):
-    """The newest checkpoint."""
-
-    step: int = Field(ge=0, le=2**31 - 1)
-    """Step after which it was saved."""
-    path: Message
-    """Folder, as the container sees it, or address in a bucket."""
-    time: Time
-    """When it was completely saved."""
-    request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)] | None = None
-    """Last value of the annotation ppojob.dev/checkpoint-request that a checkpoint has answered."""
-
-
-class UploadFailure(ApiModel):
-    """Why an export is not where `checkpoint.exportTo` says."""
-
-    reason: Name
-    """One word for programs."""
-    message: Message
-    """A sentence with what is wrong and what to do."""
-
-
-class ModelStatus(ApiModel):
-    """The exported policy."""
-
-    path: Message
-    """HuggingFace folder of the newest export, as the container sees it."""
-    address: Message | None = None
-    """Where the newest complete upload is (`checkpoint.exportTo`), with `/step-N` or `@step-N` for export Each."""
-    upload_failure: UploadFailure | None = None
-    """Why the last upload failed. Absent: it did not."""
-
-
-class SourceStatus(ApiModel):
-    """A model or data that was fetched into the storage."""
-
-    address: Message
-    """Address in the spec."""
-    path: Message
-    """Folder or file that the trainer reads."""
-    revision: Name | None = None
-    """Commit of the repository on the hub. Absent: it comes from a bucket."""
-    bytes: int = Field(ge=0)
-    """Size of its files."""
-
-
-class FetchStatus(ApiModel):
-    """The fetch of models and data, as its pod reported last."""
-
-    address: Message | None = None
-    """What is fetched at the moment. Absent: nothing."""
-    bytes: int = Field(default=0, ge=0)
-    """Bytes that are in the storage, of all addresses."""
-    total_bytes: int | None = Field(default=None, ge=0)
-    """Bytes of all addresses. Absent: not all sizes are known yet."""
-    message: Message | None = None
-    """What it waits for, or why it failed."""
-    pod: Name
-    """Pod that reported."""
-    report: int = Field(default=0, ge=0)
-    """Number of the report; older reports of the pod are ignored."""
-    last_update_time: Time
-    """When it reported."""
 
 
 class RayClusterStatus(ApiModel):
@@ -296,28 +192,6 @@ class RetryStatus(ApiModel):
     """When the request was answered."""
 
 
-class PoolSize(ApiModel):
-    """Another size of a pool."""
-
-    name: Name
-    """Name of the pool."""
-    nodes: int = Field(ge=1, le=4096)
-    """Ray worker pods, as in spec.pools."""
-    gpus_per_node: int = Field(ge=1, le=64)
-    """GPUs of each pod, as in spec.pools."""
-
-
-class LayoutAdvice(ApiModel):
-    """Other sizes of the pools, and what they would do to the step."""
-
-    pools: Annotated[list[PoolSize], _map_by("name", 7)]
-    """All pools of the job, including those that keep their size."""
-    gpus: int = Field(ge=1, le=7 * 4096 * 64)
-    """GPUs of all pools."""
-    step_time_percent: int = Field(ge=-100, le=2**31 - 1)
-    """Predicted change of the step time: 3 is 3 % longer, -12 is 12 % shorter."""
-
-
 class EffectivePool(ApiModel):
     """A pool that autoBalance has moved."""
 
@@ -338,7 +212,7 @@ class PPOJobStatus(ApiModel):
     """Generation of the spec that the operator saw last."""
     phase: Name | None = None
     """One word for the table of kubectl; derived from the conditions."""
-    conditions: Annotated[list[ConditionStatus], _map_by("type", 16)]
+    conditions: Annotated[list[ConditionStatus], map_by("type", 16)]
     """The state of the job, as metav1.Conditions."""
     attempt: int | None = None
     """Number of the current attempt, from 0."""
@@ -354,7 +228,7 @@ class PPOJobStatus(ApiModel):
     """Retries by cause."""
     ready: Name | None = None
     """Ready GPUs / requested GPUs."""
-    pools: Annotated[list[PoolStatus], _map_by("name", 7)]
+    pools: Annotated[list[PoolStatus], map_by("name", 7)]
     """State of each pool."""
     fetch: FetchStatus | None = None
     """The fetch of models and data. Absent: nothing is fetched, or the trainer has reported since."""
@@ -364,13 +238,15 @@ class PPOJobStatus(ApiModel):
     """Progress of the run."""
     metrics: Annotated[list[Metric], _replaced_whole(64)]
     """Metrics of the last step."""
+    checks: StepChecks | None = None
+    """What the last step was checked for. Absent: no step is done yet."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model: ModelStatus | None = None
     """The exported policy."""
     ray_cluster: RayClusterStatus | None = None
     """The RayCluster of the job."""
-    avoided_nodes: Annotated[list[AvoidedNode], _map_by("name", MAX_AVOIDED_NODES)]
+    avoided_nodes: Annotated[list[AvoidedNode], map_by("name", MAX_AVOIDED_NODES)]
     """Nodes on which an attempt has lost a pod or a GPU. The next RayCluster prefers other nodes."""
     last_failure: LastFailure | None = None
     """Why the last attempt failed. Absent: none has failed since the job began, or since it was run again."""
@@ -385,7 +261,7 @@ class PPOJobStatus(ApiModel):
     or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
-    effective_pools: Annotated[list[EffectivePool], _map_by("name", 7)]
+    effective_pools: Annotated[list[EffectivePool], map_by("name", 7)]
     """Pools whose size autoBalance has changed."""
     recommendation: Message | None = None
     """Advice on the layout, from measured phases. Absent: no better layout is known."""

@@ -12,7 +12,7 @@ from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")
 # Reported fields that need no immediate reconcile: a timer detects missing reports, and autoBalance takes minutes.
-_REPORTED = ("metrics", "pools", "fetch", "recommendation", "layoutAdvice")
+_REPORTED = ("metrics", "checks", "pools", "fetch", "recommendation", "layoutAdvice")
 
 
 class Changes:

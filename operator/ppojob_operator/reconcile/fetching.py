@@ -14,9 +14,9 @@ from datetime import timedelta
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
+from ppojob_api.v1alpha1.reported import FetchStatus
 from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import FetchStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.fetch_job import fetch_job
 from ppojob_operator.plan import FetchJob, FetchPod, Job, Manifest

@@ -15,9 +15,10 @@ from datetime import timedelta
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import differences, layout_of
 from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.reported import LayoutAdvice
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import EffectivePool, LayoutAdvice
+from ppojob_api.v1alpha1.status import EffectivePool
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.plan import EventRecord, Job, Manifest

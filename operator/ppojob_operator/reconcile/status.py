@@ -13,8 +13,9 @@ from datetime import datetime
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
+from ppojob_api.v1alpha1.reported import Progress
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import ConditionStatus, GPUUsage, PPOJobStatus, Progress
+from ppojob_api.v1alpha1.status import ConditionStatus, GPUUsage, PPOJobStatus
 from ppojob_operator.plan import EventRecord, Job, Manifest, Plan
 from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Finding

@@ -10,7 +10,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import Command, FetchReport, LiveSettings, ProgressReply, ProgressReport
-from ppojob_api.v1alpha1.status import FetchStatus, Progress
+from ppojob_api.v1alpha1.reported import FetchStatus, Progress
 from ppojob_api.v1alpha1.training import CheckpointSpec, TrainerSpec
 
 Order = tuple[int, int]
@@ -23,7 +23,7 @@ _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstS
 _GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
 # Fields that only the trainer's reports write.
-_TRAINERS = ("progress", "metrics", "checkpoint", "model", "recommendation", "layoutAdvice")
+_TRAINERS = ("progress", "metrics", "checks", "checkpoint", "model", "recommendation", "layoutAdvice")
 
 
 def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetime) -> dict[str, Any] | None:
@@ -48,6 +48,7 @@ def progress_status(report: ProgressReport, job: Mapping[str, Any], now: datetim
     fields: dict[str, Any] = {
         "progress": {**kept, **_progress(report, now).to_wire()},
         "metrics": _metrics(report) or list(previous.get("metrics", [])),
+        "checks": None if report.checks is None else report.checks.to_wire(),
         "pools": _pools(report, job) or _busy_pools(previous.get("pools", [])),
         "sources": previous.get("sources"),
         "checkpoint": _checkpoint(report, previous.get("checkpoint", {})),

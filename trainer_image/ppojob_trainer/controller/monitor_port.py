@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ppojob_api.v1alpha1.progress import Activity, LiveSettings
-from ppojob_api.v1alpha1.status import UploadFailure
+from ppojob_api.v1alpha1.reported import UploadFailure
 from ppojob_trainer.controller.ports import Metrics
 
 

@@ -167,7 +167,7 @@ def window_metrics(records: Sequence[PhaseRecord], pools: Sequence[str], start: 
 
     pool/<name>/busy_fraction: share of the time in which some phase of the pool ran. pool/<name>/idle_s: the remaining
     seconds. overlap/saved_s: the sum of the phases' durations minus the time in which any of them ran; a phase that
-    runs in several pools counts once.
+    runs in several pools counts once. overlap/idle_fraction: share of the time in which no phase ran.
     """
     inside = [
         replace(record, start=max(record.start, start), end=min(record.end, end))
@@ -184,7 +184,9 @@ def window_metrics(records: Sequence[PhaseRecord], pools: Sequence[str], start: 
     for record in inside:
         spans_of.setdefault((record.phase, record.step), []).append((record.start, record.end))
     spans = [span for found in spans_of.values() for span in found]
-    metrics["overlap/saved_s"] = sum(busy_seconds(found) for found in spans_of.values()) - busy_seconds(spans)
+    any_busy = busy_seconds(spans)
+    metrics["overlap/saved_s"] = sum(busy_seconds(found) for found in spans_of.values()) - any_busy
+    metrics["overlap/idle_fraction"] = max(0.0, 1.0 - any_busy / length)
     return metrics
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize
 from ppojob_trainer.controller.cost_model import fit
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus

@@ -141,7 +141,7 @@ def _pools(pools: Sequence[Raw]) -> Table:
 
 
 def _places(status: Raw) -> list[str]:
-    """Return what was fetched, where the newest results are, GPU time, the trainer's advice, and the job's operator."""
+    """Return what was fetched, the last step's checks, the newest results, GPU time, advice, and the job's operator."""
     checkpoint, model, operator = status.get("checkpoint"), status.get("model"), status.get("operator")
     return [
         *([f"fetch           {_fetch(status['fetch'])}"] if status.get("fetch") else []),
@@ -149,6 +149,7 @@ def _places(status: Raw) -> list[str]:
             f"source          {each['address']}, {_size(each['bytes'])}, in {each['path']}"
             for each in status.get("sources", [])
         ),
+        *([f"last step       {_checks(status['checks'])}"] if status.get("checks") else []),
         *([f"checkpoint      step {checkpoint['step']}, {checkpoint['path']}"] if checkpoint else []),
         *([f"model           {model['path']}"] if model else []),
         *([f"uploaded        {model['address']}"] if model and "address" in model else []),
@@ -160,6 +161,18 @@ def _places(status: Raw) -> list[str]:
         *([f"recommendation  {status['recommendation']}"] if status.get("recommendation") else []),
         *([f"operator        {operator['namespace']}, version {operator['version']}"] if operator else []),
     ]
+
+
+def _checks(checks: Raw) -> str:
+    """Return what the last step was checked for."""
+    compared, difference = checks.get("comparedWeightsStep"), checks.get("rolloutProbsDiffMean")
+    words = [
+        f"{checks['step']}: weights of step {checks['oldestWeightsStep']} (staleness {checks['maxStaleness']})",
+        *([] if compared is None else [f"read back in step {compared}"]),
+        *([] if difference is None else [f"rollout_probs_diff_mean {difference}"]),
+        f"all pools idle {float(checks['idleFraction']):.0%}",
+    ]
+    return ", ".join(words)
 
 
 def _gpu_time(usage: Raw) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.reported import UploadFailure
 from ppojob_api.v1alpha1.resolve import JobFile
-from ppojob_api.v1alpha1.status import UploadFailure
 from ppojob_api.v1alpha1.training import ExportPolicy
 from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.exports import UploadError, UploadFailedError, complete, open_target, upload

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppojob_api.v1alpha1.status import LayoutAdvice
+from ppojob_api.v1alpha1.reported import LayoutAdvice
 
 
 def write_advice(path: Path, text: str, layouts: Sequence[LayoutAdvice]) -> None:

@@ -12,12 +12,16 @@ from importlib.metadata import version
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
-from ppojob_api.v1alpha1.status import CheckpointStatus, LayoutAdvice, UploadFailure
+from ppojob_api.v1alpha1.reported import CheckpointStatus, LayoutAdvice, StepChecks, UploadFailure
 from ppojob_trainer.telemetry.eta import Eta
 from ppojob_trainer.telemetry.records import Record
 
 REWARD = "critic/score/mean"
 VALIDATION_REWARD = "val-core/score/mean"
+_OLDEST_WEIGHTS = "staleness/oldest_version"
+_PROBS_DIFF = "training/rollout_probs_diff_mean"
+_IDLE = "overlap/idle_fraction"
+_COMPARED = "comm_read_back/update_weights"
 _BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
 
 
@@ -40,6 +44,7 @@ class RunProgress:
         self._model_path: str | None = None
         self._model_address: str | None = None
         self._upload_failure: UploadFailure | None = None
+        self._compared_weights_step: int | None = None
         self._recommendation: str | None = None
         self._layout_advice: list[LayoutAdvice] | None = None
 
@@ -67,6 +72,8 @@ class RunProgress:
         """Record that `step` is done (0: the validation before training); non-finite metrics are dropped."""
         now = self._clock()
         self._eta.tick(step, now)
+        if metrics.get(_COMPARED, 0.0) > 0.0:
+            self._compared_weights_step = step
         self._record(step, metrics, now)
 
     def set_activity(self, activity: Activity) -> None:
@@ -110,6 +117,7 @@ class RunProgress:
             first_step_time=self._first_step_time,
             metrics={name: self._metrics[name] for name in STATUS_METRICS if name in self._metrics},
             pools=self._pools(),
+            checks=self._checks(),
             checkpoint=self._checkpoint,
             model_path=self._model_path,
             model_address=self._model_address,
@@ -136,6 +144,21 @@ class RunProgress:
         return [
             PoolReport(name=match["pool"], busy_fraction=min(max(value, 0.0), 1.0)) for match, value in found if match
         ]
+
+    def _checks(self) -> StepChecks | None:
+        """Return them after a step; a validation has none, and no step that a trainer without them recorded."""
+        found = self._metrics
+        if not {_OLDEST_WEIGHTS, _IDLE} <= found.keys():
+            return None
+        difference = found.get(_PROBS_DIFF)
+        return StepChecks(
+            step=self._step,
+            oldest_weights_step=int(found[_OLDEST_WEIGHTS]),
+            max_staleness=int(found["staleness/max"]),
+            compared_weights_step=self._compared_weights_step,
+            rollout_probs_diff_mean=None if difference is None else f"{difference:.4g}",
+            idle_fraction=f"{found[_IDLE]:.4g}",
+        )
 
 
 def _rfc3339(seconds: float) -> str:

@@ -22,6 +22,14 @@ ADVICE: dict[str, Any] = {
         {"pools": [{"name": "actor", "nodes": 1, "gpusPerNode": 1}], "gpus": 1, "stepTimePercent": 3},
     ],
 }
+CHECKS: dict[str, Any] = {
+    "step": 12,
+    "oldestWeightsStep": 11,
+    "maxStaleness": 0,
+    "comparedWeightsStep": 11,
+    "rolloutProbsDiffMean": "0.0003",
+    "idleFraction": "0.04",
+}
 NOW = datetime(2026, 1, 31, 12, 5, 6, 999_999, tzinfo=UTC)
 
 
@@ -34,7 +42,7 @@ def status_of(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    status = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
+    status = status_of({**report, "modelPath": "/data/model", "checks": CHECKS, **ADVICE}, job)
 
     assert status == {
         "progress": {
@@ -56,6 +64,7 @@ def test_a_report_becomes_the_fields_of_its_field_manager_and_no_others(
         "pools": [{"name": "actor", "busyFraction": "0.91"}],
         "checkpoint": report["checkpoint"],
         "model": {"path": "/data/model"},
+        "checks": CHECKS,
         **ADVICE,
     }
 
@@ -67,7 +76,7 @@ def test_the_fields_are_those_of_the_contract(report: dict[str, Any], job: dict[
 def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:
-    before = status_of({**report, "modelPath": "/data/model", **ADVICE}, job)
+    before = status_of({**report, "modelPath": "/data/model", "checks": CHECKS, **ADVICE}, job)
     job["status"] |= before | {
         "pools": [{"name": "actor", "desiredNodes": 1, "busyFraction": "0.91"}, {"name": "critic", "gpus": 1}]
     }
@@ -89,7 +98,9 @@ def test_a_new_attempt_that_knows_nothing_yet_wipes_nothing_but_where_it_stands(
         "report": 0,
     }
     assert "layoutAdvice" not in after, "it is of the layout before"
-    kept = {name: value for name, value in before.items() if name not in ("progress", "layoutAdvice")}
+    assert "checks" not in after, "no step of this attempt was checked"
+    replaced = ("progress", "layoutAdvice", "checks")
+    kept = {name: value for name, value in before.items() if name not in replaced}
     assert {name: after[name] for name in kept} == kept
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppojob_api.v1alpha1.status import UploadFailure
+from ppojob_api.v1alpha1.reported import UploadFailure
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.controller.storage_ports import Restored

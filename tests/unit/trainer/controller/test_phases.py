@@ -87,6 +87,7 @@ def test_busy_time_is_the_union_of_the_phases() -> None:
         "pool/c/idle_s": 6.0,
         # 4 + 3 + 2 seconds of phases in 7 seconds.
         "overlap/saved_s": 2.0,
+        "overlap/idle_fraction": pytest.approx(0.3),
     }
 
 

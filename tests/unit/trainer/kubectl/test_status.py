@@ -79,6 +79,9 @@ def test_without_jobs_it_says_so(cluster: MemoryCluster, ppo: Plugin) -> None:
     assert ppo("status").stdout == "no PPOJobs found\n"
 
 
+DIFFERENCE = "rollout_probs_diff_mean 0.0004"
+
+
 def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
     cluster.objects["ppojobs.ppojob.dev"] = [
         job(
@@ -91,6 +94,13 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
             fetch={"bytes": 1_500_000_000, "totalBytes": 3_000_000_000, "address": "hf://a/b", "message": "waits"},
             sources=[{"address": "s3://c/d", "path": "/data/sources/s3/c/d-1", "bytes": 2_000_000_000}],
             avoidedNodes=[{"name": "node-7", "reason": "GPUFault", "attempt": 1, "time": "2026-01-31T13:00:00Z"}],
+            checks={
+                "step": 5,
+                "oldestWeightsStep": 4,
+                "maxStaleness": 0,
+                "rolloutProbsDiffMean": "0.0004",
+                "idleFraction": "0.021",
+            },
             recommendation="1 GPU would do",
             operator={"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "0.1.0"},
         )
@@ -108,6 +118,7 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
         ["checkpoint", "step", "4,", "/data/c/4"],
         ["model", "/data/model"],
         ["avoided", "node", "node-7,", "GPUFault", "in", "attempt", "1,", "2026-01-31T13:00:00Z"],
+        f"last step 5: weights of step 4 (staleness 0), {DIFFERENCE}, all pools idle 2%".split(),
         ["recommendation", "1", "GPU", "would", "do"],
         ["operator", "ppojob-system,", "version", "0.1.0"],
     ):

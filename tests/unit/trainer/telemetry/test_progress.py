@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, Activity
-from ppojob_api.v1alpha1.status import LayoutAdvice, PoolSize, UploadFailure
+from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize, StepChecks, UploadFailure
 from ppojob_trainer.telemetry import RunProgress
 from ppojob_trainer.telemetry.records import Record
 
@@ -48,6 +48,40 @@ def test_a_step_gives_reward_metrics_pools_and_time_left(progress: RunProgress, 
     assert report.metrics == {"critic/score/mean": 0.2}
     assert [(pool.name, pool.busy_fraction) for pool in report.pools] == [("actor", 0.9)]
     assert report.first_step_time == "2023-11-14T22:13:50Z"
+
+
+STEP = {"staleness/oldest_version": 1.0, "staleness/max": 2.0, "overlap/idle_fraction": 0.12345}
+
+
+def test_the_checks_of_the_last_step(progress: RunProgress) -> None:
+    progress.record(3, {**STEP, "comm_read_back/update_weights": 2.0})
+    progress.record(4, {**STEP, "comm_read_back/update_weights": 0.0, "training/rollout_probs_diff_mean": 0.00012345})
+
+    checks = progress.report().checks
+
+    assert checks == StepChecks(
+        step=4,
+        oldest_weights_step=1,
+        max_staleness=2,
+        compared_weights_step=3,
+        rollout_probs_diff_mean="0.0001234",
+        idle_fraction="0.1235",
+    )
+
+
+def test_weights_that_were_never_read_back_are_not_called_compared(progress: RunProgress) -> None:
+    progress.record(1, {**STEP, "comm_read_back/update_weights": 0.0})
+
+    checks = progress.report().checks
+
+    assert checks is not None
+    assert (checks.compared_weights_step, checks.rollout_probs_diff_mean) == (None, None)
+
+
+def test_a_validation_has_no_checks(progress: RunProgress) -> None:
+    progress.record(0, {"val-core/score/mean": 0.2})
+
+    assert progress.report().checks is None
 
 
 def test_a_long_step_is_seen_to_get_on(progress: RunProgress) -> None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ppojob_api.v1alpha1.reported import SourceStatus
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.sources import Source, SourceKind, hub_address
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import SourceStatus
 from ppojob_trainer.commands.fetch.buckets import BucketPlace
 from ppojob_trainer.commands.fetch.checks import CONFIG, check_config, check_data, files_of
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError, of_storage

@@ -13,8 +13,8 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ppojob_api.v1alpha1.reported import SourceStatus
 from ppojob_api.v1alpha1.sources import Source
-from ppojob_api.v1alpha1.status import SourceStatus
 from ppojob_trainer.checkpoints.durable import read_json, sync, sync_tree, write_json
 from ppojob_trainer.commands.fetch.errors import FetchRefusedError
 from ppojob_trainer.commands.fetch.listing import METADATA, Listing
