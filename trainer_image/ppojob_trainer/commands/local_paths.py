@@ -122,9 +122,12 @@ class _Place:
 def _holder(raw: Any, field: tuple[str | int, ...]) -> dict[str, Any] | None:
     node = raw
     for part in field[:-1]:
-        if not isinstance(node, list if isinstance(part, int) else dict):
+        if isinstance(part, int) and isinstance(node, list):
+            node = node[part]
+        elif isinstance(part, str) and isinstance(node, dict):
+            node = node.get(part)
+        else:
             return None
-        node = node[part] if isinstance(part, int) else node.get(part)
     return cast("dict[str, Any] | None", node)
 
 

@@ -167,7 +167,7 @@ def _compared(saved: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any
     """Return what must be equal in two positions, each with its name."""
     of_sources = ("name", "weight", "num_prompts")
     return [
-        *((f"{name} of the sources", *(_of_sources(state, name) for state in (saved, now))) for name in of_sources),
+        *((f"{name} of the sources", _of_sources(saved, name), _of_sources(now, name)) for name in of_sources),
         *((name, saved.get(name), now[name]) for name in ("seed", "shuffle")),
     ]
 
