@@ -38,9 +38,13 @@ class Source:
     """Prompt i has i + 1 words."""
 
     name = "words"
+    is_shared = False
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    def identity(self) -> dict[str, Any]:
+        return {"words": self._count}
 
     def __len__(self) -> int:
         return self._count
