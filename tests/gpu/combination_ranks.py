@@ -91,14 +91,10 @@ class Combination:
 
 
 def combinations_of(name: str) -> Iterator[Combination]:
-    """Yield the rows of one division.
-
-    Tensor parallelism refuses adapters. What stays gathered changes nothing in how a layer is offloaded.
-    """
-    division = DIVISIONS[name]
-    loras = (False,) if division.dims.tensor > 1 else (False, True)
-    offloads = list(OFFLOADS)[:1] if division.stays_gathered else list(OFFLOADS)
-    for lora, compiled, checkpointing, offload in itertools.product(loras, (False, True), (False, True), offloads):
+    """Yield the rows of one division. What stays gathered changes nothing in how a layer is offloaded."""
+    either = (False, True)
+    offloads = list(OFFLOADS)[:1] if DIVISIONS[name].stays_gathered else list(OFFLOADS)
+    for lora, compiled, checkpointing, offload in itertools.product(either, either, either, offloads):
         yield Combination(name, compiled, checkpointing, offload, lora)
 
 

@@ -14,7 +14,6 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 
-_TRAINED = ("actor", "critic")
 _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
     "critic": (CRITIC_POOL, f"!{NEEDS_CRITIC} || "),
@@ -52,19 +51,6 @@ PARALLEL_RULES = [
             field_path=f".{role}.fsdpSize",
         )
         for role, (pool, is_idle) in _POOL_OF.items()
-    ),
-    *(
-        Rule(
-            rule=(
-                f"self.{role}.tensorParallelSize == 1 || "
-                f"!(has(self.model.{role}.lora) || self.model.{role}.activationOffload)"
-            ),
-            message=(
-                "tensorParallelSize above 1 cannot be combined with lora or activationOffload: use sequenceParallelSize"
-            ),
-            field_path=f".{role}.tensorParallelSize",
-        )
-        for role in _TRAINED
     ),
     Rule(
         rule=(
@@ -127,21 +113,6 @@ def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
             yield role, training, pools[name]
 
 
-def _layers_are_divided_alone(spec: PPOJobSpec) -> Iterator[Problem]:
-    for role, training, model in (
-        ("actor", spec.actor, spec.model.actor),
-        ("critic", spec.critic, spec.model.critic),
-    ):
-        tensor = training.tensor_parallel_size
-        for name, is_asked in (("lora", model.lora is not None), ("activationOffload", model.activation_offload)):
-            if tensor > 1 and is_asked:
-                remedy = (
-                    f"a value above 1 cannot be combined with model.{role}.{name}: use sequenceParallelSize, or "
-                    "remove that field"
-                )
-                yield f"{role}.tensorParallelSize", tensor, remedy
-
-
 def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
     names = spec.placement.rollout_pools
@@ -164,6 +135,5 @@ def _larger(training: Trained) -> tuple[str, int]:
 PARALLEL_CHECKS = (
     _groups_fit_their_nodes,
     _copies_fill_the_pools,
-    _layers_are_divided_alone,
     _replicas_fit_their_nodes,
 )

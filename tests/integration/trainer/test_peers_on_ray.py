@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
 
 
-def run(root: Path, model: Path, **changes: Any) -> dict[int, dict[str, float]]:
+def run(root: Path, model: Path, /, **changes: Any) -> dict[int, dict[str, float]]:
     raw = spec_of(
         model,
         **ONE_POOL,
@@ -46,3 +46,19 @@ def test_parallel_ranks_change_no_number_of_a_run(model: Path, tmp_path: Path) -
     for name, value in first.items():
         assert value == pytest.approx(expected[name], rel=0.05, abs=0.02), name
     assert parallel[2]["training/rollout_probs_diff_mean"] < SAME_MODEL
+
+
+def test_adapters_of_divided_layers_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
+    lora = {"rank": 8, "targetModules": ["q_proj", "down_proj"]}
+    records = run(
+        tmp_path,
+        model,
+        model={"actor": {"path": str(model), "lora": lora}, "critic": {"lora": lora}},
+        algorithm={"kl": {"inReward": True}},
+        actor={**TRAINING, "learningRate": 1e-2, "tensorParallelSize": 2},
+        critic={**TRAINING, "tensorParallelSize": 2},
+    )
+    assert [records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL for step in (1, 2)] == [True, True]
+    # The policy begins as its reference, and moves away from it.
+    assert abs(records[1]["actor/reward_kl_penalty"]) < 1e-6
+    assert records[2]["actor/reward_kl_penalty"] != 0

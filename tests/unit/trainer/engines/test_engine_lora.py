@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_layer_computes_the_sum_and_trains_the_adapter_alone() -> None:
     torch.manual_seed(1)
     linear = nn.Linear(6, 5)
     linear.requires_grad_(False)
-    layer = LoRALinear(linear, LoRA(rank=2, alpha=3.0))
+    layer = LoRALinear.of(deepcopy(linear), LoRA(rank=2, alpha=3.0))
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
     inputs, outer = torch.randn(7, 6), torch.randn(7, 5)

@@ -42,11 +42,11 @@ def make_policy(
 
 
 def make_critic(
-    parallel: ParallelMesh, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40
+    parallel: ParallelMesh, model: Path, *, stays_gathered: bool = False, max_tokens: int = 40, **settings: Any
 ) -> FSDPEngine:
     training = CriticSpec(learning_rate=1e-3, max_tokens_per_gpu=max_tokens)
     run: dict[str, Any] = {"total_steps": 9, "seed": 1, "stays_gathered": stays_gathered, "dtype": torch.float32}
-    return critic_engine(parallel, TrainedModel(), str(model), training, **run)
+    return critic_engine(parallel, TrainedModel(**settings), str(model), training, **run)
 
 
 def whole_batch() -> DataProto:

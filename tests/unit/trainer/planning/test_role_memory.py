@@ -23,7 +23,7 @@ from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
-from tests.unit.trainer.planning.jobs import write_config
+from tests.unit.trainer.planning.jobs import LAYERS, write_config
 
 SEQUENCES, PROMPT, RESPONSE = 4, 64, 64
 ALONE = ParallelDims()
@@ -119,6 +119,29 @@ def test_every_axis_is_planned(tmp_path: Path, dims: ParallelDims) -> None:
     found: Measured = measure(work(tmp_path, dims, gradient_checkpointing=True))
     assert found.peak > found.weights + found.optimizer
     assert found.update_traffic["exchange"] + found.update_traffic["reduce"] > 0
+
+
+def test_adapters_on_divided_layers_by_hand(tmp_path: Path) -> None:
+    """Of each adapter, the matrix on the divided side of its layer is divided, and the other is whole on each rank."""
+    rank = 32
+    # Inputs and outputs of q, k, v, gate and up, and of o and down.
+    by_outputs, by_inputs = [(128, 128), (128, 64), (128, 64), (128, 512), (128, 512)], [(128, 128), (512, 128)]
+
+    def numbers(parts: int) -> int:
+        of_outputs = sum(inputs + outputs // parts for inputs, outputs in by_outputs)
+        of_inputs = sum(inputs // parts + outputs for inputs, outputs in by_inputs)
+        return LAYERS * rank * (of_outputs + of_inputs)
+
+    whole, mine = numbers(1), numbers(2)
+    options: dict[str, Any] = {"gradient_checkpointing": True, "lora": LoRA(rank=rank)}
+    alone, divided = (measure(work(tmp_path, dims, **options)) for dims in (ALONE, ParallelDims(tensor=2)))
+    assert alone.num_parameters == divided.num_parameters == parameters(tmp_path) + whole
+    # float32 gradients and two moments.
+    for found, adapters in ((alone, whole), (divided, mine)):
+        assert (found.gradients, found.optimizer) == pytest.approx((4 * adapters, 8 * adapters), rel=0.05)
+    assert divided.peak < alone.peak
+    both = measure(work(tmp_path, ParallelDims(shard=2, tensor=2), **options))
+    assert both.optimizer == pytest.approx(divided.optimizer / 2, rel=0.05)
 
 
 def test_critic_and_reward_model_are_planned(tmp_path: Path) -> None:

@@ -2,9 +2,17 @@
 
     y = x W^T + alpha / rank * x A^T B^T        A: [rank, inputs], B: [outputs, rank]
 
-Called by `model` before it shards. B begins at 0, so the model begins as it was, and with its adapters off it is that
-model again: the reference policy needs no copy. A is drawn as peft draws it. There is no dropout, because log-probs
-must be the same each time they are taken. The adapters' folder is in peft's format.
+Called by `model` after tensor parallelism has divided the layers and before FSDP shards them. B begins at 0, so the
+model begins as it was, and with its adapters off it is that model again: the reference policy needs no copy. A is drawn
+as peft draws it. There is no dropout, because log-probs must be the same each time they are taken. The adapters' folder
+is in peft's format.
+
+On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
+no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
+ranks, once, when it reduces gradients, in the dtype in which the layer computes:
+
+    W divided by outputs    A whole, B divided by outputs    gradient of A: each rank's outputs give a part
+    W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part
 """
 
 from __future__ import annotations
@@ -14,11 +22,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from ppojob_api.v1alpha1.model import LoRA
@@ -34,14 +43,23 @@ ADAPTER_FOLDER: Final = "adapter"
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter. Weight and bias keep their names, so checkpoints of the model fit."""
 
-    def __init__(self, linear: nn.Linear, lora: LoRA) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        in_float32: dict[str, Any] = {"dtype": torch.float32, "device": linear.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, linear.in_features, **in_float32))
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, lora.rank, **in_float32))
-        self.factor = lora.alpha / lora.rank
-        self.is_on = True
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    factor: float
+    is_on: bool
+
+    @staticmethod
+    def of(linear: nn.Linear, lora: LoRA) -> LoRALinear:
+        """Give a layer an adapter, which is not filled yet.
+
+        It stays the same object, as with FSDP, because tensor parallelism has registered hooks on it.
+        """
+        linear.__class__ = LoRALinear
+        adapted = cast("LoRALinear", linear)
+        adapted.lora_A = _empty(linear.weight, (lora.rank, linear.in_features), divided_dim=1)
+        adapted.lora_B = _empty(linear.weight, (linear.out_features, lora.rank), divided_dim=0)
+        adapted.factor, adapted.is_on = lora.alpha / lora.rank, True
+        return adapted
 
     def forward(self, input: Tensor) -> Tensor:
         """Return y of the module's docstring."""
@@ -49,6 +67,16 @@ class LoRALinear(nn.Linear):
         if not self.is_on:
             return output
         return output + functional.linear(functional.linear(input, self.lora_A), self.lora_B) * self.factor
+
+
+def _empty(weight: Tensor, shape: tuple[int, int], divided_dim: int) -> nn.Parameter:
+    """Return a matrix of an adapter in float32, divided where the layer's weight is divided in the same dimension."""
+    matrix = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    if isinstance(weight, DTensor):
+        placements = [one if one == Shard(divided_dim) else Replicate() for one in weight.placements]
+        # On the meta device there is nothing to send.
+        matrix = distribute_tensor(matrix, weight.device_mesh, placements, src_data_rank=None)
+    return nn.Parameter(matrix)
 
 
 def add_adapters(layers: nn.Module, lora: LoRA) -> None:
@@ -67,9 +95,8 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
             f"there are {', '.join(sorted(known))}"
         )
     for name, module in linear.items():
-        parent, _, last = name.rpartition(".")
-        if last in targets:
-            setattr(layers.get_submodule(parent), last, LoRALinear(module, lora))
+        if name.rpartition(".")[2] in targets:
+            LoRALinear.of(module, lora)
 
 
 def _refuse_experts(layers: nn.Module, lora: LoRA, known: set[str]) -> None:

@@ -261,6 +261,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
     if options.lora is not None:
+        # The layers are divided by now, and each adapter is divided as its layer.
         add_adapters(layers, options.lora)
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in layers:

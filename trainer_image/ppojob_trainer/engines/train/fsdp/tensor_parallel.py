@@ -6,8 +6,8 @@
 
 Shoeybi et al. 2019, arXiv 1909.08053, section 3. All parameters become DTensors of the peers' mesh, so that FSDP makes
 them DTensors of one mesh of two dimensions, and norms, checkpoints and gathered weights need no case of their own.
-Called while a model is built, before FSDP. It refuses families whose plan has more than these kinds; `divisions` says
-so before anything is loaded.
+Called while a model is built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families
+whose plan has more than these kinds; `divisions` says so before anything is loaded.
 """
 
 from __future__ import annotations

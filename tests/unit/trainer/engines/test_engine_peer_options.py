@@ -1,0 +1,212 @@
+"""Adapters and options of memory on divided layers: the same numbers and files as on one rank without the options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppojob_api.v1alpha1.model import LoRA, Offload
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.models import support
+from ppojob_trainer.models.support import Support
+from tests.unit.trainer.engines import option_ranks, peer_ranks
+from tests.unit.trainer.engines.test_engine_peers import UNTIED, models, run_ranks
+from tests.unit.trainer.engines.tiny_llama import assert_same_updates
+
+__all__ = ["models"]
+
+pytestmark = pytest.mark.slow
+
+Results = dict[str, Any]
+ROLES = ("actor", "critic")
+SAME_GRADIENTS = (1e-4, 1e-2)
+"""How far the gradients of the two steps may be apart, as a share of the largest entry. Orders of the sums differ by up
+to 3e-5, and a rank's part that is left out or added twice makes more than 0.1. The second step begins from the weights
+of the first, whose AdamW has moved numbers with a gradient of next to nothing apart."""
+BOTH = Offload(parameters=True, optimizer=True)
+# The ranks do not divide the rank of the adapters.
+ALL_LAYERS = LoRA(rank=3, alpha=12.0)
+# Divided by outputs, with a bias in qwen2; divided by inputs.
+TWO_LAYERS = LoRA(rank=4, alpha=2.0, target_modules=["k_proj", "down_proj"])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks train which model. options: settings that change no number."""
+
+    dims: ParallelDims
+    family: str
+    lora: LoRA | None = ALL_LAYERS
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return {"lora": self.lora}
+
+
+LAYOUTS = {
+    "tensor 2": Layout(ParallelDims(tensor=2), "llama", options={"compile": True}),
+    "tensor 2 of layers with biases": Layout(ParallelDims(tensor=2), "biases"),
+    "tensor 2 of two layers of qwen2": Layout(ParallelDims(tensor=2), "qwen2", TWO_LAYERS),
+    "tensor 2 of qwen3, all offloaded": Layout(
+        ParallelDims(tensor=2), "qwen3", options={"offload": BOTH, "activation_offload": True}
+    ),
+    "tensor 2, nothing recomputed": Layout(
+        ParallelDims(tensor=2), "llama", TWO_LAYERS, {"gradient_checkpointing": False}
+    ),
+    "shard 2 x tensor 2": Layout(ParallelDims(shard=2, tensor=2), "llama"),
+    "shard 2 x tensor 2, gathered": Layout(ParallelDims(shard=2, tensor=2), "qwen2", options={"stays_gathered": True}),
+    "sequence 2 x tensor 2": Layout(ParallelDims(sequence=2, tensor=2), "qwen3"),
+    "replicate 2 x tensor 2": Layout(ParallelDims(replicate=2, tensor=2), "llama", TWO_LAYERS),
+    "tensor 2, all weights, activations offloaded": Layout(
+        ParallelDims(tensor=2), "qwen2", None, {"activation_offload": True}
+    ),
+    "shard 2 x tensor 2, all weights, all offloaded": Layout(
+        ParallelDims(shard=2, tensor=2), "llama", None, {"offload": BOTH, "activation_offload": True}
+    ),
+}
+MANY_RANKS = {
+    "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "llama"),
+    "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
+    "all four axes": Layout(ParallelDims(2, 2, 2, 2), "llama"),
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks of a layout wrote, and what one rank computes without options."""
+
+    layout: Layout
+    model: Path
+    folder: Path
+    ranks: list[Results]
+    folder_of_one: Path
+    of_one: Results
+
+    @property
+    def first(self) -> Results:
+        """Rank 0's results."""
+        return self.ranks[0]
+
+
+@pytest.fixture(scope="module")
+def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("biases")
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**UNTIED, attention_bias=True, mlp_bias=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            # A bias begins at 0, where adding it twice would not show.
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return {**models, "biases": folder}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    parallel: ParallelMesh, all_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], tuple[Path, Results]]:
+    @functools.cache
+    def compute(family: str, lora: str) -> tuple[Path, Results]:
+        settings = {"lora": None if lora == "" else LoRA.model_validate_json(lora)}
+        folder, batch = tmp_path_factory.mktemp("one"), peer_ranks.whole_batch()
+        return folder, option_ranks.run(parallel, all_models[family], batch, folder, settings=settings)
+
+    return compute
+
+
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MANY_RANKS)])
+def seen(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    all_models: dict[str, Path],
+    alone: Callable[[str, str], tuple[Path, Results]],
+) -> Seen:
+    layout = (LAYOUTS | MANY_RANKS)[request.param]
+    folder, model = tmp_path_factory.mktemp("peers"), all_models[layout.family]
+    work = functools.partial(option_ranks.run, settings=layout.plain | layout.options)
+    run_ranks(layout.dims, model, folder, work)
+    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(layout.dims.world_size)]
+    lora = "" if layout.lora is None else layout.lora.model_dump_json(by_alias=True)
+    return Seen(layout, model, folder, ranks, *alone(layout.family, lora))
+
+
+def files(export: Path) -> dict[str, bytes]:
+    """The weights of an export, adapters included."""
+    return {str(file.relative_to(export)): file.read_bytes() for file in export.rglob("*.safetensors")}
+
+
+def test_the_initial_values_are_those_of_one_rank(seen: Seen) -> None:
+    for mine in seen.ranks:
+        torch.testing.assert_close(mine["initial"], seen.of_one["initial"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("key", ["log_probs", "reference", "values"])
+def test_the_outputs_are_those_of_one_rank(seen: Seen, key: str) -> None:
+    dims = seen.layout.dims
+    num_shards = dims.world_size // dims.model_parallel
+    for rank, mine in enumerate(seen.ranks):
+        rows = peer_ranks.rows_of(rank // dims.model_parallel, num_shards)
+        torch.testing.assert_close(mine[key], seen.of_one[key][rows], atol=1e-5, rtol=1e-4)
+    if seen.layout.lora is not None:
+        assert (seen.of_one["log_probs"] - seen.of_one["reference"]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_two_optimizer_steps_are_those_of_one_rank(seen: Seen, role: str) -> None:
+    expected = seen.of_one[role]
+    for mine in seen.ranks:
+        found = mine[role]
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+        assert len(found["gradients"]) == 2
+        for step, gradients in enumerate(expected["gradients"]):
+            assert found["gradients"][step].keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                scale = gradient.abs().max()
+                assert scale > 0, f"{name} has no gradient"
+                apart = (found["gradients"][step][name] - gradient).abs().max() / scale
+                assert apart < SAME_GRADIENTS[step], f"{name}: {apart:g} of the gradient of step {step}"
+        assert_same_updates(found["after"], expected["after"], expected["before"])
+
+
+def test_ranks_of_a_group_stay_equal(seen: Seen) -> None:
+    for mine in seen.ranks:
+        for key in ("trained", "sent"):
+            torch.testing.assert_close(mine[key], seen.first[key], atol=0, rtol=0)
+
+
+def test_one_rank_reads_its_checkpoint_and_exports_the_same_bytes(
+    seen: Seen, parallel: ParallelMesh, tmp_path: Path
+) -> None:
+    (seen.folder / "checkpoint").rename(tmp_path / "saved")
+    batch = peer_ranks.whole_batch()
+    found = option_ranks.resume(parallel, seen.model, batch, tmp_path, settings=seen.layout.plain)
+    for key in ("trained", "sent"):
+        torch.testing.assert_close(found[key], seen.first[key], atol=0, rtol=0)
+    assert files(tmp_path / "export") == files(seen.folder / "export")
+    assert found["second"] == pytest.approx(seen.first["second"], rel=1e-3, abs=1e-4)
+
+
+def test_it_reads_the_checkpoint_of_one_rank_and_exports_the_same_bytes(seen: Seen, tmp_path: Path) -> None:
+    (tmp_path / "saved").symlink_to(seen.folder_of_one / "checkpoint")
+    work = functools.partial(option_ranks.resume, settings=seen.layout.plain | seen.layout.options)
+    run_ranks(seen.layout.dims, seen.model, tmp_path, work)
+    for rank in range(seen.layout.dims.world_size):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        for key in ("trained", "sent"):
+            torch.testing.assert_close(found[key], seen.of_one[key], atol=0, rtol=0)
+        assert found["second"] == pytest.approx(seen.of_one["second"], rel=1e-3, abs=1e-4)
+    assert files(tmp_path / "export") == files(seen.folder_of_one / "export")
+    assert ("adapter/adapter_model.safetensors" in files(tmp_path / "export")) == (seen.layout.lora is not None)
+
+
+def test_the_families_with_tensor_parallelism_are_tested_with_adapters() -> None:
+    tested = {layout.family for layout in LAYOUTS.values() if layout.lora is not None} - {"biases"}
+    assert tested == {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.TESTED}
