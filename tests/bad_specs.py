@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.bad_algorithms import BAD_ALGORITHMS
 from tests.bad_checkpoints import BAD_CHECKPOINTS
+from tests.bad_data import BAD_DATA
 from tests.bad_divisions import BAD_DIVISIONS
 from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
@@ -152,15 +153,7 @@ BAD_SPECS = (
     BadSpec("seed too large", {_spec("trainer"): {"seed": 2**31}},
             "spec.trainer.seed", "less than or equal to 2147483647", shows="2147483648"),
     # Data and reward.
-    BadSpec("data without a source", {_spec("data", "train"): {"systemPrompt": "Answer."}},
-            "spec.data.train", "exactly one of reasoningGym, files and huggingFace"),
-    BadSpec("two sources of validation data", {_spec("data", "validation"): {
-                "reasoningGym": {"task": "gcd"}, "files": {"paths": ["/data/a.jsonl"]}}},
-            "spec.data.validation", "exactly one of reasoningGym, files", shows="['reasoningGym', 'files']"),
-    BadSpec("kind of data with a type", {_spec("data", "train", "type"): "ReasoningGym"},
-            "spec.data.train.type", "no such field", shows="'ReasoningGym'"),
-    BadSpec("no files", {_spec("data", "train"): {"files": {"paths": []}}},
-            "spec.data.train.files.paths", "at least 1 item"),
+    *BAD_DATA,
     BadSpec("module and path both", {_spec("reward", "function", "path"): "/data/reward.py"},
             "spec.reward.function", "exactly one of module and path", shows="/data/reward.py"),
     BadSpec("neither module nor path", {_spec("reward", "function"): {"extract": "last_line"}},
@@ -321,10 +314,7 @@ BAD_SPECS = (
             "spec.trainer.totalSteps", "less than or equal to 2147483647", shows="2147483648"),
     BadSpec("limit of more than a year", {_spec("trainer"): {"phaseTimeoutSeconds": 10**9}},
             "spec.trainer.phaseTimeoutSeconds", "less than or equal to 31536000", shows="1000000000"),
-    # Columns and templates.
-    BadSpec("column without a name", {_spec("data", "train"): {
-                "files": {"paths": ["/data/a.jsonl"], "groundTruthColumn": ""}}},
-            "spec.data.train.files.groundTruthColumn", "at least 1 character"),
+    # Templates.
     BadSpec("empty chat template", {_spec("data", "chatTemplate"): ""},
             "spec.data.chatTemplate", "at least 1 character"),
     BadSpec("number for a save in the background", {_spec("checkpoint"): {"async": 1}},

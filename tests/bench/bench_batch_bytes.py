@@ -19,7 +19,7 @@ import torch
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_trainer.protocol import FIELDS, DataProto, Keys, Ragged
 from ppojob_trainer.protocol.wire import num_bytes
-from ppojob_trainer.worker_groups.advantages import unread_by_advantages
+from ppojob_trainer.worker_groups.advantages import AdvantageSettings, unread_by_advantages
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
@@ -58,7 +58,13 @@ _PHASES: Final = (
     _Phase("old_log_prob", ActorWorker.compute_log_prob, _OF_ROLLOUT, (Keys.OLD_LOG_PROBS,)),
     _Phase("values", CriticWorker.compute_values, _OF_ROLLOUT, (Keys.VALUES,)),
     _Phase("ref", RefWorker.compute_ref_log_prob, _OF_ROLLOUT, (Keys.REF_LOG_PROB,)),
-    _Phase("adv", CriticWorker.compute_advantages, _ALL, _OF_ADVANTAGES, unread_by_advantages(_ALGORITHM)),
+    _Phase(
+        "adv",
+        CriticWorker.compute_advantages,
+        _ALL,
+        _OF_ADVANTAGES,
+        unread_by_advantages(AdvantageSettings(_ALGORITHM, 1)),
+    ),
     _Phase("update_critic", CriticWorker.update_critic, (*_ALL, *_OF_ADVANTAGES), ()),
     _Phase("update_actor", ActorWorker.update_actor, (*_ALL, *_OF_ADVANTAGES), (), unread_by_update(_ALGORITHM)),
 )

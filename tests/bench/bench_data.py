@@ -35,7 +35,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ppojob_api.v1alpha1.data import Columns, DataSource
-from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, PromptTokenizer, TableCache
+from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, PromptTokenizer, TableCache, WeightedDataset
 from ppojob_trainer.data.records import record_from_row
 from ppojob_trainer.protocol import Keys
 
@@ -139,7 +139,8 @@ def _prepared(arguments: argparse.Namespace) -> list[int]:
     preparation = Preparation(source, str(model), partial(_tokenizer, model), cache=cache, workers=arguments.workers)
     prompts, tokenizer = preparation.opened()
     tokenized = preparation.tokenized(prompts, tokenizer)
-    loader = PromptLoader(PromptDataset(prompts, tokenizer, tokenized, _LONGEST), _BATCH, _SEED)
+    dataset = PromptDataset(prompts, tokenizer, tokenized, _LONGEST)
+    loader = PromptLoader([WeightedDataset(dataset)], _BATCH, _SEED)
     return [int(index) for index in loader.next_batch().array(Keys.INDEX)]
 
 

@@ -1,12 +1,13 @@
 """`spec.data`: the prompts to train and to validate on."""
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
-from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText, Text
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules, wire_name
+from ppojob_api.v1alpha1.quantities import DNSLabel, Path, RawObject, ShortText, Text
 
 ChatTemplate = Annotated[str, Field(min_length=1, max_length=65_536)]
 
@@ -91,17 +92,27 @@ class HuggingFaceSource(Columns):
     """Split to read."""
 
 
+def _exactly_one_of(kinds: tuple[str, ...]) -> Rule:
+    given = ", ".join(f"has(self.{kind})" for kind in kinds)
+    return Rule(rule=f"[{given}].exists_one(given, given)", message=exactly_one_of(kinds))
+
+
+def exactly_one_of(kinds: tuple[str, ...]) -> str:
+    """Return the remedy for a source with no block or with several."""
+    return f"set exactly one of {', '.join(kinds[:-1])} and {kinds[-1]}"
+
+
+_KINDS = ("reasoningGym", "files", "huggingFace")
+_KINDS_TO_TRAIN_ON = (*_KINDS, "mixture")
+
+
 class DataSource(ApiModel):
     """One set of prompts: exactly one of reasoningGym, files and huggingFace."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                rule="[has(self.reasoningGym), has(self.files), has(self.huggingFace)].exists_one(given, given)",
-                message="set exactly one of reasoningGym, files and huggingFace",
-            )
-        )
-    )
+    model_config = ConfigDict(json_schema_extra=rules(_exactly_one_of(_KINDS)))
+
+    KINDS: ClassVar[tuple[str, ...]] = _KINDS
+    """The blocks of which exactly one is set, by their names on the wire."""
 
     reasoning_gym: ReasoningGymSource | None = None
     """Problems of a task generator."""
@@ -114,15 +125,50 @@ class DataSource(ApiModel):
 
     @property
     def given(self) -> list[str]:
-        """The kinds of source that are given, by their names on the wire."""
-        kinds = {"reasoningGym": self.reasoning_gym, "files": self.files, "huggingFace": self.hugging_face}
-        return [name for name, kind in kinds.items() if kind is not None]
+        """The blocks that are set, of `KINDS`."""
+        set_fields = {wire_name(name) for name in type(self).model_fields if getattr(self, name) is not None}
+        return [kind for kind in self.KINDS if kind in set_fields]
+
+
+class MixedSource(DataSource):
+    """One source of a mixture, and its share of the prompts."""
+
+    name: DNSLabel
+    """Name of the source, in metrics, samples and errors."""
+    weight: float = Field(default=1.0, gt=0, le=1_000_000)
+    """How many of the prompts come from this source, relative to the weights of the others."""
+
+
+class TrainingSource(DataSource):
+    """Prompts to train on: one source, or a mixture of several."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            _exactly_one_of(_KINDS_TO_TRAIN_ON),
+            Rule(
+                rule="!has(self.mixture) || !has(self.systemPrompt) || self.systemPrompt == ''",
+                message="each source of a mixture has its own systemPrompt: move it there",
+                field_path=".systemPrompt",
+            ),
+        )
+    )
+
+    KINDS: ClassVar[tuple[str, ...]] = _KINDS_TO_TRAIN_ON
+
+    mixture: list[MixedSource] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """Several sources instead of one. Each prompt comes from one of them, by weight; a source that is used up starts
+    again. All sources together may name at most 256 files."""
 
 
 class DataSpec(ApiModel):
     """The prompts, and how many go into a step."""
 
-    train: DataSource
+    train: TrainingSource
     """Prompts to train on."""
     validation: DataSource | None = None
     """Prompts to validate on; absent: no validation."""
@@ -140,4 +186,20 @@ class DataSpec(ApiModel):
     chat_template_kwargs: RawObject = Field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking: false for Qwen3."""
     shuffle: bool = True
-    """Shuffle the training prompts each epoch, by trainer.seed."""
+    """Shuffle the training prompts each epoch, by trainer.seed; in a mixture, each source by itself."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each source of a mixture, by name; empty without one."""
+        mixture = self.train.mixture or []
+        total = sum(source.weight for source in mixture)
+        return {source.name: source.weight / total for source in mixture}
+
+    def sources(self) -> Iterator[tuple[str, DataSource]]:
+        """Yield each set of prompts with its field below `spec`; of a mixture, each source."""
+        if self.train.mixture is None:
+            yield "data.train", self.train
+        for index, source in enumerate(self.train.mixture or ()):
+            yield f"data.train.mixture[{index}]", source
+        if self.validation is not None:
+            yield "data.validation", self.validation

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ppojob_api.v1alpha1.algorithm_rules import user_functions
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.data import JSON_LINES, PARQUET
+from ppojob_api.v1alpha1.data_rules import MIXTURE, TOO_MANY_FILES
 from ppojob_api.v1alpha1.engine_rules import engine_classes
 from ppojob_api.v1alpha1.sources import PATTERNS, RULE_WORDS, SourceKind, addresses, problem
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -21,6 +22,8 @@ _EXAMPLES = {SourceKind.MODEL: "models/name", SourceKind.DATA_SET: "data/name", 
 _IS_FILE = "(p.startsWith('/') || p.matches('^(hf://datasets/[^/]+/|(s3|gs)://)([^/]+/)+[^/]+$'))"
 """Of a path `p`, in CEL. The API server limits the cost of 512 paths, and a pattern costs its own length for each
 character. So this one is shorter than that of `sources.PATTERNS`, and paths of the container do without."""
+_IS_DATA_SET = f"(s.huggingFace.path.startsWith('/') || s.huggingFace.path.matches('{PATTERNS[SourceKind.DATA_SET]}'))"
+"""Of a source `s` of a mixture, in CEL."""
 _FORMATS = {"Parquet": PARQUET, "JSON Lines": JSON_LINES}
 _ENDINGS = "must end with .parquet, or with .jsonl or .json (JSON Lines): convert the file, or rename it"
 _PYTHON = "must end with .py: a Python file is read"
@@ -63,6 +66,18 @@ PATH_RULES = [
         )
         for name in _SETS
     ),
+    Rule(
+        rule=f"{MIXTURE}.all(s, !has(s.huggingFace) || {_IS_DATA_SET})",
+        message=f"huggingFace.path of each source {RULE_WORDS[SourceKind.DATA_SET]}",
+        field_path=".data.train.mixture",
+        value=f"{MIXTURE}.filter(s, has(s.huggingFace) && !{_IS_DATA_SET}).map(s, s.huggingFace.path)",
+    ),
+    Rule(
+        rule=f"{TOO_MANY_FILES} || {MIXTURE}.all(s, !has(s.files) || s.files.paths.all(p, {_IS_FILE}))",
+        message=f"each of files.paths of each source {RULE_WORDS[SourceKind.DATA_FILE]}",
+        field_path=".data.train.mixture",
+        value=f"{MIXTURE}.filter(s, has(s.files) && !s.files.paths.all(p, {_IS_FILE})).map(s, s.name)",
+    ),
     _path_rule("reward.function", "path", "startsWith('/')", _words(_ABSOLUTE, "reward.py")),
     _path_rule("reward.function", "path", "endsWith('.py')", _PYTHON),
     *(
@@ -100,13 +115,13 @@ def _code_is_in_the_container(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _files_have_one_format(spec: PPOJobSpec) -> Iterator[Problem]:
     formats: dict[str, str] = {}
-    for name, index, path in _files(spec):
-        where = f"data.{name}.files.paths[{index}]"
+    for source, index, path in _files(spec):
+        where = f"{source}.files.paths[{index}]"
         found = next((text for text, endings in _FORMATS.items() if path.endswith(endings)), None)
         if found is None:
             yield where, path, _ENDINGS
-        elif formats.setdefault(name, found) != found:
-            remedy = f"the first file is {formats[name]}, and all must have one format: convert some of them"
+        elif formats.setdefault(source, found) != found:
+            remedy = f"the first file is {formats[source]}, and all must have one format: convert some of them"
             yield where, path, remedy
 
 
@@ -117,11 +132,10 @@ def _code_is_python(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _files(spec: PPOJobSpec) -> Iterator[tuple[str, int, str]]:
-    """Yield the set, the place in its list, and the path of each file of prompts."""
-    for name in _SETS:
-        source = getattr(spec.data, name)
-        if source is not None and source.files is not None:
-            yield from ((name, index, path) for index, path in enumerate(source.files.paths))
+    """Yield the field of the source, the place in its list, and the path of each file of prompts."""
+    for field, source in spec.data.sources():
+        if source.files is not None:
+            yield from ((field, index, path) for index, path in enumerate(source.files.paths))
 
 
 def _code(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULE
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
+from ppojob_api.v1alpha1.data_rules import DATA_CHECKS, DATA_RULES
 from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
@@ -45,6 +46,7 @@ _RAY_PORTS = sorted(RAY_HEAD_PORTS.values())
 SPEC_RULES = [
     *PLACEMENT_RULES,
     *BATCH_RULES,
+    *DATA_RULES,
     *ALGORITHM_RULES,
     *ENGINE_RULES,
     Rule(
@@ -156,13 +158,6 @@ def _only_overlapped_has_overlaps_to_disable(spec: PPOJobSpec) -> Iterator[Probl
         )
 
 
-def _sources_are_of_one_kind(spec: PPOJobSpec) -> Iterator[Problem]:
-    for name, source in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if source is not None and len(source.given) != 1:
-            remedy = "set exactly one of reasoningGym, files and huggingFace"
-            yield f"data.{name}", source.given or None, remedy
-
-
 def _the_run_has_one_length(spec: PPOJobSpec) -> Iterator[Problem]:
     trainer = spec.trainer
     if trainer.total_steps is not None and trainer.total_epochs is not None:
@@ -237,7 +232,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *ALGORITHM_CHECKS,
     _parallel_updates_need_two_pools,
     _only_overlapped_has_overlaps_to_disable,
-    _sources_are_of_one_kind,
+    *DATA_CHECKS,
     _reward_has_what_its_type_reads,
     _reward_weights_weigh,
     _reward_is_module_or_file,

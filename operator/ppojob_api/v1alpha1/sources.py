@@ -172,10 +172,9 @@ def has_addresses(spec: PPOJobSpec) -> bool:
     """Return whether anything is to be fetched. The operator asks at each reconcile, so nothing is copied here."""
     models = (getattr(spec.model, role) for role in _ROLES)
     paths = [model.path or "" for model in models if model is not None]
-    for source in (spec.data.train, spec.data.validation):
-        if source is not None:
-            paths += source.files.paths if source.files else []
-            paths += [source.hugging_face.path] if source.hugging_face else []
+    for _, source in spec.data.sources():
+        paths += source.files.paths if source.files else []
+        paths += [source.hugging_face.path] if source.hugging_face else []
     return any(map(is_address, paths))
 
 
@@ -191,13 +190,19 @@ def _holders(wire: dict[str, Any]) -> Iterator[tuple[Any, Any, str, SourceKind]]
         model = wire["model"].get(role, {})
         if "path" in model:
             yield model, "path", f"model.{role}.path", SourceKind.MODEL
-    for name in _SETS:
-        source = wire["data"].get(name, {})
+    for field, source in _sets_of_prompts(wire["data"]):
         if "huggingFace" in source:
-            yield source["huggingFace"], "path", f"data.{name}.huggingFace.path", SourceKind.DATA_SET
+            yield source["huggingFace"], "path", f"{field}.huggingFace.path", SourceKind.DATA_SET
         paths = source.get("files", {}).get("paths", [])
         for index in range(len(paths)):
-            yield paths, index, f"data.{name}.files.paths[{index}]", SourceKind.DATA_FILE
+            yield paths, index, f"{field}.files.paths[{index}]", SourceKind.DATA_FILE
+
+
+def _sets_of_prompts(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield on the wire what `DataSpec.sources` yields."""
+    mixture = data["train"].get("mixture", [])
+    yield from ((f"data.train.mixture[{index}]", source) for index, source in enumerate(mixture))
+    yield from ((f"data.{name}", data[name]) for name in _SETS if name in data)
 
 
 def _source(address: str, kind: SourceKind, storage: str, *, with_code: bool) -> Source:

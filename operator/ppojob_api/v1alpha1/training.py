@@ -334,7 +334,8 @@ class TrainerSpec(ApiModel):
     """Steps of the run. Absent: 100, or those of totalEpochs."""
     total_epochs: int | None = Field(default=None, ge=1, le=1_000_000)
     """Passes over the training prompts, instead of totalSteps. A pass has as many steps as the prompts, after
-    overlongPrompts, fill batches of data.trainBatchSize. The trainer counts them when it starts."""
+    overlongPrompts, fill batches of data.trainBatchSize; of a mixture, the prompts of all sources together. The trainer
+    counts them when it starts."""
     validate_every_steps: int = Field(default=10, ge=0, le=2**31 - 1)
     """Steps between validations; 0: no validation."""
     validate_before_training: bool = True

@@ -48,6 +48,12 @@ OTHER_WORDS = {
     "tensor and sequence parallelism for more GPUs than a node has": "must divide gpusPerNode of the actor's pool",
     "copies that do not fill the pool": "actor.fsdpSize must be a multiple of sequenceParallelSize",
     "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
+    "source of a mixture twice": 'spec.data.train.mixture[2]: Duplicate value: {"name":"sums"}',
+    "relative path in a mixture": 'spec.data.train.mixture: ["own"]: each of files.paths of each source must be an',
+    "files of two formats in one source of a mixture": "spec.data.train.mixture[1].files.paths: Invalid value",
+    "data set of the hub without its scheme in a mixture": (
+        'spec.data.train.mixture: ["openai/gsm8k"]: huggingFace.path of each source must be an absolute path'
+    ),
     "another version": 'no matches for kind "PPOJob" in version "ppojob.dev/v2"',
 }
 

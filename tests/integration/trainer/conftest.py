@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer.runs import LIMIT_S, Run, log_of, reward_of_letters, spec_of, started
+from tests.integration.trainer.runs import LIMIT_S, Run, checkpointed_spec, log_of, started
 from tests.integration.trainer.s3_server import S3Server, serving
 from tests.integration.trainer.tiny_model import write_tiny_model
 
@@ -23,10 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`ppojob run`: three steps in two pools, in the mode that Auto chooses there, a checkpoint after each step."""
+    """`ppojob run`: three steps on a mixture in two pools, in the mode that Auto chooses, a checkpoint after each."""
     root = tmp_path_factory.mktemp("undisturbed")
-    spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint={"everySteps": 1, "keep": 2})
-    with started(root, spec) as run:
+    with started(root, checkpointed_spec(model)) as run:
         assert run.wait(LIMIT_S) == 0, log_of(root)
     return Run(root)
 

@@ -27,6 +27,13 @@ from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import run_job
 
 TASK = {"task": "products", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+MIXTURE = {
+    "mixture": [
+        {"name": "products", "weight": 2, "reasoningGym": {**TASK, "size": 6, "seed": 1}},
+        {"name": "sums", "weight": 1, "reasoningGym": {"task": "chain_sum", "size": 5, "seed": 1}},
+    ]
+}
+"""In three steps of 8 prompts, the first source is passed more than twice, and 3 prompts of each epoch are left out."""
 SPLIT = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
     "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"},
@@ -82,6 +89,12 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
         **SPLIT,
         **changes,
     }
+
+
+def checkpointed_spec(model: Path, **checkpoint: Any) -> dict[str, Any]:
+    """Return a spec with a mixture and a checkpoint after each step; steps are so slow that a test can see one."""
+    spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint={"everySteps": 1, "keep": 2, **checkpoint})
+    return {**spec, "data": {**spec["data"], "train": MIXTURE}}
 
 
 def job_of(root: Path, raw: dict[str, Any]) -> JobFile:

@@ -22,10 +22,9 @@ from tests.integration.trainer.runs import (
     STEPS,
     Run,
     assert_same_steps,
+    checkpointed_spec,
     kill,
     log_of,
-    reward_of_letters,
-    spec_of,
     started,
     wait_until,
 )
@@ -117,8 +116,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name() -> None:
 def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     server: S3Server, undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
-    in_bucket = {"everySteps": 1, "keep": 2, "async": True, "path": "s3://bucket/team/run"}
-    spec = spec_of(model, reward=reward_of_letters(0.1), checkpoint=in_bucket)
+    spec = checkpointed_spec(model, **{"async": True, "path": "s3://bucket/team/run"})
     with started(tmp_path, spec) as run:
         half = "team/run/step-2.attempt-0"
         wait_until(lambda: bool(server.keys(half)), run, "inside the second save", tmp_path, LIMIT_S)

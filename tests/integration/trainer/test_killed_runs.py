@@ -1,8 +1,9 @@
 """`ppojob run`, killed by SIGKILL, ends with the numbers of a run that nobody disturbed.
 
 Real processes on CPU: Ray, FSDP2, vLLM, two pools in Overlapped, checkpoints in the background; the model is tiny. The
-undisturbed run writes its checkpoints in the foreground, so that the two ways of saving are compared too. Kills at
-other moments are tested without Ray (tests/unit/trainer/checkpoints/test_kills.py).
+data is a mixture of two sources, each of which is passed more than once. The undisturbed run writes its checkpoints in
+the foreground, so that the two ways of saving are compared too. Kills at other moments are tested without Ray
+(tests/unit/trainer/checkpoints/test_kills.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +20,10 @@ from tests.integration.trainer.runs import (
     Run,
     assert_same_steps,
     assert_same_weights,
+    checkpointed_spec,
     kill,
     log_of,
     records_of,
-    reward_of_letters,
-    spec_of,
     started,
     wait_until,
 )
@@ -32,15 +31,10 @@ from tests.integration.trainer.runs import (
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 
-def with_checkpoints(model: Path, **checkpoint: Any) -> dict[str, Any]:
-    """The undisturbed run's spec; scoring is so slow that a step lasts longer than a look at it."""
-    return spec_of(model, reward=reward_of_letters(0.1), checkpoint={"everySteps": 1, "keep": 2, **checkpoint})
-
-
 def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
-    in_background = with_checkpoints(model, **{"async": True})
+    in_background = checkpointed_spec(model, **{"async": True})
     with started(tmp_path, in_background) as run:
         wait_until(
             lambda: any((tmp_path / "checkpoints").glob(".step-2.tmp-0/*/*")), run, "inside the second save", tmp_path
@@ -48,13 +42,15 @@ def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
         kill(run)
     assert max(records_of(tmp_path)) < STEPS, "the kill came before the end"
 
-    with started(tmp_path, in_background) as run:
+    with started(tmp_path, {**in_background, "trainer": {**in_background["trainer"], "dataWorkers": 2}}) as run:
         assert run.wait(LIMIT_S) == 0, log_of(tmp_path)
 
     assert "attempt 1" in log_of(tmp_path)
     found = Run(tmp_path)
     assert_same_steps(found, undisturbed, rel=1e-4, absolute=1e-6)
     assert_same_weights(found, undisturbed, model)
+    assert [found.records[step]["training/epoch"] for step in (1, 2, 3)] == [0, 1, 2]
+    assert [round(8 * found.records[step]["mixture/sums/share"]) for step in (1, 2, 3)] == [2, 3, 3]
     tracker = json.loads((tmp_path / "checkpoints" / "tracker.json").read_text())
     assert tracker["step"] == STEPS
     assert not list((tmp_path / "checkpoints").glob(".step-*")), "what the kill left half done is gone"
@@ -69,7 +65,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused_with_the_older_one(
     victim = next((newest / "critic").glob("*.distcp"))
     victim.unlink()
 
-    with started(root, with_checkpoints(model)) as run:
+    with started(root, checkpointed_spec(model)) as run:
         assert run.wait(LIMIT_S) == 1
 
     error = log_of(root).splitlines()

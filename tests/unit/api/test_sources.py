@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.sources import (
     hub_address,
     localized,
     problem,
+    with_addresses,
 )
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
@@ -36,6 +37,31 @@ def spec_of(model: dict[str, Any] | None = None, train: dict[str, Any] | None = 
 
 def paths(spec: PPOJobSpec) -> dict[str, str]:
     return {field: value for field, value, _ in addresses(spec)}
+
+
+MIXTURE = {
+    "mixture": [
+        {"name": "own", "files": {"paths": ["/data/a.jsonl", "s3://bucket/b.jsonl"]}},
+        {"name": "gym", "weight": 2, "reasoningGym": {"task": "gcd"}},
+        {"name": "gsm8k", "huggingFace": {"path": "hf://openai/gsm8k"}},
+    ]
+}
+
+
+def test_each_source_of_a_mixture_may_be_an_address() -> None:
+    spec = spec_of(train=MIXTURE)
+
+    found, fetched = localized(spec, "/data")
+
+    assert has_addresses(spec)
+    assert [source.fields for source in fetched] == [
+        ["data.train.mixture[0].files.paths[1]"],
+        ["data.train.mixture[2].huggingFace.path"],
+    ]
+    assert paths(found)["data.train.mixture[0].files.paths[0]"] == "/data/a.jsonl"
+    assert paths(found)["data.train.mixture[2].huggingFace.path"] == "/data/sources/hf/datasets/openai/gsm8k/main"
+    assert not has_addresses(found)
+    assert with_addresses(found, fetched) == spec
 
 
 @pytest.mark.parametrize(

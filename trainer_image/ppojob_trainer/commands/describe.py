@@ -54,6 +54,8 @@ def _facts(spec: PPOJobSpec) -> Iterator[tuple[str, str]]:
         f"actor {_updates(spec, spec.actor.mini_batch_size)}"
         + (f", critic {_updates(spec, spec.critic.mini_batch_size)}" if spec.algorithm.needs_critic else ""),
     )
+    if shares := spec.data.shares:
+        yield "mixture", ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
     yield "tokens", f"prompt {spec.data.max_prompt_length} + response {spec.data.max_response_length} at most"
     trainer, checkpoint = spec.trainer, spec.checkpoint
     length = f"{trainer.total_steps}" if trainer.total_epochs is None else f"those of {trainer.total_epochs} epochs"

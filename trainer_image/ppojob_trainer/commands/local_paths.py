@@ -6,7 +6,7 @@ stay: what they name is fetched.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -20,10 +20,6 @@ _FIELDS = (
     ("model", "critic", "path"),
     ("model", "ref", "path"),
     ("model", "reward", "path"),
-    ("data", "train", "files", "paths"),
-    ("data", "validation", "files", "paths"),
-    ("data", "train", "huggingFace", "path"),
-    ("data", "validation", "huggingFace", "path"),
     ("reward", "function", "path"),
     ("algorithm", "advantageFunction", "path"),
     ("algorithm", "policyLossFunction", "path"),
@@ -31,7 +27,7 @@ _FIELDS = (
     ("critic", "engineClass", "path"),
     ("checkpoint", "resumeFrom"),
 )
-"""Every field of the spec that is a path in the container; `workers[].path` is one too."""
+_IN_SOURCE = (("files", "paths"), ("huggingFace", "path"))
 
 
 def with_absolute_paths(raw: Any, folder: Path) -> Any:
@@ -41,9 +37,7 @@ def with_absolute_paths(raw: Any, folder: Path) -> Any:
     """
     raw = deepcopy(raw)
     spec = raw.get("spec") if isinstance(raw, dict) else None
-    workers = spec.get("workers") if isinstance(spec, dict) else None
-    num_workers = len(workers) if isinstance(workers, list) else 0
-    for field in (*_FIELDS, *(("workers", index, "path") for index in range(num_workers))):
+    for field in _fields(spec):
         holder, name = _holder(spec, field), str(field[-1])
         if not isinstance(holder, dict):
             continue
@@ -53,6 +47,21 @@ def with_absolute_paths(raw: Any, folder: Path) -> Any:
         elif isinstance(given, str):
             holder[name] = _absolute(given, folder)
     return raw
+
+
+def _fields(spec: Any) -> Iterator[tuple[str | int, ...]]:
+    """Yield every field of a raw spec that is a path in the container. The spec may be wrong in any way."""
+    yield from _FIELDS
+    yield from (("workers", index, "path") for index in _indices(spec, ("workers",)))
+    mixture = ("data", "train", "mixture")
+    sources = (("data", "train"), ("data", "validation"), *((*mixture, index) for index in _indices(spec, mixture)))
+    yield from ((*source, *field) for source in sources for field in _IN_SOURCE)
+
+
+def _indices(spec: Any, place: tuple[str, ...]) -> range:
+    holder = _holder(spec, place)
+    given = holder.get(place[-1]) if isinstance(holder, dict) else None
+    return range(len(given)) if isinstance(given, list) else range(0)
 
 
 def _absolute(path: Any, folder: Path) -> Any:
@@ -70,7 +79,7 @@ def localize(spec: PPOJobSpec, storages: Sequence[Path]) -> PPOJobSpec:
     """
     raw = spec.to_wire()
     errors: list[FieldError] = []
-    for field in (*_FIELDS, *(("workers", index, "path") for index in range(len(spec.workers)))):
+    for field in _fields(raw):
         holder = _holder(raw, field)
         name = str(field[-1])
         if holder is None or name not in holder:
@@ -113,9 +122,12 @@ class _Place:
 def _holder(raw: Any, field: tuple[str | int, ...]) -> dict[str, Any] | None:
     node = raw
     for part in field[:-1]:
-        if not isinstance(node, dict | list):
+        if isinstance(part, int) and isinstance(node, list):
+            node = node[part]
+        elif isinstance(part, str) and isinstance(node, dict):
+            node = node.get(part)
+        else:
             return None
-        node = node[part] if isinstance(part, int) else cast("dict[str, Any]", node).get(part)
     return cast("dict[str, Any] | None", node)
 
 

@@ -6,7 +6,7 @@ columns and passes the batch on. The controller sees ids, lengths, scalars and m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -51,8 +51,8 @@ class Sample(Protocol):
     """One row of prompts."""
 
     @property
-    def prompt(self) -> int:
-        """The prompt's number in the data, the same in all epochs."""
+    def prompt(self) -> Hashable:
+        """What identifies the prompt in the data, the same in all epochs."""
         ...
 
     @property

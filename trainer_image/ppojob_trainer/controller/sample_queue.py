@@ -38,12 +38,12 @@ class LengthHistory:
     order of the work."""
 
     def __init__(self) -> None:
-        self._mean_of: dict[int, float] = {}
+        self._mean_of: dict[Hashable, float] = {}
         self._sum = 0.0
 
     def observe(self, samples: Sequence[Sample], lengths: Sequence[int]) -> None:
         """Take over the lengths of a generation's responses."""
-        found: dict[int, list[int]] = {}
+        found: dict[Hashable, list[int]] = {}
         for sample, length in zip(samples, lengths, strict=True):
             found.setdefault(sample.prompt, []).append(length)
         for prompt, of_prompt in found.items():

@@ -126,6 +126,11 @@ def _prompts(spec: PPOJobSpec) -> str:
         words.append("The chat template is the one of the training (`chat_template.jinja`).")
     if system := spec.data.train.system_prompt:
         words.append(f"The training's prompts had this system message: {_code(system)}")
+    words += [
+        f"The prompts of {source.name} had this system message: {_code(source.system_prompt)}"
+        for source in spec.data.train.mixture or ()
+        if source.system_prompt
+    ]
     return "\n\n".join(words)
 
 
@@ -170,7 +175,10 @@ def _reward(spec: PPOJobSpec) -> str:
 
 
 def _data(spec: PPOJobSpec) -> Iterator[tuple[str, object]]:
-    yield "training", _source(spec.data.train)
+    if spec.data.train.mixture is None:
+        yield "training", _source(spec.data.train)
+    for source in spec.data.train.mixture or ():
+        yield f"training, {source.name} ({spec.data.shares[source.name]:.1%})", _source(source)
     if spec.data.validation is not None:
         yield "validation", _source(spec.data.validation)
 

@@ -181,7 +181,7 @@ class Ready:
 
     connections: the transports among the ranks of each role, and between the actor and the rollout.
     saves_in_background: whether steps continue while a checkpoint is written.
-    steps_per_epoch: whole batches in one pass over the training prompts.
+    steps_per_epoch: whole batches in an epoch of the training prompts.
     """
 
     connections: list[Connections]

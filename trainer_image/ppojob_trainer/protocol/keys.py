@@ -26,13 +26,15 @@ class Keys:
     RETURNS: Final = "returns"
     # Non-tensors: the prompt.
     RAW_PROMPT: Final = "raw_prompt"
+    # Name of the source in data.train.mixture; "" without a mixture, and for validation.
+    SOURCE: Final = "source"
     DATA_SOURCE: Final = "data_source"
     GROUND_TRUTH: Final = "ground_truth"
     EXTRA_INFO: Final = "extra_info"
     # Non-tensor: why the reward function gave no score, "" where it did. Absent with onError Fail.
     REWARD_ERROR: Final = "reward_error"
     # Non-tensors: identity. UID names the prompt's occurrence (all samples of one prompt share it: the group of GRPO
-    # and RLOO), INDEX the row of the data set, SAMPLE_INDEX which of the prompt's samples a sequence is.
+    # and RLOO), INDEX the row of the source, SAMPLE_INDEX which of the prompt's samples a sequence is.
     UID: Final = "uid"
     INDEX: Final = "index"
     SAMPLE_INDEX: Final = "sample_index"

@@ -17,10 +17,11 @@ from ppojob_trainer.protocol import DataProto, Keys, Ragged, responses_to_lists
 from ppojob_trainer.rewards.interface import Extra, ScoreItem, ScoreResult
 from ppojob_trainer.rewards.scoring import Scorer
 
-# First parts of the names of a scored batch's metrics. Those of sources and extras are lists with an entry for each row
-# that has one; those of counts are lists whose sum is the count.
+# First parts of the names of a scored batch's metrics. Those of data sources, extras and mixtures are lists with an
+# entry for each row that has one; those of counts are lists whose sum is the count.
 SOURCE_PREFIX = "source/"
 REWARD_PREFIX = "reward/"
+MIXTURE_PREFIX = "mixture/"
 COUNT_PREFIX = "count/"
 
 
@@ -126,6 +127,19 @@ def numbers_in(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
             if isinstance(value, (int, float)) and math.isfinite(value):
                 found.setdefault(f"{REWARD_PREFIX}{key}", []).append(float(value))
     return found
+
+
+def numbers_by_source(batch: DataProto, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return `numbers_in` the rows of each source of a mixture, under the name `mixture/<source>/reward/<key>`."""
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for source, row in zip(batch.array(Keys.SOURCE), extras, strict=True):
+        if source:
+            rows_of.setdefault(source, []).append(row)
+    return {
+        f"{MIXTURE_PREFIX}{source}/{name}": values
+        for source, rows in rows_of.items()
+        for name, values in numbers_in(rows).items()
+    }
 
 
 def counts_of(results: Iterable[ScoreResult]) -> dict[str, list[float]]:

@@ -33,8 +33,12 @@ _TABLE_WIDTH = 150
 
 @dataclass(frozen=True)
 class Sample:
-    """A response. The texts are whole token sequences, special tokens too, cut to 8000 characters."""
+    """A response. The texts are whole token sequences, special tokens too, cut to 8000 characters.
 
+    source: name of the prompt's source in `data.train.mixture`, else empty. index: the prompt's row in its source.
+    """
+
+    source: str
     data_source: str
     index: int
     sample: int
@@ -88,6 +92,7 @@ def samples_of(
     totals = scores.sums().tolist()
     return [
         Sample(
+            str(batch.array(Keys.SOURCE)[row]),
             str(batch.array(Keys.DATA_SOURCE)[row]),
             int(batch.array(Keys.INDEX)[row]),
             int(batch.array(Keys.SAMPLE_INDEX)[row]),

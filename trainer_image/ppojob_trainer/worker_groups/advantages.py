@@ -6,7 +6,7 @@ of both roles. It has no state and changes none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,19 +50,21 @@ class AdvantageSettings:
     """The settings of the spec that are read here.
 
     response_length: data.maxResponseLength, the width R of the padded tensors that estimators get. overlong: what is
-    subtracted from the scores of overlong responses.
+    subtracted from the scores of overlong responses. sources: names of the sources of a mixture.
     """
 
     algorithm: AlgorithmSpec
     response_length: int
     overlong: Overlong | None = None
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: PPOJobSpec) -> AdvantageSettings:
         """Return those of a spec."""
         length, penalty = spec.data.max_response_length, spec.reward.overlong_penalty
         overlong = None if penalty is None else Overlong(length, penalty.buffer, penalty.factor)
-        return cls(spec.algorithm, length, overlong)
+        sources = tuple(source.name for source in spec.data.train.mixture or ())
+        return cls(spec.algorithm, length, overlong, sources)
 
 
 READ_BY_ADVANTAGES = (
@@ -72,17 +74,20 @@ READ_BY_ADVANTAGES = (
     Keys.REF_LOG_PROB,
     Keys.VALUES,
     Keys.UID,
+    Keys.SOURCE,
 )
-"""The last four only with some algorithms, see `unread_by_advantages`."""
+"""The last five only with some settings, see `unread_by_advantages`."""
 
 
-def unread_by_advantages(algorithm: AlgorithmSpec) -> frozenset[str]:
-    """Return the columns that `compute_advantages` does not read with this algorithm."""
+def unread_by_advantages(settings: AdvantageSettings) -> frozenset[str]:
+    """Return the columns that `compute_advantages` does not read with these settings."""
+    algorithm = settings.algorithm
     is_read = {
         Keys.OLD_LOG_PROBS: algorithm.kl.in_reward,
         Keys.REF_LOG_PROB: algorithm.kl.in_reward,
         Keys.VALUES: algorithm.needs_critic,
         Keys.UID: algorithm.needs_groups,
+        Keys.SOURCE: bool(settings.sources),
     }
     return frozenset(column for column, read in is_read.items() if not read)
 
@@ -92,8 +97,8 @@ def compute_advantages(batch: DataProto, settings: AdvantageSettings, kl_coeffic
 
     Args:
         batch: needs response_mask, token_level_scores, and the columns of the estimator: values, uid; with KL in the
-            reward old_log_probs and ref_log_prob. Rows whose mask is False are copies or were dropped, and do not
-            count.
+            reward old_log_probs and ref_log_prob; with a mixture source. Rows whose mask is False are copies or were
+            dropped, and do not count.
         kl_coefficient: of the KL penalty in the reward.
 
     Raises:
@@ -126,6 +131,7 @@ def compute_advantages(batch: DataProto, settings: AdvantageSettings, kl_coeffic
     raw, returns = chosen.compute(AdvantageInputs(rewards, mask, values, groups, algorithm.gamma, algorithm.lam))
     advantages = whiten(raw, mask, _moments(raw, mask, ranks)) if chosen.whitens else raw
     metrics |= statistics("critic/score", scores.sum(dim=1), is_row, ranks)
+    metrics |= _of_sources(batch, settings.sources, scores.sum(dim=1), is_row, ranks)
     metrics |= statistics("critic/rewards", (rewards * mask).sum(dim=1), is_row, ranks)
     metrics |= statistics("critic/advantages", advantages, mask, ranks)
     metrics |= statistics("critic/returns", returns, mask, ranks)
@@ -135,6 +141,25 @@ def compute_advantages(batch: DataProto, settings: AdvantageSettings, kl_coeffic
     return with_metrics(
         {Keys.ADVANTAGES: unpadded(advantages.float()), Keys.RETURNS: unpadded(returns.float())}, metrics
     )
+
+
+def _of_sources(
+    batch: DataProto, names: Sequence[str], scores: Tensor, is_row: Tensor, ranks: Ranks
+) -> dict[str, float]:
+    """Return the share of each source of a mixture in the batch, and the mean of its scores. Collective."""
+    if not names:
+        return {}
+    sources = batch.array(Keys.SOURCE).tolist()
+    is_of = torch.tensor([[source == name for name in names] for source in sources]) & is_row[:, None]
+    counts, sums = ranks.sum(torch.stack([is_of.double().sum(dim=0), (is_of * scores[:, None].double()).sum(dim=0)]))
+    shares = (counts / counts.sum()).tolist()
+    means = {
+        name: total / count for name, total, count in zip(names, sums.tolist(), counts.tolist(), strict=True) if count
+    }
+    return {
+        **{f"mixture/{name}/share": share for name, share in zip(names, shares, strict=True)},
+        **{f"mixture/{name}/score/mean": mean for name, mean in means.items()},
+    }
 
 
 def statistics(name: str, values: Tensor, mask: Tensor, ranks: Ranks) -> dict[str, float]:

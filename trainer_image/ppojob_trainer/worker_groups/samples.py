@@ -18,7 +18,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["READ_BY_SAMPLES", "SampleKeeper"]
 
-READ_BY_SAMPLES = (*SEQUENCES, Keys.DATA_SOURCE, Keys.INDEX, Keys.SAMPLE_INDEX, Keys.GROUND_TRUTH)
+READ_BY_SAMPLES = (*SEQUENCES, Keys.SOURCE, Keys.DATA_SOURCE, Keys.INDEX, Keys.SAMPLE_INDEX, Keys.GROUND_TRUTH)
 """The columns of the batch that a `SampleKeeper` reads."""
 
 

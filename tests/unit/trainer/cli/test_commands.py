@@ -70,6 +70,13 @@ def test_a_bucket_that_cannot_be_used_ends_a_run_before_it_begins(
     assert result.stderr.startswith(f"error: checkpoint.path {path} cannot be used: there are no credentials")
 
 
+def test_validate_shows_the_shares_of_a_mixture() -> None:
+    file = "examples/14-mixture/ppojob.yaml"
+
+    assert "products 70.0%, gcd 30.0%" in _ppojob("validate", file).stdout
+    assert "products 87.5%, gcd 12.5%" in _ppojob("validate", file, "--set", "data.train.mixture[1].weight=0.1").stdout
+
+
 def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
     result = _ppojob("validate", file, "--set", "checkpoint.everySteps=0")
     fine = _ppojob("validate", file)

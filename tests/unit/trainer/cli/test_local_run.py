@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
+from ppojob_api.v1alpha1.data import FilesSource, HuggingFaceSource
 from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from ppojob_trainer.checkpoints import bucket, open_store
-from ppojob_trainer.commands.local_paths import localize
+from ppojob_trainer.commands.local_paths import localize, with_absolute_paths
 from ppojob_trainer.commands.local_run import job_file, next_attempt
 from ppojob_trainer.commands.manifest import Manifest
 from tests.bad_specs import with_changes
@@ -65,6 +66,39 @@ def test_a_path_that_is_nowhere_is_refused_with_the_option_that_mends_it(tmp_pat
         "spec.model.actor.path: '/data/model': is not on this machine "
         f"(looked at /data/model, {tmp_path}/model): use --set spec.model.actor.path=<path here>"
     )
+
+
+def test_each_source_of_a_mixture_is_looked_up(storage: Path) -> None:
+    mixture = [
+        {"name": "own", "files": {"paths": ["/data/a.jsonl"]}},
+        {"name": "set", "huggingFace": {"path": "/data/set"}},
+        {"name": "gym", "reasoningGym": {"task": "gcd"}},
+    ]
+    spec = _manifest({("spec", "data", "train"): {"mixture": mixture}}).spec
+    (storage / "set").mkdir()
+
+    with pytest.raises(SpecError, match=r"spec\.data\.train\.mixture\[0\]\.files\.paths: '/data/a.jsonl'"):
+        localize(spec, [storage])
+
+    (storage / "a.jsonl").touch()
+    found = dict(localize(spec, [storage]).data.sources())
+    assert found["data.train.mixture[0]"].files == FilesSource(paths=[str(storage / "a.jsonl")])
+    assert found["data.train.mixture[1]"].hugging_face == HuggingFaceSource(path=str(storage / "set"))
+
+
+@pytest.mark.parametrize("mixture", [None, "a", 5, ["a", 5, None, []], [{"files": "a"}], {"files": {}}])
+def test_relative_paths_of_a_mixture_that_is_wrong_are_left_to_the_check(mixture: Any) -> None:
+    raw = with_changes({("spec", "data", "train"): {"mixture": mixture}})
+
+    found = with_absolute_paths(raw, Path("/x"))["spec"]["data"]["train"]
+    assert found == {"mixture": mixture}
+
+
+def test_relative_paths_of_a_mixture_are_those_below_the_folder() -> None:
+    raw = with_changes({("spec", "data", "train"): {"mixture": [{"name": "own", "files": {"paths": ["a.jsonl"]}}]}})
+
+    found = with_absolute_paths(raw, Path("/x"))["spec"]["data"]["train"]
+    assert found == {"mixture": [{"name": "own", "files": {"paths": ["/x/a.jsonl"]}}]}
 
 
 def test_every_file_of_a_list_is_looked_up(storage: Path) -> None:

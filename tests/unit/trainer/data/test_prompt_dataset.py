@@ -2,10 +2,19 @@
 
 import logging
 from itertools import chain
+from typing import Any
 
 import pytest
 
-from ppojob_trainer.data import DataError, PromptDataset, PromptLoader, PromptRecord, PromptTokenizer, TokenizedPrompts
+from ppojob_trainer.data import (
+    DataError,
+    PromptDataset,
+    PromptLoader,
+    PromptRecord,
+    PromptTokenizer,
+    TokenizedPrompts,
+    WeightedDataset,
+)
 from ppojob_trainer.protocol import Keys
 
 
@@ -29,9 +38,13 @@ class Source:
     """Prompt i has i + 1 words."""
 
     name = "words"
+    is_shared = False
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    def identity(self) -> dict[str, Any]:
+        return {"words": self._count}
 
     def __len__(self) -> int:
         return self._count
@@ -132,6 +145,10 @@ class TestOverlong:
             dataset_of(Blank(1), PromptTokenizer(NoBegin(None)), 10)
 
 
+def loader_of(only: PromptDataset, batch: int, **settings: Any) -> PromptLoader:
+    return PromptLoader([WeightedDataset(only)], batch, **settings)
+
+
 def indices(loader: PromptLoader, batches: int) -> list[list[int]]:
     return [loader.next_batch().array(Keys.INDEX).tolist() for _ in range(batches)]
 
@@ -139,14 +156,14 @@ def indices(loader: PromptLoader, batches: int) -> list[list[int]]:
 class TestLoader:
     @pytest.mark.parametrize(("prompts", "batch", "steps"), [(12, 4, 3), (11, 4, 2), (4, 4, 1)])
     def test_an_epoch_has_as_many_steps_as_it_has_whole_batches(self, prompts: int, batch: int, steps: int) -> None:
-        loader = PromptLoader(dataset(prompts), batch, seed=1)
+        loader = loader_of(dataset(prompts), batch, seed=1)
         epochs = [loader.next_batch().meta_info["epoch"] for _ in range(steps + 1)]
 
         assert loader.steps_per_epoch == steps
         assert epochs == [0] * steps + [1]
 
     def test_each_epoch_has_its_own_order_and_drops_the_rest(self) -> None:
-        loader = PromptLoader(dataset(10), 4, seed=1)
+        loader = loader_of(dataset(10), 4, seed=1)
         first, second = indices(loader, 2), indices(loader, 2)
         for epoch in (first, second):
             assert len(set(chain.from_iterable(epoch))) == 8
@@ -154,16 +171,16 @@ class TestLoader:
         assert loader.next_batch().meta_info["epoch"] == 2
 
     def test_counts_take_all_prompts_of_an_epoch_in_its_order(self) -> None:
-        loader = PromptLoader(dataset(10), 4, seed=1)
+        loader = loader_of(dataset(10), 4, seed=1)
         batches = [loader.next_batch(count) for count in (3, 6, 5, 2)]
 
         assert [(len(batch), batch.meta_info["epoch"]) for batch in batches] == [(3, 0), (6, 0), (1, 0), (2, 1)]
         found = [index for batch in batches[:3] for index in batch.array(Keys.INDEX).tolist()]
-        [whole] = indices(PromptLoader(dataset(10), 10, seed=1), 1)
+        [whole] = indices(loader_of(dataset(10), 10, seed=1), 1)
         assert found == whole
 
     def test_a_position_after_counts_is_resumed(self) -> None:
-        loader, resumed = (PromptLoader(dataset(10), 4, seed=1) for _ in range(2))
+        loader, resumed = (loader_of(dataset(10), 4, seed=1) for _ in range(2))
         for count in (3, 6, 5):
             loader.next_batch(count)
         resumed.load_state_dict(loader.state_dict())
@@ -174,31 +191,31 @@ class TestLoader:
 
     def test_the_order_is_pinned(self) -> None:
         # A change here would make running jobs repeat and skip prompts after an upgrade.
-        assert indices(PromptLoader(dataset(10), 5, seed=1), 2) == PINNED
+        assert indices(loader_of(dataset(10), 5, seed=1), 2) == PINNED
 
     def test_the_seed_decides(self) -> None:
-        orders = [indices(PromptLoader(dataset(10), 5, seed=seed), 4) for seed in (1, 1, 2)]
+        orders = [indices(loader_of(dataset(10), 5, seed=seed), 4) for seed in (1, 1, 2)]
         assert orders[0] == orders[1] != orders[2]
 
     def test_without_shuffling_the_order_is_that_of_the_source(self) -> None:
-        loader = PromptLoader(dataset(5), 2, shuffle=False)
+        loader = loader_of(dataset(5), 2, shuffle=False)
         assert indices(loader, 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
     def test_the_epoch_is_in_the_batch(self) -> None:
-        loader = PromptLoader(dataset(4), 2, seed=1)
+        loader = loader_of(dataset(4), 2, seed=1)
         assert [loader.next_batch().meta_info["epoch"] for _ in range(5)] == [0, 0, 1, 1, 2]
 
     @pytest.mark.parametrize("seen", range(7))
     def test_resuming_goes_on_where_it_stopped(self, seen: int) -> None:
-        loader = PromptLoader(dataset(10), 3, seed=5)
+        loader = loader_of(dataset(10), 3, seed=5)
         expected = indices(loader, 12)
-        first, second = (PromptLoader(dataset(10), 3, seed=5) for _ in range(2))
+        first, second = (loader_of(dataset(10), 3, seed=5) for _ in range(2))
         indices(first, seen)
         second.load_state_dict(first.state_dict())
         assert indices(second, 12 - seen) == expected[seen:]
 
     def test_resuming_with_another_batch_size_repeats_nothing(self) -> None:
-        first, second = PromptLoader(dataset(12), 4, seed=5), PromptLoader(dataset(12), 2, seed=5)
+        first, second = loader_of(dataset(12), 4, seed=5), loader_of(dataset(12), 2, seed=5)
         seen = indices(first, 2)
         second.load_state_dict(first.state_dict())
         assert sorted(chain.from_iterable(seen + indices(second, 2))) == list(range(12))
@@ -206,18 +223,21 @@ class TestLoader:
     @pytest.mark.parametrize(
         ("other", "message"),
         [
-            (lambda: PromptLoader(dataset(11), 2, seed=5), "the checkpoint's data has num_prompts = 10, now it is 11"),
-            (lambda: PromptLoader(dataset(10), 2, seed=6), "seed = 5, now it is 6"),
-            (lambda: PromptLoader(dataset(10), 2, seed=5, shuffle=False), "shuffle = True, now it is False"),
+            (
+                lambda: loader_of(dataset(11), 2, seed=5),
+                r"the checkpoint's data has num_prompts of the sources = \[10\], now it is \[11\]",
+            ),
+            (lambda: loader_of(dataset(10), 2, seed=6), "seed = 5, now it is 6"),
+            (lambda: loader_of(dataset(10), 2, seed=5, shuffle=False), "shuffle = True, now it is False"),
         ],
     )
     def test_other_data_is_refused(self, other, message) -> None:
-        state = PromptLoader(dataset(10), 2, seed=5).state_dict()
+        state = loader_of(dataset(10), 2, seed=5).state_dict()
         with pytest.raises(DataError, match=message):
             other().load_state_dict(state)
 
     def test_a_batch_that_fails_is_not_counted(self, monkeypatch) -> None:
-        loader = PromptLoader(dataset(4), 2, shuffle=False)
+        loader = loader_of(dataset(4), 2, shuffle=False)
         assert indices(loader, 1) == [[0, 1]]
         readable = Source.__getitem__
 
@@ -228,12 +248,12 @@ class TestLoader:
         with pytest.raises(DataError, match="prompt 2"):
             loader.next_batch()
         monkeypatch.setattr(Source, "__getitem__", readable)
-        assert loader.state_dict()["position"] == 2
+        assert loader.state_dict()["sources"][0]["drawn"] == 2
         assert indices(loader, 1) == [[2, 3]]
 
     def test_too_little_data(self) -> None:
         with pytest.raises(DataError, match=r"3 prompts cannot fill a batch of data\.trainBatchSize 4"):
-            PromptLoader(dataset(3), 4)
+            loader_of(dataset(3), 4)
 
 
 PINNED = [[2, 9, 8, 3, 6], [7, 1, 4, 0, 5]]

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ppojob_trainer.data import DataError, PromptLoader, PromptTokenizer
+from ppojob_trainer.data import DataError, PromptLoader, PromptTokenizer, WeightedDataset
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
 from ppojob_trainer.protocol import Keys, check_layout, rollout_batch
 from ppojob_trainer.rewards import FunctionSource, Scorer
@@ -96,7 +96,8 @@ def test_a_template_that_fails_is_named(source, template: str, message: str) -> 
 
 def test_from_the_source_to_token_level_scores(source) -> None:
     tokenizer = make_tokenizer(TEMPLATE)
-    prompts = PromptLoader(dataset_of(source, PromptTokenizer(tokenizer), 200), 8, seed=1).next_batch()
+    dataset = dataset_of(source, PromptTokenizer(tokenizer), 200)
+    prompts = PromptLoader([WeightedDataset(dataset)], 8, seed=1).next_batch()
     answers = [truth if row % 2 else "no idea" for row, truth in enumerate(prompts.array(Keys.GROUND_TRUTH))]
     responses = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], END] for answer in answers]
     batch = prompts.with_fields(rollout_batch(prompts.ragged(Keys.PROMPT_IDS).to_lists(), responses))

@@ -164,6 +164,19 @@ def test_a_texts_own_marks_break_no_table(tmp_path: Path) -> None:
     assert "`` /data/a|b`c ``, trained" in text
 
 
+def test_each_source_of_a_mixture_is_named_with_its_share(tmp_path: Path) -> None:
+    mixture = [
+        {"name": "sums", "weight": 3, "reasoningGym": {"task": "chain_sum"}, "systemPrompt": "Add."},
+        {"name": "own", "files": {"paths": ["/data/a.jsonl"]}},
+    ]
+    _, text = card_of(tmp_path, data={**GOOD["spec"]["data"], "train": {"mixture": mixture}})
+
+    assert "| training, sums (75.0%) | reasoning-gym, task `chain_sum`, 4096 problems, seed 1 |" in text
+    assert "| training, own (25.0%) | `/data/a.jsonl` |" in text
+    assert "The prompts of sums had this system message: `Add.`" in text
+    assert "The prompts of own" not in text
+
+
 def test_the_jobs_chat_template_replaces_the_tokenizers(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     folder.mkdir()

@@ -109,6 +109,16 @@ def test_a_whole_data_set_is_fetched(hub: Hub, make_job: MakeJob, monkeypatch: p
     assert names(Path(job.spec.data.train.hugging_face.path)) == [MARKER, "train.parquet"]
 
 
+def test_wrong_columns_of_a_source_of_a_mixture_are_refused(hub: Hub, make_job: MakeJob) -> None:
+    gym = {"name": "gym", "reasoningGym": {"task": "gcd"}}
+    right = make_job(train={"mixture": [gym, {"name": "own", **files_source(TRAIN, **COLUMNS)}]})
+    wrong = make_job(train={"mixture": [gym, {"name": "own", **files_source(TRAIN, promptColumn="prompt")}]})
+
+    assert TRAIN in [source.address for source in fetched(right).sources]
+    with pytest.raises(FetchRefusedError, match=r"spec.data.train.mixture\[1\]: .*no column 'prompt'; there are"):
+        fetched(wrong)
+
+
 def test_wrong_columns_are_refused_before_the_weights_are_downloaded(hub: Hub, make_job: MakeJob) -> None:
     job = make_job(train=files_source(TRAIN, promptColumn="prompt"))
 

@@ -82,6 +82,7 @@ class TestCheckLayout:
     def test_every_tensor_key_is_documented(self) -> None:
         of_objects = {
             "RAW_PROMPT",
+            "SOURCE",
             "DATA_SOURCE",
             "GROUND_TRUTH",
             "EXTRA_INFO",

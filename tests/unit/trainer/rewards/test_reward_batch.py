@@ -6,7 +6,14 @@ import torch
 
 from ppojob_trainer.protocol import DataProto, Keys, Ragged, check_layout, rollout_batch
 from ppojob_trainer.rewards import ScoreItem, Scorer, ScoreResult
-from ppojob_trainer.rewards.batch import counts_of, numbers_in, score_batch, scores_by_source, scores_on_last_token
+from ppojob_trainer.rewards.batch import (
+    counts_of,
+    numbers_by_source,
+    numbers_in,
+    score_batch,
+    scores_by_source,
+    scores_on_last_token,
+)
 
 
 class Letters:
@@ -90,3 +97,16 @@ def test_scores_are_listed_by_data_source() -> None:
     batch = DataProto.from_dict(non_tensors={Keys.DATA_SOURCE: ["a", "b", "a"]})
     scores = Ragged.from_rows([[0.0, 1.0], [2.0], []], torch.float32)
     assert scores_by_source(batch, scores) == {"source/a": [1.0, 0.0], "source/b": [2.0]}
+
+
+def test_numbers_beside_the_score_are_listed_by_the_source_of_a_mixture() -> None:
+    rows: list[dict[str, Any]] = [{"right": True}, {"right": False, "text": "a"}, {"right": True, "words": 3}]
+
+    mixed = DataProto.from_dict(non_tensors={Keys.SOURCE: ["sums", "gcd", "sums"]})
+    assert numbers_by_source(mixed, rows) == {
+        "mixture/sums/reward/right": [1.0, 1.0],
+        "mixture/sums/reward/words": [3.0],
+        "mixture/gcd/reward/right": [0.0],
+    }
+    alone = DataProto.from_dict(non_tensors={Keys.SOURCE: [""] * 3})
+    assert numbers_by_source(alone, rows) == {}

@@ -3,7 +3,7 @@
 import pytest
 
 from ppojob_trainer.data.sources.reasoning_gym import ReasoningGymPrompts
-from ppojob_trainer.rewards import reasoning_gym, vader_sentiment
+from ppojob_trainer.rewards import FunctionSource, load_reward_function, reasoning_gym, vader_sentiment
 from ppojob_trainer.rewards.extractors import EXTRACTORS, extract_answer
 
 
@@ -93,3 +93,29 @@ def test_vader_knows_good_from_bad(text, low, high) -> None:
     result = vader_sentiment.compute_score(data_source="", solution_str=text, ground_truth=None, extra_info={})
     assert low <= result["score"] <= high
     assert result.keys() == {"score", "positive", "neutral", "negative"}
+
+
+@pytest.mark.parametrize(
+    ("response", "source", "score", "is_right"),
+    [
+        ("{}", "gcd", 1.0, True),
+        ("99999", "gcd", 0.5, False),
+        ("99999", "products", 0.0, False),
+        ("99999", "", 0.0, False),
+    ],
+)
+def test_the_example_of_a_mixture_scores_by_its_source(
+    response: str, source: str, score: float, is_right: bool
+) -> None:
+    kwargs = {"points_for_a_number": {"gcd": 0.5}}
+    function = load_reward_function(FunctionSource(path="examples/14-mixture/reward.py", kwargs=kwargs))
+    prompt = ReasoningGymPrompts("gcd", 1, 1, {"max_value": 20})[0]
+
+    found = function(
+        data_source=prompt.data_source,
+        solution_str=response.format(prompt.ground_truth),
+        ground_truth=prompt.ground_truth,
+        extra_info={**prompt.extra_info, **({"mixture_source": source} if source else {})},
+    )
+
+    assert found == {"score": score, "is_right": is_right}

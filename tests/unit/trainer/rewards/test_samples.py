@@ -22,6 +22,7 @@ def _batch(rows: int) -> tuple[DataProto, Ragged]:
     batch = DataProto.from_dict(
         rollout_batch([[0, 1]] * rows, [[2] * (row + 1) for row in range(rows)]),
         {
+            Keys.SOURCE: ["mine"] * rows,
             Keys.DATA_SOURCE: ["products"] * rows,
             Keys.GROUND_TRUTH: ["42"] * rows,
             Keys.INDEX: list(range(100, 100 + rows)),
@@ -37,8 +38,8 @@ def test_samples_are_taken_at_equal_distances() -> None:
     found = samples_of(batch, scores, _Decoder(), 2, [{"row": row} for row in range(8)])
 
     assert found == [
-        Sample("products", 100, 0, "ab", "c", "42", 0.0, {"row": "0"}),
-        Sample("products", 104, 0, "ab", "ccccc", "42", 2.0, {"row": "4"}),
+        Sample("mine", "products", 100, 0, "ab", "c", "42", 0.0, {"row": "0"}),
+        Sample("mine", "products", 104, 0, "ab", "ccccc", "42", 2.0, {"row": "4"}),
     ]
 
 
@@ -73,7 +74,7 @@ def test_a_long_text_is_cut() -> None:
 
 def test_samples_go_to_the_file_and_to_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = SampleLog(tmp_path / "samples.jsonl")
-    sample = Sample("products", 7, 1, "what is [red]6 x 7?", "42\n", "42", 1.0)
+    sample = Sample("mine", "products", 7, 1, "what is [red]6 x 7?", "42\n", "42", 1.0)
 
     log.write([sample], phase="reward", step=3)
     log.write([sample], phase="testing", step=4)
@@ -89,7 +90,9 @@ def test_samples_go_to_the_file_and_to_the_log(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_terminal_obeys_no_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SampleLog(tmp_path / "samples.jsonl").write([Sample("p", 7, 1, "p", "a\x1b[2Jb\x07", "42", 1.0)], phase="r", step=3)
+    SampleLog(tmp_path / "samples.jsonl").write(
+        [Sample("", "p", 7, 1, "p", "a\x1b[2Jb\x07", "42", 1.0)], phase="r", step=3
+    )
 
     assert "a·[2Jb·" in capsys.readouterr().out
     assert json.loads((tmp_path / "samples.jsonl").read_text())["response"] == "a\x1b[2Jb\x07"
@@ -98,7 +101,7 @@ def test_a_terminal_obeys_no_response(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_file_is_bounded(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples.jsonl", max_bytes=500)
     for step in range(1, 20):
-        log.write([Sample("products", 7, 1, "p" * 100, "r", "42", 1.0)], phase="reward", step=step)
+        log.write([Sample("mine", "products", 7, 1, "p" * 100, "r", "42", 1.0)], phase="reward", step=step)
 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["samples.1.jsonl", "samples.jsonl"]
     assert all(file.stat().st_size < 1000 for file in tmp_path.iterdir())

@@ -28,10 +28,12 @@ def sink() -> Iterator[PrometheusSink]:
         ("perf/max_memory_allocated_gb/ref", Series("ppojob_perf_max_memory_allocated_gb", {"role": "ref"})),
         ("perf/throughput", Series("ppojob_perf_throughput")),
         ("pool/a-b/memory_peak_gb", Series("ppojob_pool_memory_peak_gb", {"pool": "a-b"})),
+        ("mixture/gsm8k/share", Series("ppojob_mixture_share", {"source": "gsm8k"})),
+        ("mixture/gsm8k/score/mean", Series("ppojob_mixture_score_mean", {"source": "gsm8k"})),
         ("val-core/openai/gsm8k/score/mean@1", Series("ppojob_val_core_openai_gsm8k_score_mean_1")),
     ],
 )
-def test_phases_roles_and_pools_are_labels(metric: str, series: Series) -> None:
+def test_phases_roles_pools_and_sources_are_labels(metric: str, series: Series) -> None:
     assert series_of(metric) == series
 
 

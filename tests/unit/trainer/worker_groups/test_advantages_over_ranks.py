@@ -71,7 +71,7 @@ def batch() -> DataProto:
             Keys.OLD_LOG_PROBS: column.unpadded(-torch.rand(ROWS, WIDTH, generator=generator)),
             Keys.REF_LOG_PROB: column.unpadded(-torch.rand(ROWS, WIDTH, generator=generator)),
         },
-        {Keys.UID: [f"p{row // SAMPLES}" for row in range(ROWS)]},
+        {Keys.UID: [f"p{row // SAMPLES}" for row in range(ROWS)], Keys.SOURCE: ["a", "a", "b", "b", "a", "a"]},
     )
 
 
@@ -136,9 +136,35 @@ def test_the_kl_penalty_is_in_the_rewards_and_not_in_the_scores() -> None:
     assert metrics["actor/reward_kl_penalty"] == [pytest.approx(float((kl.sum(dim=1) / lengths).mean()), abs=1e-6)]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_source_of_a_mixture_has_its_share_and_its_mean_score(num_ranks: int) -> None:
+    """Four of six rows are of a, and none is of c; row 4 is dropped."""
+    whole = masked(batch(), [4])
+    settings = AdvantageSettings(algorithm_of("GAE"), WIDTH, sources=("a", "b", "c"))
+    partition, ranks = in_groups(ROWS, SAMPLES, num_ranks), ThreadRanks(num_ranks)
+
+    def one(rank: int) -> DataProto:
+        share = partition[rank]
+        return compute_advantages(masked(whole[list(share.rows)], sorted(share.padding)), settings, 0.1, ranks)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        found = [part.meta_info[Meta.METRICS] for part in pool.map(one, range(num_ranks))]
+
+    scores = batch().ragged(Keys.TOKEN_LEVEL_SCORES).sums()
+    for metrics in found:
+        mixture = {name: value for name, [value] in metrics.items() if name.startswith("mixture/")}
+        assert mixture == {
+            "mixture/a/share": pytest.approx(3 / 5),
+            "mixture/b/share": pytest.approx(2 / 5),
+            "mixture/c/share": 0.0,
+            "mixture/a/score/mean": pytest.approx(float(scores[[0, 1, 5]].mean())),
+            "mixture/b/score/mean": pytest.approx(float(scores[[2, 3]].mean())),
+        }
+
+
 def as_sent(batch: DataProto, algorithm: AlgorithmSpec) -> DataProto:
     """Return the columns that a rank gets with this algorithm; reading another one is an error."""
-    reads = frozenset(READ_BY_ADVANTAGES) - unread_by_advantages(algorithm)
+    reads = frozenset(READ_BY_ADVANTAGES) - unread_by_advantages(AdvantageSettings(algorithm, WIDTH))
     columns = {name: column for name, column in batch.items() if name in reads}
     return DataProto.of_columns(columns, {}, {Keys.VALUES, Keys.UID, Keys.OLD_LOG_PROBS} - reads)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_trainer.protocol import Keys
-from ppojob_trainer.worker_groups.advantages import READ_BY_ADVANTAGES, unread_by_advantages
+from ppojob_trainer.worker_groups.advantages import READ_BY_ADVANTAGES, AdvantageSettings, unread_by_advantages
 from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, register
 from ppojob_trainer.worker_groups.roles.actor import READ_BY_UPDATE, ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
@@ -69,6 +69,8 @@ def test_an_update_gets_what_its_losses_read(algorithm: dict[str, object], unrea
         ({"advantageEstimator": "GRPO"}, {Keys.VALUES, Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB}),
     ],
 )
-def test_advantages_get_what_the_estimator_reads(algorithm: dict[str, object], unread: set[str]) -> None:
-    assert unread_by_advantages(AlgorithmSpec.model_validate(algorithm)) == unread
-    assert unread < set(READ_BY_ADVANTAGES)
+def test_advantages_get_what_the_estimator_and_a_mixture_read(algorithm: dict[str, object], unread: set[str]) -> None:
+    parsed = AlgorithmSpec.model_validate(algorithm)
+    assert unread_by_advantages(AdvantageSettings(parsed, 8)) == unread | {Keys.SOURCE}
+    assert unread_by_advantages(AdvantageSettings(parsed, 8, sources=("a", "b"))) == unread
+    assert unread | {Keys.SOURCE} < set(READ_BY_ADVANTAGES)

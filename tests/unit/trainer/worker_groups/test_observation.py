@@ -231,7 +231,7 @@ def test_the_first_process_keeps_samples_of_its_step(
     spec = parse_spec({**RAW, "telemetry": {"samplesPerStep": number}})
     keeper = SampleKeeper(WorkerContext("reward", rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
     rows = rollout_batch([[1]] * 4, [[1] * 3] * 4)
-    texts = {name: ["x"] * 4 for name in (Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
+    texts = {name: ["x"] * 4 for name in (Keys.SOURCE, Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
     numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4}
     batch = DataProto.from_dict(rows, {**texts, **numbers})
 

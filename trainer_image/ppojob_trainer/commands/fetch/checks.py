@@ -78,11 +78,11 @@ def check_data(spec: PPOJobSpec, fetched: Iterable[Source]) -> None:
     from ppojob_trainer.data.errors import DataError
     from ppojob_trainer.data.sources import check_columns
 
-    fields = [field for source in fetched for field in source.fields]
-    for name, data in (("train", spec.data.train), ("validation", spec.data.validation)):
-        if data is None or not any(field.startswith(f"data.{name}.") for field in fields):
+    fields = [field for each in fetched for field in each.fields]
+    for place, source in spec.data.sources():
+        if not any(field.startswith(f"{place}.") for field in fields):
             continue
         try:
-            check_columns(data)
+            check_columns(source)
         except DataError as error:
-            raise FetchRefusedError(f"spec.data.{name}: {error}") from error
+            raise FetchRefusedError(f"spec.{place}: {error}") from error

@@ -1,7 +1,7 @@
 """Prometheus' text exposition on a port, for those who ask for it: the metrics of the last step as gauges.
 
-A part of a metric's name that is one of several (a phase, a role, a pool) becomes a label, so that one expression
-shows all of them: `pool/critic/busy_fraction` is `ppojob_pool_busy_fraction{pool="critic"}`.
+A part of a metric's name that is one of several (a phase, a role, a pool, a source) becomes a label, so that one
+expression shows all of them: `pool/critic/busy_fraction` is `ppojob_pool_busy_fraction{pool="critic"}`.
 """
 
 import re
@@ -15,7 +15,8 @@ _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 _LABELLED = (
     re.compile(r"(?P<name>timing_s|timing_per_token_ms|comm_(?:s|mb|gb_per_s|read_back))/(?P<phase>[^/]+)"),
     re.compile(r"(?P<name>perf/(?:mfu|max_memory_allocated_gb))/(?P<role>[^/]+)"),
-    re.compile(r"pool/(?P<pool>[^/]+)/(?P<measure>.+)"),
+    re.compile(r"(?P<group>pool)/(?P<pool>[^/]+)/(?P<measure>.+)"),
+    re.compile(r"(?P<group>mixture)/(?P<source>[^/]+)/(?P<measure>.+)"),
     re.compile(r"(?P<name>comm_transport)/(?P<who>[^/]+)/(?P<transport>[^/]+)"),
 )
 
@@ -33,7 +34,7 @@ def series_of(metric: str) -> Series:
     for pattern in _LABELLED:
         if match := pattern.fullmatch(metric):
             labels = match.groupdict()
-            name = labels.pop("name", None) or f"pool_{labels.pop('measure')}"
+            name = labels.pop("name", None) or f"{labels.pop('group')}_{labels.pop('measure')}"
             return Series(f"ppojob_{_FOREIGN.sub('_', name)}", labels)
     return Series(f"ppojob_{_FOREIGN.sub('_', metric)}")
 

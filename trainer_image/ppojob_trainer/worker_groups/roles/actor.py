@@ -147,7 +147,7 @@ class ActorGroup:
             EngineMeta.RESPONSE_LENGTH: spec.data.max_response_length,
         }
         self._unread_by_update = unread_by_update(spec.algorithm)
-        self._unread_by_advantages = unread_by_advantages(spec.algorithm)
+        self._unread_by_advantages = unread_by_advantages(AdvantageSettings.of(spec))
 
     async def compute_log_prob(self, batch: Table) -> Table:
         """See `ActorPort`."""

@@ -90,7 +90,7 @@ class CriticGroup:
             EngineMeta.EPOCHS: spec.algorithm.epochs,
             EngineMeta.RESPONSE_LENGTH: spec.data.max_response_length,
         }
-        self._unread_by_advantages = unread_by_advantages(spec.algorithm)
+        self._unread_by_advantages = unread_by_advantages(AdvantageSettings.of(spec))
 
     async def compute_values(self, batch: Table) -> Table:
         """See `CriticPort`."""

@@ -20,7 +20,7 @@ from ppojob_api.v1alpha1.constants import CACHE_FOLDER
 from ppojob_api.v1alpha1.data import DataSource
 from ppojob_api.v1alpha1.model import ActorModel, RewardModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, TableCache
+from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, TableCache, WeightedDataset
 from ppojob_trainer.engines.errors import ModelNotFoundError
 from ppojob_trainer.protocol import ROLLOUT_COLUMNS, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
@@ -69,9 +69,9 @@ def with_samples(prompts: DataProto, samples: int) -> DataProto:
 
 @dataclass(frozen=True)
 class Prompt:
-    """See `controller.ports.Sample`: one row of prompts."""
+    """See `controller.ports.Sample`: one row of prompts. prompt: its source in a mixture, and its row there."""
 
-    prompt: int
+    prompt: tuple[str, int]
     num_tokens: int
 
 
@@ -90,8 +90,9 @@ class ReadPrompts:
     @classmethod
     def of(cls, batch: DataProto, num_samples: int, epoch: int = 0) -> ReadPrompts:
         """Store a batch of prompts."""
-        tokens = zip(batch.array(Keys.INDEX).tolist(), batch.ragged(Keys.PROMPT_IDS).to_lists(), strict=True)
-        prompts = tuple(Prompt(index, len(token_ids)) for index, token_ids in tokens)
+        rows = zip(batch.array(Keys.SOURCE).tolist(), batch.array(Keys.INDEX).tolist(), strict=True)
+        tokens = batch.ragged(Keys.PROMPT_IDS).to_lists()
+        prompts = tuple(Prompt(row, len(token_ids)) for row, token_ids in zip(rows, tokens, strict=True))
         return cls(store_rows(with_samples(batch, num_samples)), prompts, num_samples, epoch)
 
 
@@ -100,7 +101,7 @@ class LoadedData:
     """Facts about the data.
 
     sources: the names of all data sets (data_source), sorted.
-    steps_per_epoch: whole batches in one pass over the training prompts.
+    steps_per_epoch: whole batches in an epoch of the training prompts, see `PromptLoader`.
     """
 
     sources: list[str]
@@ -131,9 +132,13 @@ class DataWorker:
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
         data = self.spec.data
-        train = self._dataset(data.train)
+        given = data.train.mixture
+        if given is None:
+            train = [WeightedDataset(self._dataset(data.train))]
+        else:
+            train = [WeightedDataset(self._dataset(source), source.name, source.weight) for source in given]
         self._loader = PromptLoader(train, data.train_batch_size, self.spec.trainer.seed, data.shuffle)
-        names = set(train.data_sources())
+        names = {name for source in train for name in source.dataset.data_sources()}
         if data.validation is not None:
             dataset = self._dataset(data.validation)
             prompts = dataset.batch(range(len(dataset)))

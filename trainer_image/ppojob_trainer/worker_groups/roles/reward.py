@@ -18,10 +18,12 @@ from ppojob_trainer.protocol import DataProto, Keys, Meta, object_array
 from ppojob_trainer.rewards import FunctionSource, RewardFunctionError, Scorer
 from ppojob_trainer.rewards.batch import (
     COUNT_PREFIX,
+    MIXTURE_PREFIX,
     REWARD_PREFIX,
     SOURCE_PREFIX,
     Decoder,
     counts_of,
+    numbers_by_source,
     numbers_in,
     score_batch,
     scores_by_source,
@@ -73,8 +75,8 @@ class RewardWorker:
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Return the scores: token_level_scores, or function_scores if a model scores too.
 
-        The metrics are the scores of each data source, the further numbers that the function returned, and the number
-        of responses that it did not score.
+        The metrics are the scores of each data source, the further numbers that the function returned, in a mixture for
+        each source too, and the number of responses that it did not score.
 
         Raises:
             RewardFunctionError: with onError Fail, the function did not score a response.
@@ -87,6 +89,7 @@ class RewardWorker:
         metrics = {
             **scores_by_source(batch[kept], scored.scores.take(kept.nonzero().flatten())),
             **numbers_in(scored.extras),
+            **numbers_by_source(batch, scored.extras),
             **counts_of(scored.results),
         }
         if not reward.uses_model:
@@ -143,7 +146,8 @@ class FunctionScores:
 
     def metrics(self, scores: Table) -> dict[str, float]:
         """See `ScoresPort`."""
-        return {**means_of(scores.metrics, REWARD_PREFIX), **sums_of(scores.metrics)}
+        found = scores.metrics
+        return {**means_of(found, REWARD_PREFIX), **means_of(found, MIXTURE_PREFIX), **sums_of(found)}
 
     async def add(self, batch: Table) -> Table:
         """Return token_level_scores of rows that have both scores."""

@@ -1,0 +1,87 @@
+"""The data's process without Ray: a mixture of the spec becomes batches, and a resumed process continues them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.data import DataError
+from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups.roles import data
+from ppojob_trainer.worker_groups.roles.data import DataWorker
+from ppojob_trainer.worker_groups.worker_process import WorkerContext
+from tests.good_spec import GOOD
+from tests.unit.trainer.data.test_prompt_dataset import Words
+
+FIRST = {"name": "first", "weight": 3}
+SECOND = {"name": "second", "systemPrompt": "Be brief."}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two files of 10 and 3 prompts, and a tokenizer of words in place of the model's."""
+    monkeypatch.setattr(data, "load_tokenizer", lambda model: Words())
+    for name, count in (("first", 10), ("second", 3)):
+        rows = [json.dumps({"prompt": f"{name} {row}", "data_source": f"set/{name}"}) for row in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def worker_of(folder: Path, *, workers: int = 1, **train: Any) -> DataWorker:
+    """Return the process, with its data loaded. train: instead of the mixture of both files."""
+    mixture = [{**source, "files": {"paths": [f"{folder}/{source['name']}.jsonl"]}} for source in (FIRST, SECOND)]
+    spec = {
+        **GOOD["spec"],
+        "model": {"actor": {"path": f"{folder}/model"}},
+        "data": {"train": train or {"mixture": mixture}, "trainBatchSize": 8},
+        "trainer": {"dataWorkers": workers},
+    }
+    return DataWorker(WorkerContext("data", 0, 1, 1, folder / "log", 1.0), parse_spec(spec))
+
+
+def uids(batches: list[DataProto]) -> list[str]:
+    return [uid for batch in batches for uid in batch.array(Keys.UID).tolist()]
+
+
+def test_both_sources_are_loaded_with_their_own_system_prompts(folder: Path) -> None:
+    worker = worker_of(folder)
+
+    loaded = worker.load()
+
+    assert (loaded.sources, loaded.steps_per_epoch) == (["set/first", "set/second"], 1)
+    batch = worker.loader.next_batch()
+    roles = {
+        source: [message["role"] for message in messages]
+        for source, messages in zip(batch.array(Keys.SOURCE), batch.array(Keys.RAW_PROMPT), strict=True)
+    }
+    assert roles == {"first": ["user"], "second": ["system", "user"]}
+    assert batch.array(Keys.SOURCE).tolist().count("first") == 6
+
+
+@pytest.mark.parametrize("before", range(6))
+def test_a_restored_process_with_other_workers_continues(folder: Path, before: int) -> None:
+    undisturbed, resumed = worker_of(folder, workers=1), worker_of(folder, workers=3)
+    undisturbed.load()
+    resumed.load()
+    for _ in range(before):
+        undisturbed.loader.next_batch()
+
+    resumed.restore(before, json.loads(json.dumps(undisturbed.loader.state_dict())))
+
+    expected = [undisturbed.loader.next_batch() for _ in range(4)]
+    assert uids([resumed.loader.next_batch() for _ in range(4)]) == uids(expected)
+    assert resumed.position(before)["sources"][1]["name"] == "second"
+
+
+def test_the_position_of_a_mixture_is_no_position_of_its_first_source(folder: Path) -> None:
+    mixed = worker_of(folder)
+    alone = worker_of(folder, files={"paths": [f"{folder}/first.jsonl"]})
+    mixed.load()
+    alone.load()
+
+    with pytest.raises(DataError, match=r"name of the sources = \['first', 'second'\], now it is \[''\]"):
+        alone.restore(1, mixed.loader.state_dict())
+    assert {uid.count("-") for uid in uids([alone.loader.next_batch()])} == {1}
