@@ -122,8 +122,9 @@ FAULTS = {
     "the actor's pod is deleted": Fault(delete_pod(ACTOR), ("WorkerLost", "PodLost")),
     "a process of the critic is killed": Fault(kill_process(CRITIC, r"^ray::WorkerProcess"), ("WorkerLost",)),
     "the only engine's process is killed": Fault(kill_process(ACTOR, r"^VLLM::EngineCore"), ("WorkerLost",)),
+    # By SIGKILL, as by the kernel when memory runs out.
     "the driver's process is killed": Fault(
-        kill_process(HEAD, r"^python -m ppojob_trainer\.main"), ("TrainerFailed",), counted="user"
+        kill_process(HEAD, r"^python -m ppojob_trainer\.main"), ("OutOfMemory",), counted="user"
     ),
     "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
     "the operator's pod is deleted": Fault(delete_operator),

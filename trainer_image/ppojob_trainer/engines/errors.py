@@ -87,6 +87,8 @@ class RolloutError(EngineError):
 class EngineLostError(RolloutError):
     """vLLM's processes exited or cannot be reached; responses that are finished are still there."""
 
+    reason = Reason.WORKER_LOST
+
 
 class EngineArgumentError(RolloutError):
     """vLLM does not take an argument of `rollout.engineArgs`; the message names it."""

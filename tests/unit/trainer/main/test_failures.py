@@ -11,6 +11,7 @@ from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import (
     CheckpointUnwritableError,
     EngineClassError,
+    EngineLostError,
     ModelMismatchError,
     ModelNotFoundError,
     ModelUnsupportedError,
@@ -54,6 +55,7 @@ CASES = [
     (CallTimeoutError("not up"), Reason.PHASE_TIMEOUT, INFRASTRUCTURE),
     (RendezvousError("not met"), Reason.PHASE_TIMEOUT, INFRASTRUCTURE),
     (WorkerLostError("actor rank 1"), Reason.WORKER_LOST, INFRASTRUCTURE),
+    (EngineLostError("vLLM's engine exited"), Reason.WORKER_LOST, INFRASTRUCTURE),
     (WorkerOutOfMemoryError("actor rank 1"), Reason.OUT_OF_MEMORY, USER),
     (OutOfMemoryError("CUDA out of memory"), Reason.OUT_OF_MEMORY, USER),
     (NonFiniteError("nan"), Reason.NON_FINITE, USER),
