@@ -90,19 +90,6 @@ def delete_operator(site: Site) -> None:
     site.kubectl("delete", "pods", "--selector=app.kubernetes.io/name=ppojob-operator", "--force", "--grace-period=0")
 
 
-def delete_secrets(site: Site) -> None:
-    """Delete the job's Secrets, and wait until the operator has created them again."""
-    selector = f"--selector=ppojob.dev/job={NAME}"
-    before = {secret["metadata"]["name"] for secret in site.get("secrets", selector)["items"]}
-    assert before, "a job has Secrets"
-    site.kubectl("delete", "secrets", selector)
-
-    def missing() -> str:
-        return str(before - {secret["metadata"]["name"] for secret in site.get("secrets", selector)["items"]} or "")
-
-    wait_until("the job's Secrets", missing, limit=LIMIT_SECONDS, interval=1)
-
-
 @dataclass(frozen=True)
 class Fault:
     """What is done to the job, and what it may cost.
@@ -128,7 +115,6 @@ FAULTS = {
     ),
     "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
     "the operator's pod is deleted": Fault(delete_operator),
-    "the job's Secrets are deleted": Fault(delete_secrets),
     "the RayCluster is deleted": Fault(delete_cluster, ("ClusterDeleted",), counted="ignored", new_cluster=True),
     "the head's pod is deleted": Fault(delete_pod(HEAD), ("HeadLost",), new_cluster=True),
 }
