@@ -32,6 +32,7 @@ from tests.integration.trainer.runs import (
     assert_same_weights,
     finish,
     job_of,
+    mixture_spec,
     records_of,
     reward_of_letters,
     spec_of,
@@ -120,12 +121,12 @@ def resumed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     watcher = threading.Thread(target=set_when, args=(stop, lambda: has_record(root, 1)))
     watcher.start()
 
-    stopped = run_job(job_of(root, spec_of(model, **slow)), attempt=0, stop=stop)
+    stopped = run_job(job_of(root, mixture_spec(model, **slow)), attempt=0, stop=stop)
     watcher.join(timeout=60)
 
     assert stopped == Outcome(1, is_finished=False)
     assert list(records_of(root)) == [0, 1]
-    return finish(root, spec_of(model, **{**slow, **ONE_POOL}), attempt=1)
+    return finish(root, mixture_spec(model, **{**slow, **ONE_POOL}), attempt=1)
 
 
 def test_a_run_that_was_stopped_and_resumed_with_two_ranks_has_the_same_numbers(
@@ -153,7 +154,7 @@ def test_no_process_is_left(resumed: Run) -> None:
 def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path) -> None:
     shared = {"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]}}
 
-    found = finish(tmp_path, spec_of(model, **shared))
+    found = finish(tmp_path, mixture_spec(model, **shared))
 
     assert_same_steps(found, undisturbed, rel=2e-2, absolute=2e-3)
     assert_same_weights(found, undisturbed, model)
