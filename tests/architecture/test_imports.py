@@ -29,7 +29,7 @@ BREAKS = {
         "import typing\nif typing.TYPE_CHECKING:\n    import ppojob_trainer.checkpoints.store"
     ),
 }
-HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
+HEAVY = ("torch", "ray", "vllm", "transformers")
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -8,7 +8,6 @@ decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Final
 
 import torch
@@ -20,8 +19,6 @@ from transformers import AttentionInterface
 from ppojob_trainer.engines.train.batch import Segments
 
 IMPLEMENTATION: Final = "ppojob_packed"
-# torch 2.11 needs as many key heads as query heads.
-_KNOWS_GQA: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(
@@ -61,9 +58,6 @@ def packed_attention(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    options: dict[str, Any] = {"enable_gqa": True} if _KNOWS_GQA else {}
-    if not _KNOWS_GQA:
-        key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output: Any = varlen_attn(
         query_THD,
@@ -75,7 +69,7 @@ def _varlen(
         segments.bound,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **options,
+        enable_gqa=True,
     )
     packed: Tensor = output.unsqueeze(0)
     return packed
