@@ -1,16 +1,16 @@
 """The least time that each phase can take on a device: operations at its peak, bytes at its memory's bandwidth.
 
 Formulas as in `fsdp.flops` (PaLM, appendix B), with what is recomputed, because the phase does it: the layers
-with gradient checkpointing, the output layer always, because it is never held. Generation: for each token that all
-sequences write, the weights and the sequences' keys and values are read once. The weights cross NVLink once. Called by
-`report`.
+with gradient checkpointing, the output layer always, because it is never held. A mixture computes the experts that a
+token uses. Generation: for each token that all sequences generate, the weights and the sequences' keys and values are
+read once. The weights cross NVLink once. Called by `report`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.bench.workload import Size
+from tests.bench.workload import KEY_VALUE_HEADS, Size
 
 # Bytes per second of the memory, from the vendor's data sheets, by a part of the device's name.
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
@@ -50,14 +50,25 @@ def sync_floor(shape: Mapping[str, int], size: Size, bandwidth: float) -> float:
 
 def num_parameters(shape: Mapping[str, int], size: Size) -> int:
     """Return the parameters of the matrices and of the embeddings, which the output layer shares."""
-    return _matrices(shape) + size.vocabulary * shape["hidden_size"]
+    return _matrices(shape, "num_experts") + size.vocabulary * shape["hidden_size"]
 
 
-def _matrices(shape: Mapping[str, int]) -> int:
+def _matrices(shape: Mapping[str, int], experts: str) -> int:
+    """Return the parameters of the layers; of a mixture, with as many experts as the setting of that name says."""
     hidden = shape["hidden_size"]
-    key_values = 2 * 2 * (hidden // shape["num_attention_heads"])
-    per_layer = 2 * hidden * hidden + hidden * key_values + 3 * hidden * shape["intermediate_size"]
+    per_layer = 2 * hidden * hidden + hidden * _key_values(shape)
+    if "num_experts" in shape:
+        router = hidden * shape["num_experts"]
+        per_layer += 3 * hidden * shape["moe_intermediate_size"] * shape[experts] + router
+    else:
+        per_layer += 3 * hidden * shape["intermediate_size"]
     return shape["num_hidden_layers"] * per_layer
+
+
+def _key_values(shape: Mapping[str, int]) -> int:
+    """Return the numbers that a layer holds of a token: keys and values of all heads that have their own."""
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    return 2 * shape.get("num_key_value_heads", KEY_VALUE_HEADS) * head
 
 
 def floors_of(
@@ -78,18 +89,17 @@ def floors_of(
         recomputes: of actor and critic, whether gradient checkpointing has the layers computed again.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    head = hidden // shape["num_attention_heads"]
-    key_values = 2 * 2 * head
-    matrices = _matrices(shape)
+    matrices, computed = _matrices(shape, "num_experts"), _matrices(shape, "num_experts_per_tok")
     output = size.vocabulary * hidden
     length = size.prompt_tokens + size.response_tokens
     tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
     attention = 2 * layers * hidden * length * tokens
-    backbone = 2 * matrices * tokens + attention
+    backbone = 2 * computed * tokens + attention
     head_cost = 2 * output * written
-    # Generation reads, for each of the written places, all weights once and every sequence's keys and values.
+    # For each of the generated places, all weights are read once (all experts: some sequence uses each of them), and
+    # every sequence's keys and values.
     mean_length = size.prompt_tokens + size.response_tokens / 2
-    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * key_values * 2
+    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * _key_values(shape) * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
     return {
         "gen": generation,

@@ -2,8 +2,9 @@
 
 A Qwen2 of 0.5B, 1.5B or 7B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
-does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. Called by
-`bench_split` and `bench_host_memory`.
+does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `4B-A0.9B` is a
+Qwen3 mixture of experts, whose experts have the size of those of Qwen3-30B-A3B. Called by `bench_split` and
+`bench_host_memory`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PROMPT_TOKENS = 130
 RESPONSE_TOKENS = 512
 NUM_MINIBATCHES = 4
 VOCABULARY = 151_936
+KEY_VALUE_HEADS = 2
+"""Of a shape that does not name them."""
 VARIED_MEAN = 0.4
 """Mean length of varied responses before the longest are cut, as a share of the most tokens."""
 
@@ -35,11 +38,24 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    "4B-A0.9B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
+"""Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
 # A processor takes minutes for them.
-_DRAWN_ON_GPU = frozenset({"7B"})
+_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""
@@ -97,7 +113,7 @@ def needs_reward_model(layout: Mapping[str, Any]) -> bool:
 def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
     # A token for each byte and no merges, so that a letter is a token; the rest of the vocabulary are fillers.
@@ -110,8 +126,9 @@ def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}<|assistant|>"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": True, **shape}
-    config = Qwen2Config(
+    settings: dict[str, Any] = {"num_key_value_heads": KEY_VALUE_HEADS, "tie_word_embeddings": True, **shape}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if "num_experts" in shape else "qwen2",
         vocab_size=size.vocabulary,
         max_position_embeddings=32_768,
         rope_theta=1e6,
@@ -120,9 +137,9 @@ def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
     )
     if size.shape in _DRAWN_ON_GPU and torch.cuda.is_available():
         with torch.device("cuda"):
-            model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
     _let_others_read(folder)
 

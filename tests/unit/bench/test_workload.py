@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ppojob_api.v1alpha1.training import Overlap
 from ppojob_api.v1alpha1.validation import parse_manifest
@@ -144,6 +146,41 @@ def test_without_gradient_checkpointing_the_layers_are_computed_once_less_and_th
     assert both["update_critic"] - none["update_critic"] == pytest.approx(none["values"])
     assert both["update_actor"] - none["update_actor"] == pytest.approx(none["values"])
     assert least(actor=False, critic=True)["update_critic"] == both["update_critic"]
+
+
+def test_a_mixture_computes_the_experts_of_a_token_and_reads_all() -> None:
+    shape = workload.SHAPES["4B-A0.9B"]
+    dense = {name: value for name, value in shape.items() if "expert" not in name}
+    one_expert, router = 3 * 2048 * 768, 2048 * 64
+
+    def layers(experts: int) -> int:
+        return 12 * (2 * 2048 * 2048 + 2048 * 2 * 4 * 128 + experts * one_expert + router)
+
+    least = floors_of(shape, workload.Size(), 1e15, 5e12, GPUS, RECOMPUTED)
+    without = floors_of({**dense, "intermediate_size": 0}, workload.Size(), 1e15, 5e12, GPUS, RECOMPUTED)
+
+    assert num_parameters(shape, workload.Size()) == layers(64) + 151_936 * 2048
+    assert least["values"] - without["values"] == pytest.approx(
+        2 * 12 * (8 * one_expert + router) * 164_352 / 1e15 / GPUS["critic"]
+    )
+    assert least["gen"] - without["gen"] == pytest.approx(512 * 2 * 12 * (64 * one_expert + router) / 5e12)
+
+
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "4B-A0.9B"])
+def test_the_parameters_of_a_shape_are_those_of_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved: list[int] = []
+
+    def count(model: Any, *_: object, **__: object) -> None:
+        saved.append(sum(parameter.numel() for parameter in model.parameters()))
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", count)
+    with torch.device("meta"):
+        workload._write_model(tmp_path, workload.Size(name), workload.SHAPES[name])
+
+    # Biases and norms are not counted.
+    assert num_parameters(workload.SHAPES[name], workload.Size(name)) == pytest.approx(saved[0], rel=0.001)
 
 
 def test_weights_cross_a_link_once() -> None:
