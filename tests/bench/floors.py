@@ -79,13 +79,13 @@ def floors_of(
     gpus: Mapping[str, int],
     recomputes: Mapping[str, bool],
 ) -> dict[str, float]:
-    """Return seconds by phase.
+    """Return seconds by phase, of the roles that there are.
 
     Args:
         shape: the model's, see `workload.SHAPES`.
         peak: operations per second of a GPU.
         bandwidth: bytes per second of its memory.
-        gpus: of the roles actor, rollout, critic and ref.
+        gpus: of the roles actor and rollout, and of critic and ref if the job has them.
         recomputes: of actor and critic, whether gradient checkpointing has the layers computed again.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -101,12 +101,13 @@ def floors_of(
     mean_length = size.prompt_tokens + size.response_tokens / 2
     cache = size.num_prompts / gpus["rollout"] * mean_length * layers * _key_values(shape) * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
-    return {
-        "gen": generation,
-        "old_log_prob": (backbone + head_cost) / peak / gpus["actor"],
-        "ref": (backbone + head_cost) / peak / gpus["ref"],
-        "values": backbone / peak / gpus["critic"],
-        # Forward, forward again where it is recomputed, and backward, which is twice a forward.
-        "update_actor": ((3 + recomputes["actor"]) * backbone + 4 * head_cost) / peak / gpus["actor"],
-        "update_critic": (3 + recomputes["critic"]) * backbone / peak / gpus["critic"],
+    least = {"gen": generation}
+    # An update: forward, forward again where it is recomputed, and backward, which is twice a forward.
+    operations = {
+        ("old_log_prob", "actor"): backbone + head_cost,
+        ("ref", "ref"): backbone + head_cost,
+        ("values", "critic"): backbone,
+        ("update_actor", "actor"): (3 + recomputes["actor"]) * backbone + 4 * head_cost,
+        ("update_critic", "critic"): (3 + recomputes["critic"]) * backbone,
     }
+    return least | {phase: cost / peak / gpus[role] for (phase, role), cost in operations.items() if role in gpus}

@@ -8,6 +8,7 @@ is left empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
@@ -80,10 +81,14 @@ def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]
 
 
 def _floors(result: Result, size: workload.Size) -> dict[str, float]:
-    gpus = {role: result.spec.pool(str(getattr(result.spec.placement, role))).gpus for role in _ROLES}
+    spec = result.spec
+    pools = {role: getattr(spec.placement, role) for role in _ROLES}
+    gpus = {role: spec.pool(pool).gpus for role, pool in pools.items() if pool is not None}
     gpus["rollout"] = result.layout.gpus_of(Phase.GENERATE)
     recomputes = {role: _recomputes(result, role) for role in ("actor", "critic")}
-    return floors(workload.SHAPES[size.shape], size, gpus, recomputes)
+    # The job may have other settings than the workload (`--set`).
+    responses = spec.data.train_batch_size * spec.rollout.samples_per_prompt
+    return floors(workload.SHAPES[size.shape], replace(size, num_prompts=responses), gpus, recomputes)
 
 
 def _recomputes(result: Result, role: str) -> bool:

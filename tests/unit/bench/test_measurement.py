@@ -1,7 +1,9 @@
 """What is read from the runs of the benchmark, and the cost model's table over them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,11 +21,13 @@ ON_ONE = {"gen": 4.0, "old_log_prob": 2.0, "values": 2.0, "ref": 2.0, "update_cr
 ON_TWO = {"gen": 3.0, "old_log_prob": 1.1, "values": 1.1, "ref": 1.1, "update_critic": 1.1, "update_actor": 1.1}
 
 
-def _run(folder: Path, name: str, phases: dict[str, float], step_s: float) -> Result:
-    """Write a finished run of five steps, the first three of which took long."""
+def _run(
+    folder: Path, name: str, phases: dict[str, float], step_s: float, sections: Mapping[str, Any] | None = None
+) -> Result:
+    """Write a finished run of five steps, the first three of which took long; `sections` are added to its layout."""
     run = folder / name / "run"
     run.mkdir(parents=True)
-    job = workload.job(Path("/w"), SIZE, layout(name, 4), 5, "CUDA")
+    job = workload.job(Path("/w"), SIZE, {**layout(name, 4), **(sections or {})}, 5, "CUDA")
     (folder / name / "job.yaml").write_text(yaml.safe_dump(job))
     (folder / name / "finished.json").write_text('{"started": 100.0}')
     rows = []
@@ -93,6 +97,26 @@ def test_the_tables_have_every_layout_and_every_pair(tmp_path: Path) -> None:
     text = console.export_text()
     shown = ["1+1", "2+1", "gen: engine alone / ours", "0.95", "5.00%", "step / longest pool's own phases", "-10.0%"]
     assert [words for words in shown if words not in text] == []
+
+
+def test_the_table_of_a_job_without_a_critic_has_the_floors_of_its_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(report, "floors", lambda _, size, gpus, __: asked.append((size.num_prompts, gpus)) or {})
+    phases = {name: seconds for name, seconds in ON_ONE.items() if name not in ("values", "update_critic")}
+    grpo = {
+        "algorithm": {"advantageEstimator": "GRPO"},
+        "rollout": {"samplesPerPrompt": 4},
+        "data": {"trainBatchSize": 4},
+        "actor": {"miniBatchSize": 2},
+    }
+
+    console = Console(width=150, record=True)
+    console.print(report.table([_run(tmp_path, "colocated", phases, 10.0, grpo)], SIZE, {}))
+
+    assert asked == [(16, {"actor": 4, "ref": 4, "rollout": 4})]
+    assert "update_actor" in console.export_text()
 
 
 def test_the_rate_of_the_weights_stands_beside_that_of_the_link(

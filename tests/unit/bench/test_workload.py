@@ -166,6 +166,16 @@ def test_a_mixture_computes_the_experts_of_a_token_and_reads_all() -> None:
     assert least["gen"] - without["gen"] == pytest.approx(512 * 2 * 12 * (64 * one_expert + router) / 5e12)
 
 
+def test_a_job_without_a_critic_has_no_least_times_of_one() -> None:
+    gpus = {role: count for role, count in GPUS.items() if role != "critic"}
+
+    least = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, gpus, RECOMPUTED)
+
+    everything = floors_of(workload.SHAPES["0.5B"], workload.Size(), 1e15, 5e12, GPUS, RECOMPUTED)
+    assert set(everything) - set(least) == {"values", "update_critic"}
+    assert all(least[phase] == everything[phase] for phase in least)
+
+
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "4B-A0.9B"])
 def test_the_parameters_of_a_shape_are_those_of_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
