@@ -1,7 +1,7 @@
 """Bad PPOJobs, one mistake each: what `parse_manifest` says of it, and whether the API server refuses it too.
 
 The unit tests of the contract and the integration test against the real API server read this table, so that both
-languages of a rule, Python and CEL, are held to the same answer. `good_spec.GOOD` is what all of them begin from.
+languages of a rule, Python and CEL, must give the same answer. All of them start from `good_spec.GOOD`.
 """
 
 from typing import Any

@@ -65,7 +65,9 @@ class Dashboard:
         try:
             listed = await self._json("GET", address, "/api/jobs/")
             if not isinstance(listed, list):
-                raise DashboardError(f"GET {address.url}/api/jobs/: no list but {str(listed)[:_MAX_WORDS]!r}")
+                raise DashboardError(
+                    f"GET {address.url}/api/jobs/: the answer is not a list: {str(listed)[:_MAX_WORDS]!r}"
+                )
             return Ray(jobs=tuple(_read_job(raw) for raw in listed if raw.get("submission_id")))
         except DashboardError as error:
             return Ray(problem=str(error))
@@ -124,7 +126,9 @@ class Dashboard:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise DashboardError(f"{method} {address.url}{path}: no JSON but {data[:_MAX_WORDS]!r}") from error
+            raise DashboardError(
+                f"{method} {address.url}{path}: the answer is not JSON: {data[:_MAX_WORDS]!r}"
+            ) from error
 
     async def _text(
         self, method: str, address: Address, path: str, *, body: object = None, query: Mapping[str, str] | None = None

@@ -35,7 +35,7 @@ def num_parameters(function: Function) -> int:
 
 
 def nesting(node: ast.AST, *, is_elif: bool = False) -> int:
-    """Return how deep the blocks below a node stand in each other; `elif` is not deeper than its `if`."""
+    """Return how deep the blocks below a node are nested; `elif` is not deeper than its `if`."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _OWN_SCOPE):

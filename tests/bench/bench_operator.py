@@ -162,7 +162,7 @@ class Bench:
             await self._flood(reporters)
 
     async def restart(self) -> None:
-        """Stop the operator, start it anew, and wait until it has looked at all jobs."""
+        """Stop the operator, start it again, and wait until it has observed all jobs."""
         await self.operator.stop()
         began = time.monotonic()
         await self.operator.start()

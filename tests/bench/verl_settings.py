@@ -1,4 +1,4 @@
-"""How verl is told to do the benchmark's work: the same job in its words, and the settings that make it fast.
+"""The benchmark's workload as settings of verl: the same job, and the settings that make it fast.
 
 Called by `verl_run`. What stands in neither table has verl's default, which is ours too: learning rates, clipping,
 discounts, float32 weights with bfloat16 computation, AdamW. Names and meanings are those of verl 0.9.1.

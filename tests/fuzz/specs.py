@@ -236,7 +236,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def put(target: Any, path: Keys, value: Any) -> None:
-    """Set a value below `target`; what is missing on the way is created, and what is no container is replaced."""
+    """Set a value below `target`; missing containers on the path are created, and other values are replaced."""
     for here, following in pairwise(path):
         empty: Any = [] if following == ITEM else {}
         child = _child(target, here)

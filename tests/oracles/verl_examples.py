@@ -72,7 +72,7 @@ class Example:
 
     @cached_property
     def recording(self) -> Recording | ManifestError:
-        """What bash made of it."""
+        """The value after bash evaluated it."""
         try:
             return evaluate(self.script, best_sandbox(), LIMIT_SECONDS)
         except ManifestError as error:

@@ -209,7 +209,7 @@ def test_kuberay_is_installed_in_the_version_that_was_run() -> None:
 
 def test_every_variable_of_the_image_commands_is_read() -> None:
     source = "".join(path.read_text() for path in Path("tools/images").glob("*.py"))
-    table = PAGE[PAGE.index("| variable | meaning |") : PAGE.index("Where a proxy")]
+    table = PAGE[PAGE.index("| variable | meaning |") : PAGE.index("If a proxy")]
     named = set(re.findall(r"`([A-Z_]{3,})`", table))
 
     assert {"ENGINE", "REGISTRY", "BASE"} <= named

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what the product says: each sentence is made here, and must stand there."""
+"""docs/troubleshooting.md quotes real messages: each one is produced here, and must be on the page."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -47,7 +47,7 @@ def changes_of(version: str, changelog: str) -> list[Change]:
             kind = line.removeprefix("### ")
         elif section == version and line.startswith("- "):
             if kind not in _KINDS:
-                raise ReleaseError(f"CHANGELOG.md: {line!r} stands below {kind!r}: use one of {', '.join(_KINDS)}")
+                raise ReleaseError(f"CHANGELOG.md: {line!r} is below {kind!r}: use one of {', '.join(_KINDS)}")
             found.append(Change(kind.lower(), line.removeprefix("- ")))
         elif found and section == version and line.startswith("  "):
             found[-1] = Change(found[-1].kind, f"{found[-1].description} {line.strip()}")

@@ -44,7 +44,7 @@ class UserFunction(ApiModel):
     module: ShortText | None = None
     """Dotted name of an installed module."""
     path: Path | None = None
-    """A Python file, as the container sees it."""
+    """Path of a Python file in the container."""
     kwargs: RawObject = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -55,11 +55,11 @@ class AdvantageFunction(UserFunction):
     name: ShortText = "compute_advantages"
     """Name of the function."""
     needs_values: bool = False
-    """It reads the critic's values, so the job has a critic."""
+    """The function reads the critic's values, so the job has a critic."""
     needs_groups: bool = False
-    """It compares the responses to one prompt with each other."""
+    """The function compares the responses to one prompt with each other."""
     whitens: bool = False
-    """Its advantages are whitened over the whole batch."""
+    """The advantages that it returns are whitened over the whole batch."""
 
 
 class PolicyLossFunction(UserFunction):
@@ -74,7 +74,8 @@ class DynamicSampling(ApiModel):
     until the batch is full, because their advantages are 0."""
 
     max_generation_batches: int = Field(default=10, ge=1, le=1000)
-    """Times that a step may generate. If its batch is not full then, the job fails with BatchNotFilled."""
+    """Maximum rounds of generation in a step. If the batch is not full after them, the job fails with
+    BatchNotFilled."""
 
 
 class KLEstimator(StrEnum):
@@ -101,9 +102,9 @@ class KLController(ApiModel):
     coefficient: float = Field(default=0.001, ge=0, le=1000)
     """The coefficient; for Adaptive its start."""
     target: float = Field(default=0.1, gt=0, le=1000)
-    """Adaptive: the KL to hold, in nats."""
+    """Adaptive: the target of the KL, in nats."""
     horizon: int = Field(default=10_000, ge=1, le=2**31 - 1)
-    """Adaptive: over how many samples the coefficient adapts."""
+    """Adaptive: number of samples over which the coefficient adapts."""
 
 
 class KL(ApiModel):

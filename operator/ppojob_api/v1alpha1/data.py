@@ -71,8 +71,8 @@ class FilesSource(Columns):
 
     paths: list[Path] = Field(min_length=1, max_length=256)
     """The files: absolute paths in the container, or addresses that are fetched into the storage:
-    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key. The ending is the format,
-    the same for all: .parquet, or .jsonl and .json for JSON Lines."""
+    hf://datasets/organisation/name[@revision]/path/file, s3://bucket/key or gs://bucket/key. The file extension decides
+    the format, and all files must have the same format: .parquet, or .jsonl and .json for JSON Lines."""
 
     @property
     def are_parquet(self) -> bool:

@@ -50,9 +50,9 @@ class TrainedModel(ApiModel):
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
-    """Compile each layer with torch.compile. The default is false because the first start takes longer, and because it
-    is measured only up to 1.5 B parameters. Recommended for long runs of such models. No effect with tensorParallelSize
-    above 1: torch 2.13 cannot compile tensor-parallel layers."""
+    """Compile each layer with torch.compile. The default is false because the first start takes longer and needs more
+    GPU memory. Recommended for long runs. No effect with tensorParallelSize above 1: torch 2.13 cannot compile
+    tensor-parallel layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()

@@ -34,7 +34,7 @@ class NotificationType(StrEnum):
     SUCCEEDED = "succeeded"
     """All steps are done."""
     FAILED = "failed"
-    """The job has failed and runs again on request only."""
+    """The job has failed and runs again only on request."""
     RESTARTED = "restarted"
     """Somebody requested another run of a job that had ended."""
     ATTENTION = "attention"
@@ -85,7 +85,7 @@ class NotificationsStatus(ApiModel):
     pending: Annotated[list[PendingNotification], Field(max_length=MAX_PENDING)] = Field(
         default_factory=list, json_schema_extra={"x-kubernetes-list-type": "atomic"}
     )
-    """Those that the receiver has not accepted yet, the oldest first."""
+    """Notifications that the receiver has not accepted yet, the oldest first."""
     warnings: Annotated[list[RecentWarning], Field(max_length=MAX_WARNINGS)] = Field(
         default_factory=list, json_schema_extra={"x-kubernetes-list-type": "atomic"}
     )

@@ -154,7 +154,7 @@ class Placement(ApiModel):
     generation, are shared with the rollout: each gets its own engines, which sleep outside generation if the pool
     trains. Absent: the actor's pool."""
     critic: DNSLabel | None = None
-    """Pool of the critic. Absent: the actor's, with an estimator that needs a critic."""
+    """Pool of the critic, with an estimator that needs one. Absent: the actor's."""
     ref: DNSLabel | None = None
     """Pool of the reference policy. Absent: the critic's, else the actor's. If model.actor.lora makes the actor its own
     reference: the actor's."""

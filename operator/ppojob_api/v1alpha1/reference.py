@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.status import PPOJobStatus
 
 _HEAD = """# Fields of a PPOJob
 
-`kubectl explain ppojob.spec --recursive` shows the same texts.
+`kubectl explain` shows the same texts, for example `kubectl explain ppojob.spec.rollout`.
 """
 _TABLE = "| field | type | default | meaning |\n|---|---|---|---|"
 _AS_IN_SPEC = {f"status.effectiveLayout.{part}": f"spec.{part}" for part in ("pools", "placement", "schedule")}

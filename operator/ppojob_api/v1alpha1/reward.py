@@ -40,7 +40,7 @@ class RewardFunction(ApiModel):
     module: ShortText | None = None
     """Dotted name of an installed module."""
     path: Path | None = None
-    """A Python file, as the container sees it."""
+    """Path of a Python file in the container."""
     name: ShortText = "compute_score"
     """Name of the function."""
     extract: ShortText = ""
@@ -92,7 +92,7 @@ class OverlongPenalty(ApiModel):
     """Length of the interval before data.maxResponseLength in which the penalty grows from 0 to factor, in
     tokens."""
     factor: float = Field(default=1.0, gt=0, le=1_000_000)
-    """Punishment of a response of data.maxResponseLength tokens."""
+    """Penalty of a response with data.maxResponseLength tokens."""
 
 
 class RewardSpec(ApiModel):
@@ -114,13 +114,13 @@ class RewardSpec(ApiModel):
     )
 
     type: RewardType = RewardType.FUNCTION
-    """What scores: Function, Model (model.reward), or Both (their weighted sum)."""
+    """What scores the responses: Function, Model (model.reward), or Both (their weighted sum)."""
     function: RewardFunction | None = None
     """The reward function, with type Function or Both."""
     weights: RewardWeights | None = None
     """Weights of the sum, with type Both. Absent: 1 each."""
     overlong_penalty: OverlongPenalty | None = None
-    """Subtract a penalty for overlong responses from the reward. Scores, validation and dynamicSampling do not have
+    """Subtract a penalty for overlong responses from the reward. Scores, validation and dynamicSampling do not include
     it. Absent: none."""
 
     @property

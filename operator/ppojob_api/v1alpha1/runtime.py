@@ -177,7 +177,7 @@ class RunPolicy(ApiModel):
     checkpoint."""
     backoff_limit: int = Field(default=6, ge=0, le=10_000)
     """Number of counted failures since the last progress that are retried; the next one fails the job. A newer
-    checkpoint is progress: the count begins again. `status.retries.counted` has the number so far."""
+    checkpoint counts as progress and resets the count. `status.retries.counted` has the number so far."""
     failure_policy: FailurePolicy = FailurePolicy()
     """Which failures are counted, ignored, or fail the job at once."""
     startup_deadline_seconds: int = Field(default=1800, ge=1, le=31_536_000)
@@ -196,4 +196,4 @@ class RunPolicy(ApiModel):
     restart_on_stall: bool = True
     """Stop a stalled attempt and count it as failed. false: only set the condition Stalled."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0, le=315_360_000)
-    """Delete the object this long after its end, in seconds. The storage is kept. Absent: never."""
+    """Time from the end of the job until its object is deleted, in seconds. The storage is kept. Absent: never."""

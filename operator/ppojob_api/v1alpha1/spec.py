@@ -54,7 +54,7 @@ class PPOJobSpec(ApiModel):
     """Secrets to pull the image (core/v1 LocalObjectReference)."""
     service_account_name: ObjectName | None = None
     """Existing ServiceAccount of all Ray pods, for example for a cloud's workload identity. No API token is mounted.
-    Absent: the job's own one, without rights."""
+    Absent: the job's own ServiceAccount, which has no rights."""
     model: ModelSpec
     """Which model each role loads."""
     data: DataSpec

@@ -128,7 +128,8 @@ class AvoidedNode(ApiModel):
     attempt: int = Field(ge=0)
     """Attempt whose pod was on the node."""
     time: Time
-    """When the operator saw the problem. The node is forgotten six hours later, or after progress on other nodes."""
+    """When the operator saw the problem. The node is removed from the list six hours later, or after progress on other
+    nodes."""
 
 
 class LastFailure(ApiModel):
@@ -175,7 +176,7 @@ class GPUUsage(ApiModel):
     """Idle GPU-hours, part of gpuHours: until the end of the first step, loading, saving, between attempts, and in a
     step the share in which the pool waits, as in pools[].busyFraction."""
     gpus: int = Field(ge=0)
-    """GPUs that the job held at `time`. What they have held since then is not in gpuHours yet."""
+    """GPUs that the job held at `time`. gpuHours does not include the time since then yet."""
     busy_fraction: Number
     """Share of these GPUs that computed at `time`, as in the last step; 0 outside the steps."""
     time: Time
@@ -186,7 +187,7 @@ class RetryStatus(ApiModel):
     """The last request to run a job again that has ended (`kubectl ppo retry`)."""
 
     request: Annotated[str, Field(max_length=MAX_REQUEST_LENGTH)]
-    """Value of the annotation ppojob.dev/retry-request that was answered last."""
+    """Last value of the annotation ppojob.dev/retry-request that the operator has answered."""
     refusal: Message | None = None
     """Why the job does not run again. Absent: it does."""
     time: Time
@@ -261,7 +262,8 @@ class PPOJobStatus(ApiModel):
     """Notifications to the administrator's receiver. Absent: none was due."""
     queue_name: Name | None = None
     """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
-    or else of its RayCluster, where Kueue writes its default queue. It does not change any more. Absent: no queue."""
+    or else of its RayCluster, where Kueue writes its default queue. Afterwards, it does not change. Absent: no
+    queue."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], map_by("name", 7)]

@@ -32,7 +32,7 @@ class ProfileSpec(ApiModel):
     roles: Annotated[list[ProfiledRole], Field(min_length=1, max_length=3)] = Field(
         default_factory=lambda: [ProfiledRole.ACTOR, ProfiledRole.CRITIC]
     )
-    """Roles to profile, with all ranks. Each method that the step calls gives one file per rank."""
+    """Roles to profile, with all ranks. Each method that the step calls writes one file per rank."""
     memory: bool = False
     """Also save a snapshot of the CUDA allocator's history; none with device CPU."""
 

@@ -51,7 +51,7 @@ class EngineClass(ApiModel):
     module: ShortText | None = None
     """Dotted name of an installed module."""
     path: Path | None = None
-    """A Python file, as the container sees it."""
+    """Path of a Python file in the container."""
     class_name: ShortText
     """Name of the class in it."""
     kwargs: RawObject = Field(default_factory=dict)
@@ -62,7 +62,8 @@ class Trained(ApiModel):
     """What actor and critic have in common."""
 
     engine: Engine = Engine.FSDP
-    """What computes and trains the model; of actor, the reference's too. FSDP: PyTorch's FSDP2. Class: engineClass."""
+    """Engine that computes and trains the model. The actor's engine also computes the reference. FSDP: PyTorch's FSDP2.
+    Class: engineClass."""
     engine_class: EngineClass | None = None
     """The user's own training engine, with engine Class."""
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
@@ -80,18 +81,19 @@ class Trained(ApiModel):
     grad_clip: float = Field(default=1.0, ge=0, le=1_000_000)
     """Largest norm of the gradient; 0 disables clipping."""
     max_non_finite_steps: int = Field(default=3, ge=1, le=1_000_000)
-    """Number of optimizer steps with a non-finite gradient that are skipped before the job fails."""
+    """Number of consecutive optimizer steps with a non-finite gradient after which the attempt fails with NonFinite.
+    Each of these steps is skipped."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Tensor parallelism (Megatron): GPUs that each hold a part of every layer. Must divide heads and intermediate
     size. For models that do not fit otherwise."""
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
     """Sequence parallelism (Ulysses): GPUs that each compute a slice of every sequence. Must divide the heads. For long
-    sequences: together the GPUs take this many times maxTokensPerGPU."""
+    sequences: together, the GPUs process this many times maxTokensPerGPU."""
     fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
     """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, or of its tensor-parallel part. The
     other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A multiple of
-    sequenceParallelSize. For pools of several nodes with a slow network: the GPUs of a node, divided by
-    tensorParallelSize, so weights are gathered within a node."""
+    sequenceParallelSize. For pools of several nodes with a slow network, set it to the GPUs of a node divided by
+    tensorParallelSize: weights are then gathered within a node."""
 
     @property
     def num_peers(self) -> int:
@@ -132,11 +134,11 @@ class CriticSpec(Trained):
     max_tokens_per_gpu: int = Field(default=32_768, ge=1, le=16_777_216)
     """Tokens per forward and backward pass and GPU."""
     clip_range_value: float = Field(default=0.5, gt=0, le=1_000_000)
-    """Values are clipped to within this of the old values."""
+    """Values are clipped to the old values plus or minus this value."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
     """How token losses are aggregated."""
     warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
-    """Number of first steps that update only the critic."""
+    """Number of steps at the start of the run that update only the critic."""
 
 
 class ValidationSampling(ApiModel):
@@ -156,7 +158,7 @@ class RolloutSpec(ApiModel):
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
     temperature: float = Field(default=1.0, gt=0, le=100)
-    """Sampling temperature; log-probs are computed at it."""
+    """Sampling temperature; log-probs use the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability."""
     top_k: int = Field(default=-1, ge=-1, le=10_000_000)
@@ -172,7 +174,7 @@ class RolloutSpec(ApiModel):
     max_num_batched_tokens: int = Field(default=8192, ge=1, le=16_777_216)
     """Tokens per vLLM step."""
     enable_chunked_prefill: bool = True
-    """Prefill long prompts in parts. No effect on CPU, where it would break per-request seeds."""
+    """Prefill long prompts in parts. No effect on CPU, because it would break per-request seeds there."""
     enable_prefix_caching: bool = True
     """Reuse the cache of common prefixes within a step."""
     enforce_eager: bool = False
@@ -225,21 +227,22 @@ class ScheduleSpec(ApiModel):
 
     mode: ScheduleMode = ScheduleMode.AUTO
     """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
-    Overlapped: each phase starts when its data is there and its pool is free, with or without a critic. Auto:
-    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which gain nothing there.
-    OneStepOff: the rollout, in a pool of its own, generates the next step's responses with older weights while a step
-    is trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
+    Overlapped: each phase starts when its inputs are ready and its pool is free, with or without a critic. Auto:
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which save no time there.
+    OneStepOff: the rollout, in its own pool, generates the next step's responses with older weights while a step is
+    trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
     max_staleness: int | None = Field(default=None, ge=1, le=4)
-    """With mode OneStepOff: the most steps by which the weights that generate a response may be older than those that
-    it trains. The engines get new weights every maxStaleness steps. Absent: 1. Fixed once the job is accepted."""
+    """With mode OneStepOff: maximum number of steps by which the weights that generate a response are older than the
+    weights that it trains. The engines get new weights every maxStaleness steps. Absent: 1. Fixed once the job is
+    accepted."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
-    """Overlaps that mode Overlapped leaves out, to measure what each is worth. Values: values and reward beside the
-    actor's log-probs. Reference: the reference's log-probs beside the actor's. WeightSync: send weights before the
-    critic finishes. NextGeneration: start generating before the critic finishes. Streaming: compute values, reference
-    and reward of finished responses while others are generated, and the actor's log-probs if its GPUs do not generate.
-    OldLogProb: skip the actor's log-probs before the update if the update computes the same (one minibatch, one epoch,
-    no KL in the reward)."""
+    """Overlaps that mode Overlapped leaves out, to measure the effect of each. Values: compute values and reward at the
+    same time as the actor's log-probs. Reference: compute the reference's log-probs at the same time as the actor's.
+    WeightSync: send weights before the critic finishes. NextGeneration: start generating before the critic finishes.
+    Streaming: compute values, reference and reward of finished responses while others are generated, and the actor's
+    log-probs if its GPUs do not generate. OldLogProb: skip the actor's log-probs before the update if the update
+    computes the same (one minibatch, one epoch, no KL in the reward)."""
 
 
 class ExportPolicy(StrEnum):
@@ -294,24 +297,24 @@ class CheckpointSpec(ApiModel):
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
     asynchronous: bool = Field(default=False, alias="async")
-    """Continue training while a checkpoint is written. What is on GPUs is copied to host memory first. At most one
-    checkpoint is written at a time. The end of the run waits for it, and a failed one fails the job. If host memory is
-    too small, training waits for each checkpoint, and the log says so."""
+    """Continue training while a checkpoint is written. Tensors on GPUs are copied to host memory first. At most one
+    checkpoint is written at a time. At its end, the run waits for it. If it cannot be written, the attempt fails. If
+    host memory is too small, training waits for each checkpoint, and the log says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
     """Where the run is written. Auto: in the folder of its name; the job fails if another object of that name left
     checkpoints there. Never: in its own folder below it, `runs/UID`. In both cases, an attempt resumes from the last
     checkpoint of the same object."""
     resume_from: Path | None = None
-    """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto, it may be one that
-    an earlier object of the same name left: its folder then belongs to this run."""
+    """Folder, or address in a bucket, of another run's checkpoint to start from. With resume Auto, it may be a
+    checkpoint of an earlier object of the same name: the folder then belongs to this run."""
     export: ExportPolicy = ExportPolicy.FINAL
     """When the policy is exported as a HuggingFace folder. Final: after the last step, to `model/` in the run's folder.
     Each: with every checkpoint, to `models/step-N`; the newest `keep` of them are kept. Never: not at all."""
     export_to: ExportAddress | None = None
-    """Where each export is uploaded to as well: `s3://bucket/prefix`, `gs://bucket/prefix`, or a model repository of
-    the HuggingFace hub, `hf://organisation/name`, which is created as a private one if it does not exist. With export
-    Each: `prefix/step-N`, or tag `step-N` of the repository. Credentials come from env, envFrom or the ServiceAccount.
-    Absent: exports are in the storage only."""
+    """Address to which each export is also uploaded: `s3://bucket/prefix`, `gs://bucket/prefix`, or a model repository
+    of the HuggingFace hub, `hf://organisation/name`, which is created as a private one if it does not exist. With
+    export Each: `prefix/step-N`, or tag `step-N` of the repository. Credentials come from env, envFrom or the
+    ServiceAccount. Absent: exports are in the storage only."""
 
 
 DEFAULT_STEPS = 100
@@ -331,7 +334,7 @@ class TrainerSpec(ApiModel):
     )
 
     total_steps: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Steps of the run. Absent: 100, or those of totalEpochs."""
+    """Steps of the run. Absent: 100, or the steps of totalEpochs."""
     total_epochs: int | None = Field(default=None, ge=1, le=1_000_000)
     """Passes over the training prompts, instead of totalSteps. A pass has as many steps as the prompts, after
     overlongPrompts, fill batches of data.trainBatchSize; of a mixture, the prompts of all sources together. The trainer
@@ -343,10 +346,10 @@ class TrainerSpec(ApiModel):
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the order of the data, of samples, and of a new value head."""
     data_workers: int = Field(default=4, ge=1, le=256)
-    """Processes that tokenize the prompts before the first step, on the node of the first actor rank. They change no
-    result. Fewer than 50,000 prompts are tokenized without them."""
+    """Processes that tokenize the prompts before the first step, on the node of the first actor rank. They do not
+    change results. Fewer than 50,000 prompts are tokenized without them."""
     phase_timeout_seconds: int = Field(default=1800, ge=1, le=31_536_000)
-    """Longest time for one phase of a step, in seconds. Then the attempt fails with the phase's name."""
+    """Longest time for one phase of a step, in seconds. A longer phase fails the attempt with PhaseTimeout."""
 
     def with_length(self) -> "TrainerSpec":
         """Return it with the default of totalSteps, if it has neither totalSteps nor totalEpochs."""

@@ -59,7 +59,7 @@ def _template(spec: PPOJobSpec, key: JobKey, uid: str) -> dict[str, Any]:
         "name": naming.FETCH_CONTAINER,
         "command": [*_COMMAND, f"{constants.CONFIG_MOUNT_PATH}/{constants.JOB_FILE}"],
         "resources": _RESOURCES,
-        # The program writes its own sentence; the log's end stands in for it where it was killed.
+        # The program writes its own message; if it was killed, the end of the log is the message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **{name: ray[name] for name in _OF_A_CONTAINER if name in ray},
     }

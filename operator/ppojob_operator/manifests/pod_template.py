@@ -37,8 +37,8 @@ which `spread` may set too. Other lists are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
-    "hostPID": "Ray's processes share no process ids with the node: remove it",
-    "hostIPC": "Ray's processes share no memory with the node: remove it",
+    "hostPID": "Ray's pods must not see the processes of the node: remove it",
+    "hostIPC": "Ray's pods must not share memory with the node: remove it",
     "restartPolicy": "Ray's pods are replaced instead of restarted: remove it",
     "serviceAccountName": "use spec.serviceAccountName, which applies to all pods",
     "serviceAccount": "use spec.serviceAccountName, which applies to all pods",

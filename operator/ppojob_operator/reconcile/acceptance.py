@@ -84,7 +84,7 @@ def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
 
 def _accepted(spec: PPOJobSpec, warnings: Iterable[FieldError]) -> Finding:
     words = "; ".join(map(str, warnings))
-    fetched = "what it names by address is fetched next, and " if has_addresses(spec) else ""
+    fetched = "models and data named by address are fetched next, and " if has_addresses(spec) else ""
     message = f"the spec is valid and its claim exists; {fetched}the trainer checks the paths when it starts"
     return Finding("True", Reason.VALID, f"{message}; warnings: {words}" if words else message)
 

@@ -61,7 +61,7 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
             f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
         )
         return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
-    message = f"the trainer ended without naming its failure: {_last_line(situation, ray_job)}"
+    message = f"the trainer exited without reporting a reason: {_last_line(situation, ray_job)}"
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
 
 
@@ -80,7 +80,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
         return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect, record.address)
-    message = f"{lost.message}; the trainer: {record.reason}: {record.message}"
+    message = f"{lost.message}; the trainer reported {record.reason}: {record.message}"
     return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
 
 

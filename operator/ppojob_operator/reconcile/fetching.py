@@ -107,7 +107,7 @@ def _words(situation: Situation) -> str:
     if pod is None:
         return "the pod that fetches models and data is being created"
     if pod.failure:
-        return f"a try has failed and is repeated: {pod.failure}"
+        return f"a try has failed and will be repeated: {pod.failure}"
     if not pod.has_started:
         return f"pod {pod.name} has not started{f': {pod.trouble}' if pod.trouble else ' yet'}"
     if report is None or report.pod != pod.name:

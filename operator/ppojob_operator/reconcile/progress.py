@@ -108,9 +108,9 @@ def _standstill(situation: Situation) -> str:
     if parse_time(progress.last_update_time) - parse_time(progress.last_change_time) <= timedelta(seconds=limit):
         return ""
     return (
-        f"for {limit} s (spec.runPolicy.stallTimeoutSeconds) the trainer has reported nothing but step "
-        f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if a phase of a step, "
-        "or loading, really takes that long"
+        f"the trainer's reports have shown no change for {limit} s (spec.runPolicy.stallTimeoutSeconds), since step "
+        f"{progress.step}, {progress.activity}: see its logs in the storage, or raise the limit if loading or a phase "
+        "of a step takes longer"
     )
 
 
@@ -153,6 +153,6 @@ def model_uploaded(situation: Situation) -> Finding | None:
         return Finding("True", Reason.UPLOADED, f"the newest export is uploaded: {model.address}")
     ray_job = situation.ray_job
     if ray_job is not None and ray_job.state is RayState.SUCCEEDED:
-        words = f"the trainer ended well, but no report of an upload to {target} arrived: see the end of its log"
+        words = f"the trainer completed, but no report of an upload to {target} arrived: see the end of its log"
         return Finding("Unknown", Reason.REPORTS_MISSING, words)
     return Finding("False", Reason.NOT_UPLOADED, f"no export is uploaded to {target} yet")

@@ -131,7 +131,9 @@ def _workload(situation: Situation) -> Workload | None:
 def _waits_for(workload: Workload | None) -> str:
     if workload is None or not workload.waits_for:
         return ""
-    before = f"; it was admitted before: {workload.eviction[:_MAX_WORDS]}" if workload.eviction else ""
+    before = (
+        f"; it was admitted earlier and then evicted: {workload.eviction[:_MAX_WORDS]}" if workload.eviction else ""
+    )
     return f": {workload.waits_for[:_MAX_WORDS]}{before}"
 
 

@@ -68,7 +68,7 @@ def rerun(job: Job, accepted: Finding, now: datetime) -> Rerun:
     end = _true(status, Condition.COMPLETE) or _true(status, Condition.FAILED)
     assert end is not None, "the job has not ended"
     where = "starts from step 0" if checkpoint is None else f"resumes from the checkpoint of step {checkpoint.step}"
-    message = f"attempt {attempt} {where}, by request; before: {end.type}: {end.reason}: {end.message}"
+    message = f"attempt {attempt} {where}, as requested; the job had ended with {end.type}: {end.reason}: {end.message}"
     starting = Finding("False", Reason.RESTARTING, message)
     waiting = Finding("False", Reason.WAITING_FOR_PODS, f"attempt {attempt} has no pods yet")
     findings = {

@@ -34,7 +34,7 @@ class State(_Described):
     PENDING = "Pending", "the job is not accepted, and nothing exists for it"
     FETCHING = "Fetching", "a Job fetches models and data into the storage"
     QUEUED = "Queued", "the RayCluster waits for its queue's admission"
-    RESTARTING = "Restarting", "an attempt has ended, and the next one has not begun: it may wait for its back-off"
+    RESTARTING = "Restarting", "an attempt has ended, and the next one has not started; it may wait for its back-off"
     WAITING_FOR_PODS = "WaitingForPods", "the RayCluster is created; not all pods are ready"
     SUBMITTING = "Submitting", "all pods are ready; Ray does not accept the trainer yet"
     TRAINER_SUBMITTED = "TrainerSubmitted", "Ray has the trainer, and it has not reported yet"
@@ -43,8 +43,8 @@ class State(_Described):
     REALLOCATING = "Reallocating", "the trainer saves a checkpoint and stops, because the job gets another layout"
     PREEMPTED = "Preempted", "the trainer saves a checkpoint and stops, because the queue evicts the job"
     SUSPENDED = "Suspended", "the job has no pods until it is resumed"
-    SUCCEEDED = "Succeeded", "all steps are done; the job runs again on request only"
-    FAILED = "Failed", "the job has failed; it runs again on request only"
+    SUCCEEDED = "Succeeded", "all steps are done; the job runs again only on request"
+    FAILED = "Failed", "the job has failed; it runs again only on request"
 
     def phase(self, attempt: int) -> str:
         """Return `status.phase` of a job in this state."""
@@ -56,7 +56,7 @@ class State(_Described):
 class Event(_Described):
     """What can happen to a job, the most important first."""
 
-    DELETED = "Deleted", "somebody deletes the PPOJob; Kubernetes deletes what it owns"
+    DELETED = "Deleted", "the PPOJob is being deleted; Kubernetes deletes the objects that it owns"
     RETRY_REQUESTED = "RetryRequested", "`kubectl ppo retry`: the annotation `ppojob.dev/retry-request` has a new value"
     RETRY_REFUSED = "RetryRefused", "the same, but the job cannot be run again; `status.retry.refusal` says why"
     EXPIRED = "Expired", "`runPolicy.ttlSecondsAfterFinished` has passed; the PPOJob is deleted"
@@ -66,7 +66,7 @@ class Event(_Described):
     NOT_JUDGED = "NotJudged", "this operator cannot judge a job that has started: it is too old, or KubeRay is missing"
     SUCCEEDED = (
         "TrainerSucceeded",
-        "Ray, or the last report of a trainer that is lost, says that it has completed",
+        "the trainer has completed: Ray says so or, if Ray's answer is lost, the trainer's last report",
     )
     FETCH_FAILED = "FetchFailed", "models or data cannot be fetched"
     DEADLINE_EXCEEDED = (
@@ -90,9 +90,12 @@ class Event(_Described):
     BACKOFF = "BackOff", "the time until the next attempt is not over"
     NOT_ADMITTED = "NotAdmitted", "the queue has not admitted the RayCluster"
     PODS_NOT_READY = "PodsNotReady", "not all pods are ready"
-    RAY_NOT_READY = "RayNotReady", "the pods are ready, but Ray does not take the trainer, or still runs an earlier one"
+    RAY_NOT_READY = (
+        "RayNotReady",
+        "the pods are ready, but Ray does not accept the trainer, or still runs an earlier one",
+    )
     RAY_READY = "RayReady", "the pods and Ray are ready; the trainer is submitted"
-    NOT_REPORTED = "NotReported", "Ray has the trainer, and its first report is not there"
+    NOT_REPORTED = "NotReported", "Ray has the trainer, and the first report has not arrived"
     REPORTED = "Reported", "the trainer has reported, or its dashboard or its reports are missing"
 
 

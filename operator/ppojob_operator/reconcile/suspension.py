@@ -3,7 +3,7 @@
 A stop is for a suspension, another layout or an eviction:
 
     requested --- the trainer gets the request in the reply to its next report, saves a checkpoint, exits ---> stopped
-        `-------- the grace period is over: the pods are released, and the previous checkpoint counts -------> stopped
+        `-------- the grace period is over: the pods are released, the previous checkpoint counts -----------> stopped
 
 A requested stop cannot be cancelled, because nobody knows whether the trainer has received it. It is followed by a new
 attempt, which is no retry, because submissions and the fencing of checkpoints know only attempts. A failure during the
@@ -90,7 +90,7 @@ def stopped(situation: Situation, found: PoolsFinding, failure: Failure | None) 
     is_in_time = _has_ended(situation, failure)
     done = stop.model_copy(update={"completion_time": format_time(situation.now)})
     if not is_in_time:
-        fault = f"it had not ended {limit} s after it was asked to stop; the previous checkpoint counts"
+        fault = f"it had not ended {limit} s after it was asked to stop; the run resumes from the previous checkpoint"
         message = f"attempt {stop.attempt} was terminated: {fault}"
         event = EventRecord(Reason.GRACE_PERIOD_EXCEEDED, message, is_warning=True, action=stop.reason)
     elif stop.reason == Reason.PREEMPTED:

@@ -27,20 +27,23 @@ _GAUGES: dict[str, tuple[str, Callable[[JobState], float | None]]] = {
     "ppojob_job_progress_ratio": ("Share of the job's steps that are done.", lambda job: job.progress_ratio),
     "ppojob_job_eta_seconds": ("Estimated time to the end of a running job.", lambda job: job.seconds_left),
     "ppojob_job_waiting_since_timestamp_seconds": (
-        "Since when a job has waited for its trainer to start.",
+        "Time from which a job has waited for its trainer to start.",
         lambda job: job.waiting_since,
     ),
     "ppojob_job_last_progress_timestamp_seconds": (
-        "When a report of a running job last said something new.",
+        "Time of the last report of a running job that showed a change.",
         lambda job: job.last_progress,
     ),
-    "ppojob_job_last_report_timestamp_seconds": ("When a running job reported last.", lambda job: job.last_report),
+    "ppojob_job_last_report_timestamp_seconds": (
+        "Time of the last report of a running job.",
+        lambda job: job.last_report,
+    ),
     "ppojob_job_stalled": (
         "1 if a job has made no progress for longer than its limit allows, else 0.",
         lambda job: None if job.ended_at is not None else float(job.is_stalled),
     ),
     "ppojob_job_unsaved_since_timestamp_seconds": (
-        "Since when the work of a running job is in no checkpoint.",
+        "Time from which the work of a running job is in no checkpoint.",
         lambda job: job.unsaved_since,
     ),
 }
@@ -64,7 +67,7 @@ class JobMetrics:
         yield _labelled("ppojob_job_phase", "1 for the phase that a job is in.", "phase", shown, _phase)
         yield _labelled("ppojob_job_gpus", "GPUs of a job's pools, by state.", "state", shown, lambda job: job.gpus)
         yield _labelled(
-            "ppojob_job_last_failure_timestamp_seconds", "When an attempt of a job failed last, by reason.", "reason",
+            "ppojob_job_last_failure_timestamp_seconds", "Time of a job's last failed attempt, by reason.", "reason",
             shown, lambda job: dict([job.last_failure]) if job.last_failure else {},
         )  # fmt: skip
         yield _labelled(

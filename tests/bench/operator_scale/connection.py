@@ -53,7 +53,7 @@ class Connection:
         return json.loads(text)
 
     async def watch(self, path: str, heard: Heard) -> None:
-        """Tell of all objects of a collection and of every change, until cancelled."""
+        """Report all objects of a collection and every change, until cancelled."""
         while True:
             # A server that ends the watch, or compacted what it would go on from: it begins anew with all objects.
             try:

@@ -160,7 +160,7 @@ def job(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def change(kubectl: Any, name: str, part: str) -> tuple[bool, str]:
-    """Try to change one part of a spec; return whether it would be taken, and what was said."""
+    """Try to change one part of a spec; return whether it would be accepted, and the message."""
     value = CHANGES[part]
     for key in reversed(part.split(".")):
         value = {key: value}

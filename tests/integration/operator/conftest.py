@@ -248,7 +248,8 @@ class Jobs:
         return status
 
     def event(self, name: str, reason: str, times: int = 1) -> dict[str, Any]:
-        """Return a job's only Event of a reason once it was told so often: it comes after the deed that it tells of."""
+        """Return a job's only Event of a reason once it has this count: it is written after the action that it
+        reports."""
         found: list[dict[str, Any]] = []
         selector = f"involvedObject.name={name},reason={reason}"
 

@@ -75,7 +75,7 @@ class HidingProxy:
         self._is_cut = True
         self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._answering])
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Let everything through again."""
         self._is_cut = self.are_watches_frozen = self.is_hiding = False
         self.refusals.clear()

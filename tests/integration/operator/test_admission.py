@@ -143,7 +143,7 @@ def test_a_bad_job_is_refused_with_path_value_and_remedy_and_is_not_stored(kubec
 def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: Any, webhook: Webhook) -> None:
     template = {"spec": {"priorityClassName": "no-such", "runtimeClassName": "none"}}
     manifest = job(
-        "doubtful",
+        "questionable",
         checkpoint={"everySteps": 0},
         head={"podTemplate": template},
         envFrom=[{"configMapRef": {"name": "gone"}}],
@@ -152,7 +152,7 @@ def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: A
     )
 
     done = kubectl.apply(manifest)
-    kubectl("delete", "ppojob", "doubtful", "--wait=false")
+    kubectl("delete", "ppojob", "questionable", "--wait=false")
 
     assert done.returncode == 0, done.stderr
     assert {line.partition("Warning: ")[2].rpartition(": ")[0] for line in done.stderr.splitlines()} == {

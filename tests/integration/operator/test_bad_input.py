@@ -1,4 +1,4 @@
-"""Whatever is wrong with a job is said on the job; the operator survives it and goes on with others."""
+"""Every problem of a job is shown on the job; the operator continues with other jobs."""
 
 from typing import Any
 

@@ -26,14 +26,14 @@ def operator(rights: Any, proxy: HidingProxy, tmp_path_factory: pytest.TempPathF
     process = rights.operator_behind(proxy, folder, **TIMES, PPOJOB_IDLE_INTERVAL="4")
     process.start()
     yield process
-    proxy.mend()
+    proxy.restore()
     assert process.stop() == 0, process.log.read_text()
 
 
 @pytest.fixture(autouse=True)
 def _mended(proxy: HidingProxy) -> Iterator[None]:
     yield
-    proxy.mend()
+    proxy.restore()
 
 
 def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
@@ -50,7 +50,7 @@ def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
     kubectl("patch", "ppojob", changed, "--type=merge", '--patch={"spec":{"runPolicy":{"backoffLimit":9}}}')
     kubectl("delete", "ppojob", deleted)
     assert operator.probe("healthz") == 200  # A restart would not bring the API server back.
-    proxy.mend()
+    proxy.restore()
 
     jobs.wait_for(made, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     jobs.wait(changed, lambda status: status["observedGeneration"] == 2)
@@ -68,7 +68,7 @@ def test_writes_that_are_refused_for_now_are_done_later(
     jobs.wait_until(lambda: f"{jobs.kubectl.namespace}/{name}: " in operator.log.read_text())
     assert jobs.status(name) == {}
 
-    proxy.mend()
+    proxy.restore()
 
     jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
     jobs.wait(name, lambda status: "rayCluster" in status)
@@ -84,5 +84,5 @@ def test_a_watch_that_fell_silent_is_noticed_and_the_jobs_are_seen_nevertheless(
     jobs.wait_for(name, Condition.ACCEPTED, "True", Reason.VALID)
     jobs.wait_until(lambda: operator.probe("healthz") == 503)
 
-    proxy.mend()
+    proxy.restore()
     jobs.wait_until(lambda: operator.probe("healthz") == 200)

@@ -1,4 +1,5 @@
-"""Two real replicas on the real API server: one decides, both take reports, and one of them may die at any moment."""
+"""Two real replicas on the real API server: one decides, both receive reports, and one of them may exit at any
+moment."""
 
 import contextlib
 import ssl
@@ -117,7 +118,7 @@ def test_a_leader_that_is_cut_off_stands_by_when_it_comes_back(jobs: Any, replic
 
     jobs.wait_until(replicas.processes[1 - first].leads)
     assert replicas.leader() == 1 - first
-    replicas.proxies[first].mend()
+    replicas.proxies[first].restore()
     jobs.wait_until(lambda: f"standing by: replica-{1 - first}_" in replicas.processes[first].log.read_text())
     jobs.wait_for(jobs.create(), Condition.ACCEPTED, "True", Reason.VALID)
 
@@ -126,7 +127,7 @@ def test_a_leader_that_is_cut_off_stands_by_when_it_comes_back(jobs: Any, replic
 
 @dataclass
 class Sender:
-    """A trainer that numbers its reports and sends each to the replica that it is told to."""
+    """A trainer that numbers its reports and sends each to the given replica."""
 
     kubectl: Any
     name: str

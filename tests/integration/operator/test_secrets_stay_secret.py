@@ -32,7 +32,7 @@ def operator(rights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def secrets_in(kubectl: Any, name: str) -> set[str]:
-    """Return what is in a Secret, as it stands there and line by line; certificates are public."""
+    """Return the content of a Secret, as stored and line by line; certificates are public."""
     data = kubectl.json("get", "secret", name)["data"]
     encoded = {value for key, value in data.items() if not key.endswith(".crt")}
     lines = {line for value in encoded for line in base64.b64decode(value).decode(errors="replace").split("\n")}

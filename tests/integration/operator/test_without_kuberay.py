@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
 @pytest.fixture(scope="module")
 def proxy(rights: Any) -> Iterator[HidingProxy]:
-    """A way to the API server on which nobody has heard of RayClusters."""
+    """A connection to the API server that hides RayClusters."""
     with rights.proxy(hidden="ray.io") as proxy:
         yield proxy
 

@@ -35,16 +35,16 @@ def said(status: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 async def test_a_status_for_an_object_that_was_made_anew_is_not_written(
     operator: Any, kubectl: Any, manifest: dict[str, Any]
 ) -> None:
-    old = job_of(kubectl, manifest, "anew")
-    kubectl("delete", "ppojob", "anew")
-    job_of(kubectl, manifest, "anew")
+    old = job_of(kubectl, manifest, "recreated")
+    kubectl("delete", "ppojob", "recreated")
+    job_of(kubectl, manifest, "recreated")
     async with operator.connect() as client:
         cluster = Cluster(ApiServer(client, timeout=10.0), reporter="test")
 
         assert not await cluster.write_status(old, {"phase": "Failed"})
-        assert kubectl.json("get", "ppojob", "anew").get("status", {}).get("phase") != "Failed"
+        assert kubectl.json("get", "ppojob", "recreated").get("status", {}).get("phase") != "Failed"
 
-        kubectl("delete", "ppojob", "anew")
+        kubectl("delete", "ppojob", "recreated")
         assert not await cluster.write_status(old, {"phase": "Failed"})
 
 

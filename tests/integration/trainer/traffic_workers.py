@@ -112,5 +112,5 @@ class ColumnRollout(RolloutWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def answer_with(self, length: int) -> None:
-        """Write responses of so many tokens from now on."""
+        """Generate responses of so many tokens from now on."""
         self._engine.length = length

@@ -1,4 +1,4 @@
-"""What of a valid spec is doubtful, one warning each, and what is not."""
+"""Settings of a valid spec that cause a warning, one each, and settings that do not."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the benchmark is told on its command line."""
+"""The command line of the benchmark."""
 
 import subprocess
 import sys

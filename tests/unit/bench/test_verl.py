@@ -1,4 +1,4 @@
-"""What verl is told and what is read of it, with programs that stand in for it."""
+"""The settings for verl and the parsing of its output, with programs that replace it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pods of this cluster's kubelet are told from those of another one by the control group that they are in."""
+"""The control group distinguishes the pods of this cluster's kubelet from those of another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said again about the same attempt is one Event that is counted."""
+"""Repeated messages about the same attempt are one Event with a count."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ CHILDREN = [
     ray_cluster(SPEC, KEY, "uid-1", "arithmetic-job"),
     fetch_job(SPEC, KEY, "uid-1"),
 ]
-"""Of the Secret the name alone tells that it is ours: nobody else can know it beforehand."""
+"""Only the Secret's name shows that it is ours: nobody else can know it in advance."""
 
 
 class Server:

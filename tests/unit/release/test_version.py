@@ -92,7 +92,7 @@ def test_changes_are_read_by_version_and_kind() -> None:
         ("1.1.0", CHANGELOG.replace(" - 2026-01-02", ""), r"no changes of 1\.1\.0"),
         ("Unreleased", CHANGELOG, "no changes of Unreleased"),
         ("1.0.0", CHANGELOG.replace("- The start.", ""), r"no changes of 1\.0\.0"),
-        ("1.0.0", CHANGELOG.replace("Fixed", "Mended").replace("1.1.0", "1.0.0", 1), "stands below 'Mended'"),
+        ("1.0.0", CHANGELOG.replace("Fixed", "Mended").replace("1.1.0", "1.0.0", 1), "is below 'Mended'"),
     ],
 )
 def test_a_version_without_changes_is_refused(version: str, changelog: str, words: str) -> None:

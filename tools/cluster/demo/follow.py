@@ -65,7 +65,7 @@ def _follow(
 
 
 def look(target: Target, name: str) -> reading.Progress:
-    """One look at the job and its Events."""
+    """One observation of the job and its Events."""
     job = target.get("ppojob", name)
     # By uid: an earlier job of this name has left its Events behind.
     selector = f"--field-selector=involvedObject.uid={job['metadata']['uid']}"

@@ -21,7 +21,7 @@ _IMAGE_LINE = re.compile(r"^  image: .*$", re.MULTILINE)
 
 
 def namespace() -> dict[str, Any]:
-    """The demo's namespace; its pods are held to the restricted standard, as a careful administrator would."""
+    """The demo's namespace, with the pod security standard `restricted`, as a careful administrator sets it."""
     labels = {"pod-security.kubernetes.io/enforce": "baseline", "pod-security.kubernetes.io/warn": "restricted"}
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
 

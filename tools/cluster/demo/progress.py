@@ -12,7 +12,7 @@ TERMINAL_CONDITIONS = ("Complete", "Failed")
 
 @dataclass(frozen=True)
 class Progress:
-    """One look at the job, in words."""
+    """One observation of the job, as text."""
 
     phase: str
     step: int

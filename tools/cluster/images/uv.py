@@ -1,4 +1,4 @@
-"""Lends the host's uv, its cache and its certificates to image builds, so that nothing is downloaded twice."""
+"""Lets image builds use the host's uv, its cache and its certificates, so that nothing is downloaded twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_arguments() -> list[str]:
     if index := os.environ.get("UV_DEFAULT_INDEX"):
         arguments.append(f"--build-arg=UV_DEFAULT_INDEX={index}")
     if uv := shutil.which("uv") or shutil.which(_UV_OF_MAKE):
-        # uv tells its children where it lies; what PATH names may be a version manager's script.
+        # uv passes its own path to its child processes; the uv on PATH may be a version manager's script.
         binary = run([uv, "run", "--no-project", "--offline", "printenv", "UV"], limit=60).strip()
         cache = run([uv, "cache", "dir"], limit=60).strip()
         arguments += [f"--volume={binary}:/run/uv/uv:ro", f"--volume={cache}:/var/cache/uv"]

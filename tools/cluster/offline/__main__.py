@@ -22,7 +22,7 @@ app = typer.Typer(help="The one-node cluster on a machine without a network.", n
 @app.command()
 def compare(
     site: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="Packages of the trainer that the interpreter has not.")
+        Path | None, typer.Option(resolve_path=True, help="Packages of the trainer that the interpreter does not have.")
     ] = None,
     devices: Annotated[
         Path, typer.Option(resolve_path=True, help="Where the device nodes nvidia0, nvidia1, ... lie.")

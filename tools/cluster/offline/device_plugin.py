@@ -71,7 +71,7 @@ class DevicePlugin:
         return messages.DevicePluginOptions()
 
     def list_and_watch(self, request: Any, context: Any) -> Iterator[Any]:
-        """Tell all GPUs as healthy, once; the stream's end would mean that they are gone."""
+        """Report all GPUs as healthy, once; an end of the stream would mean that they are unavailable."""
         yield messages.ListAndWatchResponse(
             devices=[messages.Device(ID=gpu_id, health="Healthy") for gpu_id in self._gpus]
         )

@@ -77,7 +77,7 @@ def up(machine: Machine, stages: Stages) -> None:
 
 
 def _install_programs(machine: Machine) -> str:
-    """Give the loader those of the carried programs' libraries that this machine has not."""
+    """Give the loader those libraries of the packed programs that this machine does not have."""
     lacking = missing_libraries(machine.system / "lib", run(["/sbin/ldconfig", "-p"], limit=30))
     if lacking:
         folder = machine.system / "lacking"

@@ -60,7 +60,7 @@ _CREDENTIAL_MARKS = (
 )
 _CREDENTIALS = (
     "give credentials by spec.env or spec.envFrom from a Secret (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-    "GOOGLE_SERVICE_ACCOUNT), or by spec.serviceAccountName where the cluster has workload identity"
+    "GOOGLE_SERVICE_ACCOUNT), or by spec.serviceAccountName if the cluster has workload identity"
 )
 
 
@@ -177,7 +177,7 @@ class Bucket:
                 continue
             raise BucketRefusedError(
                 f"{self.field} {self.address} cannot be used: the object store does not honour {condition} when it "
-                "writes, so two attempts could overwrite each other's checkpoints; take another store, or a newer "
+                "writes, so two attempts could overwrite each other's checkpoints; use another store, or a newer "
                 "version of this one"
             )
         self.remove([probe])
@@ -238,7 +238,7 @@ def _named(field: str, address: str, error: Exception) -> BucketError:
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         return BucketRefusedError(
             f"{what}: there is no such bucket ({said(error)}); create it, or correct the path (and AWS_REGION or "
-            "AWS_ENDPOINT_URL, where it is elsewhere)"
+            "AWS_ENDPOINT_URL, if it is elsewhere)"
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return BucketRefusedError(

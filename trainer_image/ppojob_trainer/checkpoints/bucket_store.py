@@ -90,7 +90,7 @@ class BucketStore:
             return
         raise BucketUnreachableError(
             f"checkpoint.path {self._bucket.address} cannot be used: {_TRACKER} was changed by somebody else {_CLAIMS} "
-            "times while this attempt claimed it; let one job alone write there"
+            "times while this attempt claimed it; make sure that only one job writes there"
         )
 
     def resume_point(self, policy: ResumePolicy, resume_from: str | None) -> Checkpoint | None:
@@ -131,7 +131,7 @@ class BucketStore:
             self._bucket.delete(self._name(step), first=MANIFEST)
         except BucketError as error:
             # The original error is raised on; the remaining files have no manifest, and the next attempt deletes them.
-            _log.warning("what was written of step %d is still there: %s", step, error)
+            _log.warning("the incomplete checkpoint of step %d could not be deleted: %s", step, error)
 
     def commit(self, step: int, *, state: Mapping[str, Any], keep: int) -> Checkpoint:
         """See `CheckpointStore`."""

@@ -15,8 +15,8 @@ class PhaseTimeoutError(RuntimeError):
         """
         waits = f", still waiting for {'; '.join(unanswered)}" if unanswered else ""
         super().__init__(
-            f"phase {phase} of role {role} was not done within {seconds:g} s{waits}: the log of each such process ends "
-            "with the stacks where it stands; or raise trainer.phaseTimeoutSeconds"
+            f"phase {phase} of role {role} did not finish within {seconds:g} s{waits}: the log of each such process "
+            "ends with the stacks of its threads; if the phase needs longer, raise trainer.phaseTimeoutSeconds"
         )
         self.phase = phase
         self.role = role

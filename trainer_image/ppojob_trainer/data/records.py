@@ -109,7 +109,7 @@ def _ground_truth(value: Any, where: str) -> Any:
         return None
     if not isinstance(value, Mapping) or "ground_truth" not in value:
         raise DataError(
-            f"{where}, column 'reward_model': wanted a dict with ground_truth, this is {value!r:.200}. "
+            f"{where}, column 'reward_model': expected a dict with ground_truth, got {value!r:.200}. "
             "If the ground truth has its own column, set groundTruthColumn"
         )
     return value["ground_truth"]
@@ -119,5 +119,5 @@ def _extra_info(value: Any, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}, column 'extra_info': wanted a dict, this is {type(value).__name__}")
+        raise DataError(f"{where}, column 'extra_info': expected a dict, got {type(value).__name__}")
     return dict(value)

@@ -58,7 +58,7 @@ class PromptTokenizer:
         self._has_template = bool(template or tokenizer.chat_template)
         given = dict(template_kwargs or {})
         if taken := sorted(_DECIDED & given.keys()):
-            raise DataError(f"data.chatTemplateKwargs: {', '.join(taken)} cannot be given: take it out")
+            raise DataError(f"data.chatTemplateKwargs: {', '.join(taken)} cannot be set here: remove it")
         if given and not self._has_template:
             raise DataError("data.chatTemplateKwargs: the actor's tokenizer has no chat template: set chatTemplate")
         self._template_kwargs = given | ({"chat_template": template} if template else {})

@@ -49,8 +49,8 @@ def save_rows(location: str, columns: Mapping[str, Ragged]) -> None:
         raise BucketFailedError(f"the responses in the queue cannot be written to {location}: {error}") from error
     except OSError as error:
         raise CheckpointUnwritableError(
-            f"the responses in the queue cannot be written to {location}: {error}. Look after the storage's space and "
-            "rights; the checkpoints before it are whole"
+            f"the responses in the queue cannot be written to {location}: {error}. Check the storage's free space and "
+            "permissions; earlier checkpoints are complete"
         ) from error
 
 

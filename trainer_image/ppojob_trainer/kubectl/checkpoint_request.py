@@ -73,8 +73,8 @@ def await_answer(cluster: Cluster, kind: str, request: Request, seconds: float) 
             raise NotThereError(f"{request.key} {reason} and saved none; {_newest(job.get('status', {}))}")
         if time.monotonic() >= limit:
             raise NotThereError(
-                f"{request.key} has saved no checkpoint within {seconds:g} s: the request stands, and is answered "
-                f"after the step that is being done; see kubectl ppo status {request.name}"
+                f"{request.key} has saved no checkpoint within {seconds:g} s: the request stays active, and the "
+                f"trainer saves one after the current step; see kubectl ppo status {request.name}"
             )
         time.sleep(_POLL_SECONDS)
 

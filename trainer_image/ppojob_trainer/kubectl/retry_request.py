@@ -36,12 +36,12 @@ def run_again(cluster: Cluster, kind: str, job: Raw, now: datetime, seconds: flo
         answer = found.get("status", {}).get("retry", {})
         if answer.get("request") == value:
             if "refusal" in answer:
-                raise NotThereError(f"{namespace}/{name} is not run again: {answer['refusal']}")
+                raise NotThereError(f"{namespace}/{name} does not run again: {answer['refusal']}")
             return f"{namespace}/{name}: {_restart(found)}"
         if time.monotonic() >= limit:
             raise NotThereError(
                 f"the operator has not answered within {seconds:g} s: the request to run {namespace}/{name} again "
-                "stands; check that the operator runs, and that it is not older than this plugin"
+                "stays active; check that the operator runs, and that it is not older than this plugin"
             )
         time.sleep(_POLL_SECONDS)
 

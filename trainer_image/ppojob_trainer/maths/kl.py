@@ -90,7 +90,7 @@ class KLController(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+        """Continue from a checkpoint's state."""
         ...
 
 
@@ -133,7 +133,7 @@ class AdaptiveKLController:
         return {"type": "Adaptive", "coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the coefficient reached."""
+        """Continue with the saved coefficient."""
         _check_state(state, "Adaptive")
         self.coefficient = float(state["coefficient"])
 

@@ -88,5 +88,5 @@ def counterpart(data_source: str) -> Counterpart:
     known = ", ".join([*COUNTERPARTS, *(f"{prefix}*" for prefix in PREFIXES)])
     raise ValueError(
         f"no reward function for the data source {data_source!r}; there are some for {known}. Set dataSource of "
-        "the data to one of them, or give a function of your own"
+        "the data to one of them, or use your own function"
     )

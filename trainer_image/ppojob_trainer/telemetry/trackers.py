@@ -50,7 +50,7 @@ def check_installed(trackers: Sequence[Tracker]) -> None:
         if importlib.util.find_spec(package) is None:
             raise TrackerMissingError(
                 f"telemetry.trackers asks for {tracker.value}, and the package {package} is not installed: add it to "
-                f"the image (pip install {package}), or take {tracker.value} out"
+                f"the image (pip install {package}), or remove {tracker.value}"
             )
 
 

@@ -125,9 +125,9 @@ async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: As
 
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_a_dry_run_is_answered_like_any_other_question(ask: Asking, dry_run: bool) -> None:
-    doubtful = job(spec(checkpoint={"everySteps": 0}))
+    questionable = job(spec(checkpoint={"everySteps": 0}))
 
-    allowed, _, [warning] = await ask(review(doubtful, dryRun=dry_run))
+    allowed, _, [warning] = await ask(review(questionable, dryRun=dry_run))
 
     assert allowed
     assert warning.startswith("spec.checkpoint.everySteps: 0: no checkpoint is saved before the end")

@@ -1,4 +1,4 @@
-"""docs/admission.md quotes what the product says: each sentence is made here, and no other stands there."""
+"""docs/admission.md quotes real messages: each one is produced here, and the page has no other."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def test_the_page_quotes_what_is_said() -> None:
         runPolicy={"queueName": "team-a", "queuePriorityClass": "soon"},
     )
     apart = parsed(pools=actors(spread="Required", nodeSelector={"a": "b"}))
-    doubtful = parsed(
+    questionable = parsed(
         checkpoint={"everySteps": 0},
         image="trainer:latest",
         autoBalance={"enabled": True},
@@ -48,7 +48,7 @@ def test_the_page_quotes_what_is_said() -> None:
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOncePod",))).refusals,
         *judge_claim(parsed(), Claim("data", "Lost")).refusals,
         *judge_references(naming, KEY.namespace, dict.fromkeys(named(naming))).warnings,
-        *spec_warnings(doubtful),
+        *spec_warnings(questionable),
         *spec_warnings(parsed(pools=actors())),
         *spec_warnings(parsed(pools=actors(podTemplate=among("H200", "A100")))),
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOnce",))).warnings,

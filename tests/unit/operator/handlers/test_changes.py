@@ -1,4 +1,4 @@
-"""Which events of the watches are worth a look."""
+"""Which events of the watches cause a reconcile."""
 
 import copy
 from collections.abc import Hashable, Mapping

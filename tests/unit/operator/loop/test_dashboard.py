@@ -83,7 +83,7 @@ async def test_the_token_goes_along() -> None:
     [
         (401, "Unauthorized", "401 Unauthorized"),
         (500, "Traceback\n  File\nRuntimeError: boom", "500 RuntimeError: boom"),
-        (200, {"a": 1}, "no list but"),
+        (200, {"a": 1}, "the answer is not a list"),
     ],
 )
 async def test_what_is_wrong_is_said_and_never_the_token(status: int, body: Any, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Who has just taken the lead knows since when, so that nobody is blamed for what it could not hear."""
+"""A new leader knows when it started to lead, so that no trainer is blamed for reports that it could not receive."""
 
 from datetime import UTC, datetime
 

@@ -50,8 +50,8 @@ class Queue:
         self.world.see(pods=())
         return self
 
-    def _suspend(self, wish: bool) -> None:
-        clusters = tuple(replace(cluster, is_suspended=wish) for cluster in self.world.observed.clusters)
+    def _suspend(self, requested: bool) -> None:
+        clusters = tuple(replace(cluster, is_suspended=requested) for cluster in self.world.observed.clusters)
         self.world.see(clusters=clusters)
 
     def settle(self) -> World:

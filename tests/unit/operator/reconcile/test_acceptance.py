@@ -1,4 +1,4 @@
-"""A job is accepted, or told why not, before anything is made for it."""
+"""A job is accepted, or its condition says why not, before any of its objects is created."""
 
 import pytest
 
@@ -109,12 +109,12 @@ def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -
     world.run()
     said = world.condition(Condition.ACCEPTED).message
     world.edit(checkpoint={"everySteps": 5}).settle()
-    mended = world.condition(Condition.ACCEPTED).message
+    corrected = world.condition(Condition.ACCEPTED).message
 
     assert "; warnings: spec.checkpoint.everySteps: 0: no checkpoint is saved before the end" in said
     assert "; spec.storage.claimName: 'data': the claim is ReadWriteOnce: unless all 3 pods are on" in said
     assert said in world.words
-    assert mended == "the spec is valid and its claim exists; the trainer checks the paths when it starts"
+    assert corrected == "the spec is valid and its claim exists; the trainer checks the paths when it starts"
 
 
 def test_the_claim_is_not_asked_for_again_once_the_job_was_admitted() -> None:

@@ -92,7 +92,9 @@ def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -
     world = queue.pods_are_gone().says(waits_for=NO_ROOM, eviction=PREEMPTED).settle()
 
     assert world.status["phase"] == Phase.QUEUED
-    assert world.condition(Condition.ADMITTED).message.endswith(f"{NO_ROOM}; it was admitted before: {PREEMPTED}")
+    assert world.condition(Condition.ADMITTED).message.endswith(
+        f"{NO_ROOM}; it was admitted earlier and then evicted: {PREEMPTED}"
+    )
     assert world.status["attempt"] == 1
     assert world.totals == NO_RETRIES
     assert "lastFailure" not in world.status

@@ -1,4 +1,4 @@
-"""Conditions keep metav1's rules, Events tell of changes once, and nobody's field is written but the operator's."""
+"""Conditions follow metav1's rules, Events report each change once, and only the operator's own fields are written."""
 
 from datetime import timedelta
 

@@ -123,7 +123,9 @@ def test_a_try_that_failed_is_shown_and_ends_nothing() -> None:
     world.see(fetch_pods=(FetchPod(POD, world.now, has_started=True, failure="the hub is busy"),)).settle()
 
     assert world.verdict(Condition.SOURCES_FETCHED) == ("False", Reason.FETCHING)
-    assert world.condition(Condition.SOURCES_FETCHED).message == "a try has failed and is repeated: the hub is busy"
+    assert (
+        world.condition(Condition.SOURCES_FETCHED).message == "a try has failed and will be repeated: the hub is busy"
+    )
 
 
 def test_what_is_refused_ends_the_job_with_the_pods_words() -> None:

@@ -82,7 +82,7 @@ def test_a_trainer_that_reports_the_same_for_too_long_is_stalled_and_gets_a_new_
     assert world.verdict(Condition.STALLED) == ("True", Reason.NO_PROGRESS)
     assert world.status["lastFailure"]["reason"] == Reason.NO_PROGRESS
     assert "for 100 s (spec.runPolicy.stallTimeoutSeconds)" in world.status["lastFailure"]["message"]
-    assert "nothing but step 1, Training" in world.status["lastFailure"]["message"]
+    assert "since step 1, Training" in world.status["lastFailure"]["message"]
     assert world.status["retries"]["user"] == 1
     assert world.observed.clusters == ()
 

@@ -1,4 +1,4 @@
-"""A pod that wanted more memory than it may have is the user's to mend, whatever it looks like to the trainer."""
+"""A pod that exceeded its memory limit is a failure of the user's program, whatever the trainer reports."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.unit.operator.reconcile.worlds import World, first_cluster
 
 
 def killed(container: str) -> Trouble:
-    """Return what is said of a pod whose container wanted too much memory."""
+    """Return the trouble of a pod whose container exceeded its memory limit."""
     words = f"container {container} exceeded its memory limit of 64Gi and was terminated"
     return Trouble(Reason.OUT_OF_MEMORY, words, container, 137)
 

@@ -25,14 +25,14 @@ SLOW = OtherLease(120.0, 61.0)
 MINE, CLAIMED, TAKEN, LEFT = "mine", "claimed", "taken over", "left alone"
 
 
-def job_of(world: World, owner: OperatorStatus | None, wish: str | None = None) -> Job:
+def job_of(world: World, owner: OperatorStatus | None, requested: str | None = None) -> Job:
     """Return the world's job, which is an operator's."""
     job = read_job(world.raw)
-    return replace(job, status=job.status.model_copy(update={"operator": owner}), requested_owner=wish)
+    return replace(job, status=job.status.model_copy(update={"operator": owner}), requested_owner=requested)
 
 
 def outcome(adoption: ownership.Adoption) -> str:
-    """Return in a word what is to be done, after a look at whether it agrees with itself."""
+    """Return the decision as one word, after a check that it is consistent."""
     if not adoption.is_ours:
         assert adoption.status is None
         assert adoption.event is not None
@@ -45,7 +45,7 @@ def outcome(adoption: ownership.Adoption) -> str:
 
 
 @pytest.mark.parametrize(
-    ("owner", "wish", "other", "expected"),
+    ("owner", "requested", "other", "expected"),
     [
         (None, None, None, CLAIMED),
         (OURS, None, None, MINE),
@@ -76,15 +76,15 @@ def outcome(adoption: ownership.Adoption) -> str:
     ],
 )
 def test_whose_a_job_is(
-    owner: OperatorStatus | None, wish: str | None, other: OtherLease | None, expected: str
+    owner: OperatorStatus | None, requested: str | None, other: OtherLease | None, expected: str
 ) -> None:
-    job = job_of(World(), owner, wish)
+    job = job_of(World(), owner, requested)
 
     assert outcome(ownership.judge(job, OURS, other, PATIENCE)) == expected
 
 
 @pytest.mark.parametrize(
-    ("owner", "wish", "expected"),
+    ("owner", "requested", "expected"),
     [
         (None, None, False),
         (OLDER, None, False),
@@ -94,12 +94,14 @@ def test_whose_a_job_is(
         (OURS, "theirs", True),
     ],
 )
-def test_who_judges_a_job_before_it_is_stored(owner: OperatorStatus | None, wish: str | None, expected: bool) -> None:
-    assert ownership.is_another_operators(job_of(World(), owner, wish), OURS) is expected
+def test_who_judges_a_job_before_it_is_stored(
+    owner: OperatorStatus | None, requested: str | None, expected: bool
+) -> None:
+    assert ownership.is_another_operators(job_of(World(), owner, requested), OURS) is expected
 
 
 @pytest.mark.parametrize(
-    ("owner", "wish", "asked"),
+    ("owner", "requested", "asked"),
     [
         (None, None, None),
         (OURS, None, None),
@@ -112,13 +114,13 @@ def test_who_judges_a_job_before_it_is_stored(owner: OperatorStatus | None, wish
     ],
 )
 def test_only_a_lease_upon_which_it_depends_is_asked_for(
-    owner: OperatorStatus | None, wish: str | None, asked: OperatorStatus | None
+    owner: OperatorStatus | None, requested: str | None, asked: OperatorStatus | None
 ) -> None:
-    assert ownership.rival(job_of(World(), owner, wish), OURS) == asked
+    assert ownership.rival(job_of(World(), owner, requested), OURS) == asked
 
 
 def told(job: Job, other: OtherLease | None = ALIVE) -> str:
-    """Return what people are told of a job."""
+    """Return the message about a job."""
     event = ownership.judge(job, OURS, other, PATIENCE).event
     assert event is not None
     return event.message

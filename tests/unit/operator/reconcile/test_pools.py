@@ -1,4 +1,4 @@
-"""Pools become ready, or say why not in the words of whoever knows."""
+"""Pools become ready, or the condition quotes the component that knows why not."""
 
 import pytest
 

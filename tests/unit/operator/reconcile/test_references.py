@@ -1,4 +1,4 @@
-"""What a spec names: which objects are looked for, and what is said of what was found."""
+"""Objects that a spec names: which ones are checked, and the messages about them."""
 
 from typing import Any
 

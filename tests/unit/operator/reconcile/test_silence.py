@@ -1,4 +1,4 @@
-"""A trainer that cannot be heard may train on: Progressing is Unknown and says since when, and nothing else happens."""
+"""A trainer without reports may still train: Progressing is Unknown and says since when, and nothing else happens."""
 
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ DAY = 86_400
 
 
 def silent() -> World:
-    """Return a job whose trainer reported at 12:00:20 and was not heard of for 70 s since."""
+    """Return a job whose trainer reported at 12:00:20 and has not reported for 70 s since."""
     return World().run().wait(70).settle()
 
 

@@ -1,4 +1,4 @@
-"""A suspended job puts a checkpoint down, gives its pods back, and goes on as an attempt that is not a retry."""
+"""A suspended job saves a checkpoint, releases its pods, and continues as an attempt that is not a retry."""
 
 from collections.abc import Callable
 

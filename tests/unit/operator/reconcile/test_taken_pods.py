@@ -37,7 +37,7 @@ def test_a_worker_that_is_taken_away_names_the_failure_after_the_trainer_has_sto
     failure = world.status["lastFailure"]
     assert (failure["reason"], failure["exitCode"]) == (trouble.reason, 130)
     lost = f"pod {first_cluster()}-critic: {trouble.message}; pool critic has only 0 of its 1 pods ready; "
-    assert failure["message"] == f"{lost}the trainer: Interrupted: stopped gracefully after step 3"
+    assert failure["message"] == f"{lost}the trainer reported Interrupted: stopped gracefully after step 3"
     assert world.totals == (0, 0, 1)
 
 

@@ -155,9 +155,9 @@ class World:
         self.annotations[constants.ANNOTATION_RETRY] = value
         return self
 
-    def suspend(self, wish: bool = True) -> "World":
+    def suspend(self, is_requested: bool = True) -> "World":
         """Change `spec.runPolicy.suspend`."""
-        self.spec["runPolicy"] = {**self.spec.get("runPolicy", {}), "suspend": wish}
+        self.spec["runPolicy"] = {**self.spec.get("runPolicy", {}), "suspend": is_requested}
         self.generation += 1
         return self
 

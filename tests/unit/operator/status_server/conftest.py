@@ -210,7 +210,7 @@ def unavailable() -> ApiUnavailable:
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that advances on request."""
 
     now = 0.0
 

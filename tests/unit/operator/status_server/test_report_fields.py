@@ -1,4 +1,4 @@
-"""What a report becomes in the status, and what the trainer is told."""
+"""The status that results from a report, and the reply to the trainer."""
 
 import itertools
 from datetime import UTC, datetime, timedelta, timezone

@@ -52,7 +52,7 @@ def prepare(folder: Path, scenario: str) -> FolderStore:
 
 
 def main() -> int:
-    """Make one folder for each point at which a process can die; the last one is of a process that lived."""
+    """Make one folder for each point at which a process can exit; the last one is of a process that completed."""
     base, scenario = Path(sys.argv[1]), sys.argv[2]
     # A kill takes nothing out of the kernel's cache, so the disk need not be waited for; the call still counts.
     os.fsync = lambda fd: None

@@ -19,7 +19,7 @@ class Place(Protocol):
     owner: str
     """Name of the file that says who may write."""
     nothing: str
-    """What is said of a location that is not there."""
+    """The message about a location that does not exist."""
 
     def name(self, step: int, attempt: int = 0) -> str:
         """Return the name of a checkpoint."""

@@ -1,4 +1,4 @@
-"""A kill at any moment of a save leaves a complete checkpoint, and the next attempt goes on from it."""
+"""A SIGKILL at any moment of a save leaves a complete checkpoint, and the next attempt resumes from it."""
 
 import os
 import subprocess

@@ -234,12 +234,14 @@ def test_a_run_leaves_its_job_file_and_its_log(file: Path, tmp_path: Path) -> No
 
 
 def test_a_failure_is_its_reason_and_sentence(file: Path, tmp_path: Path) -> None:
-    record = 'FailureRecord(reason="ModelNotFound", message="no config.json: mend it", kind="Permanent", exit_code=3)'
+    record = (
+        'FailureRecord(reason="ModelNotFound", message="no config.json: correct it", kind="Permanent", exit_code=3)'
+    )
 
     code, _, err = _run(f"raise JobFailedError({record})", file, tmp_path / "output" / "try")
 
     assert code == 3
-    assert "error: ModelNotFound: no config.json: mend it\nlogs: " in err
+    assert "error: ModelNotFound: no config.json: correct it\nlogs: " in err
     assert "Traceback" not in err
 
 

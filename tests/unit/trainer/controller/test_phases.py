@@ -16,7 +16,7 @@ def record(phase: str, pool: str, start: float, end: float) -> PhaseRecord:
 async def test_a_phase_that_takes_too_long_is_named_with_its_role() -> None:
     phases = Phases({"rollout": "actor"}, timeout_s=0.01)
 
-    with pytest.raises(PhaseTimeoutError, match=r"phase gen of role rollout was not done within 0\.01 s"):
+    with pytest.raises(PhaseTimeoutError, match=r"phase gen of role rollout did not finish within 0\.01 s"):
         await phases.run("gen", "rollout", 1, asyncio.sleep(10))
 
 

@@ -76,7 +76,7 @@ def test_variables_reach_the_template(source) -> None:
 
 
 def test_variables_that_are_not_the_jobs_to_give_are_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.chatTemplateKwargs: tokenize cannot be given: take it out"):
+    with pytest.raises(DataError, match=r"data\.chatTemplateKwargs: tokenize cannot be set here: remove it"):
         PromptTokenizer(make_tokenizer(TEMPLATE), "", None, {"tokenize": True})
     with pytest.raises(DataError, match="the actor's tokenizer has no chat template: set chatTemplate"):
         PromptTokenizer(make_tokenizer(None), "", None, {"enable_thinking": True})

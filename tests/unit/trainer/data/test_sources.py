@@ -203,8 +203,8 @@ class TestFiles:
             ({"prompt": ["hi"]}, "a message is a dict with role and content, this is 'hi'"),
             ({"prompt": [{"content": "hi"}]}, "a message is a dict with role and content"),
             ({"prompt": [{"role": "user", "content": None}]}, "the content of a message must be text"),
-            ({"prompt": "a", "reward_model": {"style": "rule"}}, "'reward_model': wanted a dict with ground_truth"),
-            ({"prompt": "a", "extra_info": [1]}, "'extra_info': wanted a dict, this is list"),
+            ({"prompt": "a", "reward_model": {"style": "rule"}}, "'reward_model': expected a dict with ground_truth"),
+            ({"prompt": "a", "extra_info": [1]}, "'extra_info': expected a dict, got list"),
         ],
     )
     def test_bad_rows_are_named(self, jsonl, row, message) -> None:

@@ -53,7 +53,7 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             {"critic.tensorParallelSize": 2, "critic.sequenceParallelSize": 4},
             "critic.sequenceParallelSize 4 does not divide this llama's num_key_value_heads 3",
         ),
-        (Phi3Config(), {"actor.tensorParallelSize": 2}, "how phi3 is divided is not computed here"),
+        (Phi3Config(), {"actor.tensorParallelSize": 2}, "tensor parallelism of phi3 is not supported"),
         (PretrainedConfig(num_attention_heads=4), {"actor.tensorParallelSize": 2}, "no plan.*use sequenceParallelSize"),
     ],
 )

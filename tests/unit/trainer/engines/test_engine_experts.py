@@ -255,6 +255,6 @@ def test_adapters_on_experts_are_refused(parallel: ParallelMesh, path: Path, tar
 
 def test_tensor_parallel_experts_are_refused(path: Path) -> None:
     with pytest.raises(
-        ModelMismatchError, match=r"actor\.tensorParallelSize 2: how qwen3_moe is divided is not computed"
+        ModelMismatchError, match=r"actor\.tensorParallelSize 2: tensor parallelism of qwen3_moe is not supported"
     ):
         check_divisions(AutoConfig.from_pretrained(path), {"actor.tensorParallelSize": 2})

@@ -214,7 +214,7 @@ def has_no_division(family: str) -> bool:
     try:
         check_divisions(AutoConfig.for_model(family, **SHAPE), {"actor.tensorParallelSize": 2})
     except ModelMismatchError as error:
-        return f"how {family} is divided is not computed here" in str(error)
+        return f"tensor parallelism of {family} is not supported" in str(error)
     return False
 
 

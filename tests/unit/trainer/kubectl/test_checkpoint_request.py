@@ -85,8 +85,8 @@ def test_a_checkpoint_that_answers_nobody_is_no_answer(
 
     assert (result.exit_code, result.stderr) == (
         1,
-        "error: team/products has saved no checkpoint within 3 s: the request stands, and is answered after the "
-        "step that is being done; see kubectl ppo status products\n",
+        "error: team/products has saved no checkpoint within 3 s: the request stays active, and the trainer saves one "
+        "after the current step; see kubectl ppo status products\n",
     )
 
 

@@ -66,7 +66,7 @@ def test_a_refusal_is_an_error_with_the_operators_words(
 
     result = ppo("retry", "products")
 
-    words = "error: team/products is not run again: nothing is left to do: 8 of 8 steps are done\n"
+    words = "error: team/products does not run again: nothing is left to do: 8 of 8 steps are done\n"
     assert (result.exit_code, result.stderr) == (1, words)
 
 

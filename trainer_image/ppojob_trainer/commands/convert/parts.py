@@ -199,7 +199,7 @@ def rewards(draft: Draft) -> None:
         draft.values[f"{where}.module"] = "ppojob_trainer.rewards.by_data_source"
         why = (
             "no custom_reward_function is given, so the function depends on data_source, as in verl: see "
-            "docs/rewards.md for the names, or give a function of your own"
+            "docs/rewards.md for the names, or use your own function"
         )
         draft.to_fill.append((where, why))
     if kwargs:

@@ -153,7 +153,7 @@ def _refuse_failure(script: Script, recording: Recording, found: Sequence[Launch
 
 
 def _empty_answers(recording: Recording) -> list[tuple[str, Any, str]]:
-    """Programs whose output the script goes on with: here they printed nothing."""
+    """Programs whose output the script uses: here they printed nothing."""
     why = (
         "the script reads the output of this program, which was not started: set the value with --env, or set "
         "the field by hand"

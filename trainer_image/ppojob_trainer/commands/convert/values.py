@@ -80,7 +80,7 @@ def only(expected: Any, why: str) -> Change:
     return change
 
 
-_OWN = "write a function of your own, see docs/algorithms.md"
+_OWN = "write your own function, see docs/algorithms.md"
 ESTIMATORS = one_of(
     {"gae": "GAE", "grpo": "GRPO", "rloo": "RLOO", "reinforce_plus_plus": "ReinforcePlusPlus"},
     f"choose one of them for algorithm.advantageEstimator, or {_OWN}",

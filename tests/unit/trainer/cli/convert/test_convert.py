@@ -239,7 +239,7 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
             "algorithm.adv_estimator=remax",
             "'remax' has no counterpart (there are gae, grpo, rloo, reinforce_plus_plus): choose one of them",
         ),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "write a function of your own"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "write your own function"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM generates"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "no servers, tools or agent loops"),
         ("actor_rollout_ref.actor.strategy=megatron", "FSDP2"),

@@ -89,16 +89,16 @@ def unwritable(location: str | Path, error: BaseException) -> EngineError:
     if is_of_store(error):
         return bucket_failed(location, "written", error)
     return CheckpointUnwritableError(
-        f"checkpoint {location} cannot be written: {first_line(error)}. Look after the storage's space and rights; the "
-        "checkpoints before it are whole"
+        f"checkpoint {location} cannot be written: {first_line(error)}. Check the storage's free space and "
+        "permissions; earlier checkpoints are complete"
     )
 
 
 def bucket_failed(location: str | Path, done: str, error: BaseException) -> BucketFailedError:
     """Return the error for a failure of the object store; `done` describes the operation."""
     return BucketFailedError(
-        f"checkpoint {location} cannot be {done}: {first_line(error)}. Look after the object store, the network to it "
-        "and the credentials of this pod; the checkpoints before it are whole"
+        f"checkpoint {location} cannot be {done}: {first_line(error)}. Check the object store, the network to it "
+        "and the credentials of this pod; earlier checkpoints are complete"
     )
 
 

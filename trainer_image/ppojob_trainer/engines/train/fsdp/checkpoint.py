@@ -111,8 +111,8 @@ def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel
         if is_of_store(error):
             raise bucket_failed(location, "read", error) from error
         raise CheckpointUnreadableError(
-            f"checkpoint {location} cannot be read into this model: {first_line(error)}. Keep model and algorithm as "
-            "they were, or begin a new run under another name"
+            f"checkpoint {location} cannot be read into this model: {first_line(error)}. Use the model and algorithm "
+            "that wrote it, or start a new run with another name"
         ) from error
     optimizer.load_state_dict(state[PROGRESS])
     _set_random_states({key.rsplit("/", 1)[1]: state[key] for key in random}, parallel)

@@ -40,7 +40,7 @@ def _check_tensor_parallel(text: Any, field: str, size: int) -> None:
     unknown = set(plan.values()) - KNOWN_STYLES if plan else {"no plan"}
     if unknown:
         raise ModelMismatchError(
-            f"{field} {size}: how {text.model_type} is divided is not computed here ({', '.join(sorted(unknown))}): "
+            f"{field} {size}: tensor parallelism of {text.model_type} is not supported ({', '.join(sorted(unknown))}): "
             f"use {_SEQUENCE}"
         )
     check_heads(text, field, size)
