@@ -80,9 +80,11 @@ class Bench:
         pids = {name: record.pid for name, record in records.items() if record is not None}
         return Meter({"operator": self.operator.pid, **pids})
 
-    async def run_all(self) -> None:
+    async def run_all(self, *, is_burst_alone: bool) -> None:
         """Do one measurement after the other, as far as there are running trainers."""
         await self.burst()
+        if is_burst_alone:
+            return
         if not self.fleet.times.running:
             self.add("rest, reports and restart", "", f"no trainer ran after {self.limit_s:g} s (--limit)")
             return
@@ -243,7 +245,7 @@ async def run(layout: Layout, namespace: str, arguments: argparse.Namespace, alo
         try:
             async with fleet.watched():
                 await operator.start()
-                await bench.run_all()
+                await bench.run_all(is_burst_alone=arguments.burst_only)
         finally:
             await operator.stop()
     return bench.rows
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=3, help="pods of a job, its head included (at least 3)")
     parser.add_argument("--rest", type=float, default=30.0, help="seconds of each measurement at a steady rate")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which no longer is waited for jobs")
+    parser.add_argument("--burst-only", action="store_true", help="stop when all jobs run: KubeRay alone and beside us")
     parser.add_argument("--profile", action="store_true", help="run the operator under cProfile (it is slower)")
     arguments = parser.parse_args()
     layout = Layout.from_environment()
