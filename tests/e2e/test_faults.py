@@ -1,11 +1,11 @@
 """Faults of a running job whose critic has its ranks in two pods: what each of them costs, as a table.
 
 Trainer, operator, KubeRay, scheduler and kubelet are real. The table is printed (`--capture=no` shows it). How long a
-recovery takes is never asserted.
+recovery takes is never asserted. Only the faults of the selected tests are injected: `-k "RayCluster"`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,13 @@ class Recovery:
 
 
 @pytest.fixture(scope="module")
-def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
+def recoveries(site: Site, request: pytest.FixtureRequest) -> Iterator[dict[str, Recovery]]:
     """By fault; the job is completed afterwards."""
+    selected = selected_faults(request.session.items)
     site.apply(NAME, CHANGES)
     found: dict[str, Recovery] = {}
     step = 0
-    for words, fault in FAULTS.items():
+    for words, fault in selected.items():
         # A checkpoint is saved and a step after it is done, so that there is something to lose.
         await_step(site, NAME, (step // EVERY_STEPS + 1) * EVERY_STEPS + 1)
         assert len(pods(site, CRITIC)) == 2
@@ -159,6 +160,12 @@ def recoveries(site: Site) -> Iterator[dict[str, Recovery]]:
     print(f"\n\n{HEADING}\n{table(found)}")
     yield found
     site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+
+
+def selected_faults(items: Sequence[pytest.Item]) -> dict[str, Fault]:
+    """Return the faults that one of the tests to run is about."""
+    wanted = {item.callspec.params.get("words") for item in items if hasattr(item, "callspec")}
+    return {words: fault for words, fault in FAULTS.items() if words in wanted}
 
 
 def recover(site: Site, fault: Fault) -> Recovery:
