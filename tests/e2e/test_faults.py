@@ -1,7 +1,8 @@
 """Faults of a running job whose critic has its ranks in two pods: what each of them costs, as a table.
 
 Trainer, operator, KubeRay, scheduler and kubelet are real. The table is printed (`--capture=no` shows it). How long a
-recovery takes is never asserted. Only the faults of the selected tests are injected: `-k "RayCluster"`.
+recovery takes is never asserted. Only the faults of the selected tests are injected, for example those of
+`-k "head or drained"`.
 """
 
 import time
