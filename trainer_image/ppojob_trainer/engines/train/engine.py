@@ -148,10 +148,13 @@ class TrainEngine(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a HuggingFace folder: safetensors in bfloat16, config, tokenizer. Rank 0 writes.
+        """Write the policy as a HuggingFace folder: safetensors in bfloat16, config, tokenizer. Any rank may write.
+
+        After an error of any rank, the folder is not a complete model.
 
         Raises:
             FileExistsError: the folder is not empty.
+            CheckpointUnwritableError: the storage refused the write.
         """
         ...
 
