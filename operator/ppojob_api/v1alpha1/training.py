@@ -293,10 +293,11 @@ class CheckpointSpec(ApiModel):
     """Steps between checkpoints; 0: only the last one."""
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
-    asynchronous: bool = Field(default=False, alias="async")
-    """Continue training while a checkpoint is written. What is on GPUs is copied to host memory first. At most one
-    checkpoint is written at a time. The end of the run waits for it, and a failed one fails the job. If host memory is
-    too small, training waits for each checkpoint, and the log says so."""
+    asynchronous: bool = Field(default=True, alias="async")
+    """Continue training while a checkpoint is written. What is on GPUs is copied to host memory meanwhile; the next
+    update waits for the copy before its first step, and with offloaded tensors at its end for the checkpoint. At most
+    one checkpoint is written at a time. The end of the run waits for it, and a failed one fails the job. If host memory
+    is too small, training waits for each checkpoint, and the log says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
     """Where the run is written. Auto: in the folder of its name; the job fails if another object of that name left
     checkpoints there. Never: in its own folder below it, `runs/UID`. In both cases, an attempt resumes from the last

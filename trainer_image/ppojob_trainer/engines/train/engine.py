@@ -164,6 +164,7 @@ class TrainEngine(Protocol):
         Args:
             location: a folder, or an address in an object store (s3://, gs://).
             in_background: return when later updates cannot change what is written. `is_saved` says when all is written.
+                An update that waits for it may say how long, as `timing_s/checkpoint/wait_actor` or `.../wait_critic`.
 
         Raises:
             FileExistsError: the location is not empty.
