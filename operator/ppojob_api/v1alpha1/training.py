@@ -296,10 +296,11 @@ class CheckpointSpec(ApiModel):
     """Steps between checkpoints; 0: only the last one."""
     keep: int = Field(default=2, ge=1, le=1000)
     """How many checkpoints are kept."""
-    asynchronous: bool = Field(default=False, alias="async")
-    """Continue training while a checkpoint is written. Tensors on GPUs are copied to host memory first. At most one
-    checkpoint is written at a time. At its end, the run waits for it. If it cannot be written, the attempt fails. If
-    host memory is too small, training waits for each checkpoint, and the log says so."""
+    asynchronous: bool = Field(default=True, alias="async")
+    """Continue training while a checkpoint is written. Tensors on GPUs are copied to host memory meanwhile. The next
+    update waits for these copies before its first step, and with offloaded tensors it waits at its end for the
+    checkpoint. At most one checkpoint is written at a time. At its end, the run waits for it. If it cannot be written,
+    the attempt fails. If host memory is too small, training waits for each checkpoint, and the log says so."""
     resume: ResumePolicy = ResumePolicy.AUTO
     """Where the run is written. Auto: in the folder of its name; the job fails if another object of that name left
     checkpoints there. Never: in its own folder below it, `runs/UID`. In both cases, an attempt resumes from the last

@@ -221,7 +221,7 @@ def test_the_defaults_that_the_api_server_fills_in_are_those_of_the_model(kubect
     stored = kubectl.create(job("defaults"))["spec"]
 
     assert stored["checkpoint"] == {
-        "async": False,
+        "async": True,
         "everySteps": 50,
         "export": "Final",
         "keep": 2,

@@ -23,9 +23,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`ppojob run`: three steps on a mixture in two pools, in the mode that Auto chooses, a checkpoint after each."""
+    """`ppojob run`: three steps on a mixture in two pools, in the mode that Auto chooses, a checkpoint after each.
+
+    The run waits for each checkpoint.
+    """
     root = tmp_path_factory.mktemp("undisturbed")
-    with started(root, checkpointed_spec(model)) as run:
+    with started(root, checkpointed_spec(model, **{"async": False})) as run:
         assert run.wait(LIMIT_S) == 0, log_of(root)
     return Run(root)
 

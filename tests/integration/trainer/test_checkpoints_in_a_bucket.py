@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name() -> None:
 def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     server: S3Server, undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
-    spec = checkpointed_spec(model, **{"async": True, "path": "s3://bucket/team/run"})
+    spec = checkpointed_spec(model, path="s3://bucket/team/run")
     with started(tmp_path, spec) as run:
         half = "team/run/step-2.attempt-0"
         wait_until(lambda: bool(server.keys(half)), run, "inside the second save", tmp_path, LIMIT_S)

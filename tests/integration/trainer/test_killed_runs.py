@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
-    in_background = checkpointed_spec(model, **{"async": True})
+    in_background = checkpointed_spec(model)
     with started(tmp_path, in_background) as run:
         wait_until(
             lambda: any((tmp_path / "checkpoints").glob(".step-2.tmp-0/*/*")), run, "inside the second save", tmp_path

@@ -93,6 +93,8 @@ class TrainingLoop(Generic[B]):
         # The checkpoint that is being written (at most one), and the last request that was answered with one.
         self._writing: asyncio.Task[None] | None = None
         self._request: str | None = None
+        # How long the last complete checkpoint took, until a step's metrics have it.
+        self._write_seconds: float | None = None
         # The step that was exported last, and the upload of an export (at most one).
         self._exported_step = 0
         self._uploading: asyncio.Task[None] | None = None
@@ -193,6 +195,8 @@ class TrainingLoop(Generic[B]):
         metrics |= throughput_metrics(metrics, end - start, self._settings.num_gpus)
         if self._is_due(step, self._monitor.settings.checkpoint_every_steps) or self._is_requested():
             metrics["timing_s/save_checkpoint"] = await self._save()
+        if self._write_seconds is not None:
+            metrics["timing_s/checkpoint/write"], self._write_seconds = self._write_seconds, None
         # Before the export, whose model card has the metrics of all steps.
         self._monitor.record(step, metrics)
         if self._saved_step == step:
@@ -299,13 +303,14 @@ class TrainingLoop(Generic[B]):
         staging = self._checkpoints.stage(step, in_background=in_background, batches=batches)
         await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, staging)
         self._saved_step = step
-        self._writing = asyncio.create_task(self._commit(step, state, keep, self._request))
+        self._writing = asyncio.create_task(self._commit(step, state, keep, self._request, start))
         if not in_background:
             await self._phases.run(Phase.SAVE_CHECKPOINT, "actor", step, self._written())
         return self._phases.now() - start
 
-    async def _commit(self, step: int, state: Mapping[str, Any], keep: int, request: str | None) -> None:
+    async def _commit(self, step: int, state: Mapping[str, Any], keep: int, request: str | None, start: float) -> None:
         location = await self._checkpoints.commit(step, state, keep)
+        self._write_seconds = self._phases.now() - start
         self._monitor.saved(step, location, request)
 
     async def _written(self) -> None:

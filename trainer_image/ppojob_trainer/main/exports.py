@@ -1,4 +1,4 @@
-"""The exports of a run: the actor's rank 0 writes a folder, the driver completes it, names it and uploads it.
+"""The exports of a run: the actor's ranks write a folder, the driver completes it, names it and uploads it.
 
 Implements `controller.ports.ExportPort` for `run`. A folder appears complete, by a rename. An upload that fails loses
 neither the run nor the folder: it is reported.
@@ -71,7 +71,7 @@ class JobExports:
         target = self._folder(step)
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.tmp-{self._attempt}")
-        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+        await asyncio.to_thread(_remove_incomplete, target, self._attempt)
         await self._groups.actor.group.call(ActorWorker.export, aside)
         await asyncio.to_thread(complete, aside, self._job, step)
         await asyncio.to_thread(_replace, aside, target)
@@ -152,6 +152,14 @@ def _keep(folder: Path, step: int, keep: int) -> None:
     kept = sorted(number for number in found.values() if number <= step)[-keep:]
     for path, number in found.items():
         if number not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_incomplete(target: Path, attempt: int) -> None:
+    """Delete what this attempt and earlier ones wrote of an export that they did not complete."""
+    for path in target.parent.glob(f".{target.name}.tmp-*"):
+        written_by = path.name.rpartition("-")[2]
+        if written_by.isdecimal() and int(written_by) <= attempt:
             shutil.rmtree(path, ignore_errors=True)
 
 

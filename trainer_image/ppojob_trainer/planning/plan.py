@@ -6,6 +6,7 @@ The sums over a pool, whether a model stays gathered, and the trainer's own refu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ __all__ = ["HostPlan", "Plan", "Runner", "plan_job"]
 
 Runner = Callable[[Work], Measured]
 
+_BFLOAT16 = 2
 _SAVED_FILE = 2**30
 """Bytes of the file that a rank writes at a time while it saves a checkpoint."""
 
@@ -150,9 +152,21 @@ def _hosts(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[HostPlan]:
         trained = [need for need in needs if need.role in ("actor", "critic")]
         file_sizes = sum(_SAVED_FILE * need.num_processes for need in trained)
         save = load + (sum(need.staged for need in needs) if is_async else file_sizes)
-        export = load + (SHARD_BYTES if any(need.role == "actor" for need in needs) else 0)
+        of_actor = [need.num_processes for need in needs if need.role == "actor"]
+        export = load + sum(_exported(spec, sizes["actor"].num_parameters, num_local) for num_local in of_actor)
         found.append(HostPlan(pool, load, save, export, min(sizes[need.role].host_bytes for need in needs)))
     return found
+
+
+def _exported(spec: PPOJobSpec, num_parameters: int, num_local: int) -> float:
+    """Return the bytes of the files that the `num_local` actor ranks of a host hold at a time while they export.
+
+    A rank holds one file. Where there are fewer files than ranks, the writers are spread over the hosts.
+    """
+    total = _BFLOAT16 * num_parameters
+    num_files = math.ceil(total / SHARD_BYTES)
+    num_ranks = spec.pool(spec.placement.actor).gpus
+    return min(num_local, math.ceil(num_files * num_local / num_ranks)) * min(SHARD_BYTES, total)
 
 
 def _is_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> bool:

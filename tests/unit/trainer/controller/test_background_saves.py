@@ -26,6 +26,25 @@ async def test_the_next_step_does_not_wait_and_the_checkpoint_holds_the_models_o
     assert (run.checkpoints.in_background, waiting.checkpoints.in_background) == ([1, 2], [])
 
 
+async def test_the_metrics_say_how_long_the_loop_stood_still_and_how_long_the_checkpoint_took(
+    make_run: MakeRun,
+) -> None:
+    run, waiting = (make_run(ScheduleMode.SERIAL, steps=4, save_every=2, write_s=write_s) for write_s in (2.0, None))
+
+    await run()
+    await waiting()
+
+    saved, written = (run.world.at(f"{what} 2", "end") for what in ("save", "write"))
+    started = run.world.at("save 2", "start")
+    record = {step: run.monitor.records[step] for step in (1, 2, 3)}
+    assert record[2]["timing_s/save_checkpoint"] == pytest.approx(saved - started)
+    assert [step for step, metrics in record.items() if "timing_s/checkpoint/write" in metrics] == [3]
+    assert record[3]["timing_s/checkpoint/write"] == pytest.approx(written - started)
+    # One that is waited for is complete when its step is recorded.
+    record = waiting.monitor.records
+    assert record[2]["timing_s/checkpoint/write"] == record[2]["timing_s/save_checkpoint"] > 0
+
+
 async def test_at_most_one_is_being_written(make_run: MakeRun) -> None:
     run = make_run(steps=4, save_every=1, write_s=100.0)
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ppojob_trainer.engines.train.fsdp import export as export_module
+from ppojob_trainer.engines.train.fsdp import export_files
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.loading import write_shard
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
+
+FILE_BYTES: Final = 12_000
+"""Less than the weights of a layer."""
 
 
 def run(
@@ -71,10 +78,20 @@ def observed_update(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
 
 def exported(policy: FSDPEngine, folder: Path) -> dict[str, Any]:
     """Write the export; return the parameters that are trained, and the weights that are sent to the rollout."""
-    policy.export(folder / "export")
+    written = exported_files(policy, folder / "export")
     weights = policy.weights()
     sent = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
-    return {"trained": trained(policy), "sent": sent}
+    return {"trained": trained(policy), "sent": sent, "written": written}
+
+
+def exported_files(policy: FSDPEngine, folder: Path) -> list[str]:
+    """Write the export in small files; return the names of those that this rank wrote, in their order."""
+    with (
+        mock.patch.object(export_module, "SHARD_BYTES", FILE_BYTES),
+        mock.patch.object(export_files, "save_file", side_effect=save_file) as written,
+    ):
+        policy.export(folder)
+    return [call.args[1].name for call in written.call_args_list]
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter]:

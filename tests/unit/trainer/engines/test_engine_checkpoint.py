@@ -73,6 +73,7 @@ def test_a_save_in_the_background_holds_the_models_of_its_start(
     engine.save(tmp_path / "now")
     engine.save(tmp_path / "meanwhile", in_background=True)
     metrics = engine.update(batch)
+    assert metrics.pop("timing_s/checkpoint/wait_actor") >= 0
     wait_for(engine)
     for name in ("now", "meanwhile"):
         resumed = make_policy(parallel, model_path)

@@ -82,7 +82,9 @@ def test_a_checkpoint_of_offloaded_tensors_needs_no_memory_on_the_device(
         offloaded.save(tmp_path / "waited-for")
         offloaded.save(tmp_path / "background", in_background=True)
     expected = plain.update(batch)
-    assert offloaded.update(batch) == expected, "the next update must not be written into the last save"
+    found = offloaded.update(batch)
+    assert found.pop("timing_s/checkpoint/wait_actor") >= 0
+    assert found == expected, "the next update must not be written into the last save"
     while not offloaded.is_saved():
         time.sleep(0.01)
     for name in ("waited-for", "background"):
@@ -110,6 +112,7 @@ def test_a_background_save_has_the_tensors_that_are_offloaded_meanwhile(
     saved.update(batch)
     saved.save(tmp_path / "step", in_background=True)
     metrics = saved.update(batch)
+    assert metrics.pop("timing_s/checkpoint/wait_actor") >= 0
     deadline = time.monotonic() + 60
     while not saved.is_saved():
         assert time.monotonic() < deadline, "the save did not end"

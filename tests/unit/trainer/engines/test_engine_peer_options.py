@@ -139,8 +139,8 @@ def seen(
 
 
 def files(export: Path) -> dict[str, bytes]:
-    """The weights of an export, adapters included."""
-    return {str(file.relative_to(export)): file.read_bytes() for file in export.rglob("*.safetensors")}
+    """The weights of an export, adapters and index included."""
+    return {str(file.relative_to(export)): file.read_bytes() for file in export.rglob("*.safetensors*")}
 
 
 def test_the_initial_values_are_those_of_one_rank(seen: Seen) -> None:
@@ -205,6 +205,14 @@ def test_it_reads_the_checkpoint_of_one_rank_and_exports_the_same_bytes(seen: Se
         assert found["second"] == pytest.approx(seen.of_one["second"], rel=1e-3, abs=1e-4)
     assert files(tmp_path / "export") == files(seen.folder_of_one / "export")
     assert ("adapter/adapter_model.safetensors" in files(tmp_path / "export")) == (seen.layout.lora is not None)
+
+
+def test_each_rank_writes_its_share_of_the_files(seen: Seen) -> None:
+    per_rank = [mine["written"] for mine in seen.ranks]
+    written = [name for mine in per_rank for name in mine]
+    assert len(written) == len(seen.of_one["written"]) > len(seen.ranks)
+    assert sorted(written) == sorted(seen.of_one["written"])
+    assert max(map(len, per_rank)) - min(map(len, per_rank)) <= 1
 
 
 def test_the_families_with_tensor_parallelism_are_tested_with_adapters() -> None:

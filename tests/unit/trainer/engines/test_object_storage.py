@@ -86,6 +86,8 @@ def test_an_update_after_loading_from_a_bucket_equals_the_one_after_saving(
     saved.update(batch)
     saved.save(ADDRESS, in_background=in_background)
     metrics = saved.update(batch)
+    assert ("timing_s/checkpoint/wait_actor" in metrics) == in_background
+    metrics.pop("timing_s/checkpoint/wait_actor", None)
     wait_for(saved)
     resumed = make_policy(parallel, model_path)
 

@@ -27,7 +27,7 @@ REPORTING = Reporting(url="https://operator")
 
 
 class Actor:
-    """The actor's rank 0: it writes a folder with the number of the call."""
+    """The actor's ranks: they write a folder with the number of the call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -67,6 +67,17 @@ async def test_the_last_export_replaces_the_one_before(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").read_text() == "2"
     assert "for 8 steps" in (tmp_path / "model" / "README.md").read_text()
     assert exports.newest(8) is None, "it is exported again at the end"
+
+
+async def test_what_an_earlier_attempt_did_not_complete_is_deleted(tmp_path: Path) -> None:
+    for attempt in (0, 1, 2):
+        (tmp_path / f".model.tmp-{attempt}").mkdir()
+        (tmp_path / f".model.tmp-{attempt}" / "model-00001-of-00002.safetensors").touch()
+    exports = JobExports(job_of(tmp_path), Actor(), RunFiles(tmp_path), 1, lambda: None)  # type: ignore[arg-type]
+
+    await exports.export(4, 1)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.tmp-2", "model"], "2 may still write"
 
 
 async def test_each_export_has_its_folder_and_the_newest_are_kept(tmp_path: Path) -> None:

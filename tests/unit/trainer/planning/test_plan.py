@@ -11,6 +11,7 @@ from ppojob_trainer.planning import Plan, ShapeNotFoundError, plan_job
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, Gpu, gpus_of_pools
 from ppojob_trainer.planning.layouts import plan_other_sizes
+from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
@@ -121,16 +122,37 @@ def test_the_cache_by_hand(tmp_path: Path) -> None:
 
 
 def test_hosts_by_hand(tmp_path: Path) -> None:
-    """Two ranks of three roles of 4 GB each, and AdamW's moments; an export holds a file of 5 GB."""
+    """Two ranks of three roles of 4 GB each, and AdamW's moments; one of them holds the file of an export."""
     offload = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}
     found = plan(tmp_path, model=offload)
     (host,) = found.hosts
     parameters = 8 * measure_parameters(tmp_path)
     assert host.load == pytest.approx(2 * 3 * 4e9 + parameters)
-    assert host.save == pytest.approx(host.load + 4 * 2**30)
-    assert host.export == pytest.approx(host.load + 5e9)
+    # The critic's 12 bytes per parameter and the actor's 4 are copied for a checkpoint.
+    assert host.save == pytest.approx(host.load + 2 * parameters)
+    assert host.export == pytest.approx(host.load + parameters / 4)
     assert host.limit == 2 * 64 * 2**30
     assert host.fits
+    (waiting,) = plan(tmp_path, model=offload, checkpoint={"async": False}).hosts
+    assert waiting.save == pytest.approx(host.load + 4 * 2**30), "each rank of both holds a file"
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "nodes", "per_node", "files_of_a_host"),
+    [
+        # 14 GB are three files; of four hosts, none writes two of them.
+        (7e9, 4, 8, 1),
+        (7e9, 1, 8, 3),
+        # 140 GB are 28 files.
+        (70e9, 8, 8, 4),
+        (70e9, 2, 8, 8),
+    ],
+)
+def test_each_writer_of_an_export_holds_one_file(
+    tmp_path: Path, num_parameters: float, nodes: int, per_node: int, files_of_a_host: int
+) -> None:
+    spec = job(write_config(tmp_path), pools=[{"name": "all", "nodes": nodes, "gpusPerNode": per_node}])
+    assert _exported(spec, int(num_parameters), per_node) == files_of_a_host * 5e9
 
 
 def measure_parameters(folder: Path) -> int:

@@ -148,10 +148,13 @@ class TrainEngine(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a HuggingFace folder: safetensors in bfloat16, config, tokenizer. Rank 0 writes.
+        """Write the policy as a HuggingFace folder: safetensors in bfloat16, config, tokenizer. Any rank may write.
+
+        After an error of any rank, the folder is not a complete model.
 
         Raises:
             FileExistsError: the folder is not empty.
+            CheckpointUnwritableError: the storage refused the write.
         """
         ...
 
@@ -161,6 +164,7 @@ class TrainEngine(Protocol):
         Args:
             location: a folder, or an address in an object store (s3://, gs://).
             in_background: return when later updates cannot change what is written. `is_saved` says when all is written.
+                An update that waits for it may say how long, as `timing_s/checkpoint/wait_actor` or `.../wait_critic`.
 
         Raises:
             FileExistsError: the location is not empty.

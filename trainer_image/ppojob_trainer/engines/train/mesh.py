@@ -196,6 +196,14 @@ class ParallelMesh:
         """Return the sum over all ranks of a small tensor on the CPU, each of which has its own part. Collective."""
         return self._reduce(values, dist.ReduceOp.SUM, None)
 
+    def first_text(self, text: str) -> str:
+        """Return the text of the first rank whose text is not empty; empty if all are. Collective."""
+        texts = [text]
+        if self.world_size > 1:
+            texts = [""] * self.world_size
+            dist.all_gather_object(texts, text)
+        return next(filter(None, texts), "")
+
     def barrier(self) -> None:
         """Wait for all ranks, at most the process group's timeout."""
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM, None)

@@ -1,14 +1,23 @@
-"""Writes a checkpoint from the host's memory in a thread, while the training continues.
+"""Copies a checkpoint's tensors to the host's memory and writes them, in threads, while the training continues.
+
+    loop      save ▶ generate ▶ forward passes ▶ update: gradients │ optimizer's step ▶ ... ▶ offload
+    threads        copy to the host ────────────────────────────▶  │
+                                     write to the storage ─────────────────────────────────▶  (waits for it only if
+                                                                                              moments are offloaded)
 
 Each engine has one `BackgroundSaves`; `checkpoint.save` starts a save and the engine's `is_saved` polls it. At
-most one save runs at a time. The ranks use a separate process group, because collectives of two threads in one group
-would be mixed up. Based on `torch.distributed.checkpoint.async_save`, without its copy of everything: `checkpoint.save`
-has copied the tensors that would change (`Offloader.tensors_to_save`).
+most one save runs at a time. Until all is copied no parameter may change, so an update calls `wait_until_copied` before
+its first step. Offloaded tensors have a copy already (`Offloader.tensors_to_save`). The ranks use a separate process
+group, because collectives of two threads in one group would be mixed up. Based on torch's `async_save`, with a stager
+of ours.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +33,24 @@ from ppojob_trainer.engines.train.fsdp.object_storage import is_of_store
 __all__ = ["BackgroundSaves", "bucket_failed", "first_line", "unwritable"]
 
 
-class _Staged(AsyncStager):
-    """Stages a state without copying it."""
+Copying = Callable[[], dict[str, Any]]
+"""Returns a state whose tensors are on the host."""
+
+
+class _Stager(AsyncStager):
+    """Copies a state in a thread."""
 
     _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state."""
-        return state_dict
+    def __init__(self, copying: Copying) -> None:
+        self._copying = copying
+        self._thread = ThreadPoolExecutor(1, "copy checkpoint")
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Begin to copy the state, which torch does not need to know."""
+        copied = self._thread.submit(self._copying)
+        self._thread.shutdown(wait=False)
+        return copied
 
     def synchronize_staging(self) -> None:
         """Do nothing."""
@@ -40,30 +59,60 @@ class _Staged(AsyncStager):
         """Do nothing."""
 
 
+@dataclass
+class _Running:
+    location: str | Path
+    copied: Future[Any]
+    written: Future[Any]
+
+
 class BackgroundSaves:
     """The save that is running, if any."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._running: tuple[str | Path, Future[Any]] | None = None
+        self._running: _Running | None = None
+        self._waited_s: float | None = None
 
-    def start(self, state: dict[str, Any], location: str | Path, writer: FileSystemWriter) -> None:
-        """Start to write a state to the new location. Collective.
+    def start(self, copying: Copying, location: str | Path, writer: FileSystemWriter) -> None:
+        """Start to copy a state, and then to write it to the new location. Collective.
 
         Args:
-            state: in host memory; it must not change before `wait` has returned.
+            copying: called in a thread. What it reads must not change before `wait_until_copied` has returned, and what
+                it returns not before `wait` has.
         """
         assert self._running is None, "one save is still under way"
         if self._group is None and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
-        started = async_save(state, storage_writer=writer, process_group=self._group, async_stager=_Staged())
-        future = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
-        self._running = (location, future)
+        started = async_save({}, storage_writer=writer, process_group=self._group, async_stager=_Stager(copying))
+        assert isinstance(started, AsyncSaveResponse), "a stager that returns a future gets one"
+        self._running = _Running(location, started.staging_completion, started.upload_completion)
+        self._waited_s = 0.0
+
+    def wait_until_copied(self) -> None:
+        """Wait until parameters and moments may change; `is_done` raises if the save failed."""
+        if self._running is not None:
+            self._wait(self._running.copied)
 
     def wait(self) -> None:
         """Wait until no save is running; `is_done` raises if it failed."""
         if self._running is not None:
-            wait([self._running[1]])
+            self._wait(self._running.written)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the training has waited for the last save, as far as `take_waited_s` has not returned them."""
+        return self._waited_s or 0.0
+
+    def take_waited_s(self) -> float | None:
+        """Return `waited_s`, once; None if no save was started since the last call."""
+        waited, self._waited_s = self._waited_s, None
+        return waited
+
+    def _wait(self, future: Future[Any]) -> None:
+        started = time.perf_counter()
+        wait([future])
+        self._waited_s = self.waited_s + time.perf_counter() - started
 
     def is_done(self) -> bool:
         """Whether no save is running.
@@ -74,13 +123,13 @@ class BackgroundSaves:
         """
         if self._running is None:
             return True
-        location, future = self._running
-        if not future.done():
+        running = self._running
+        if not running.written.done():
             return False
         self._running = None
-        error = future.exception()
+        error = running.written.exception()
         if error is not None:
-            raise unwritable(location, error) from error
+            raise unwritable(running.location, error) from error
         return True
 
 

@@ -54,8 +54,9 @@ def save(
     Args:
         location: a folder, or an address in an object store.
         offloader: offloaded tensors are written from its copies on the host.
-        background: if given, this returns when all tensors on the device are copied to the host. A thread writes these
-            copies, and offloaded tensors without a copy: the end of the next update waits for it.
+        background: if given, threads copy all tensors on the device to the host, and write these copies, and offloaded
+            tensors without a copy. The next update waits for the copies before it changes a parameter, and with
+            offloaded tensors at its end until all is written.
 
     Raises:
         FileExistsError: the location is not empty.
@@ -67,17 +68,20 @@ def save(
         writer = writer_of(location)
     except ObjectStoreError as error:
         raise unwritable(location, error) from error
-    with offloader.tensors_to_save(is_copied=background is not None) as placed:
-        state = placed(_state(module, optimizer))
-        state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
-        if background is not None:
-            background.start(state, location, writer)
-            offloader.wait_before_changes(background.wait)
-            return
-        try:
-            dcp_save(state, storage_writer=writer)
-        except (CheckpointException, OSError) as error:
-            raise unwritable(location, error) from error
+    if not optimizer.adamw.state:
+        # torch creates the moments for a checkpoint, which it can do only on the device.
+        with offloader.on_device(moments=True):
+            _state(module, optimizer)
+    state = _state(module, optimizer)
+    state |= {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
+    if background is not None:
+        background.start(offloader.copying(state), location, writer)
+        offloader.wait_before_changes(background.wait)
+        return
+    try:
+        dcp_save(offloader.to_save(state), storage_writer=writer)
+    except (CheckpointException, OSError) as error:
+        raise unwritable(location, error) from error
 
 
 def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel: ParallelMesh) -> None:

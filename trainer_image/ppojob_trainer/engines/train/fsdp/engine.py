@@ -154,15 +154,18 @@ class FSDPEngine:
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
                 norm = optimizer.clip()
+                self._saves.wait_until_copied()
                 optimizer.step(norm)
                 norms.append(norm)
             result.grad_norms = optimizer.finish_update(norms)
             result.num_skipped = sum(not math.isfinite(norm) for norm in result.grad_norms)
             self._sum_over_ranks(result, sums, batch, epochs)
-            result.seconds = time.perf_counter() - started
+            result.seconds = time.perf_counter() - started - self._saves.waited_s
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
         metrics = objective.metrics(batch, result, self.parallel)
-        return metrics | imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
+        metrics |= imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
+        waited = self._saves.take_waited_s()
+        return metrics if waited is None else metrics | {f"timing_s/checkpoint/wait_{self.setup.section}": waited}
 
     def weights(self) -> ShardedWeights:
         """See `TrainEngine`."""

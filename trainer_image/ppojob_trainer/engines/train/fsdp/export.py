@@ -1,8 +1,9 @@
 """Exports the policy as a HuggingFace folder, the result of a run.
 
-Called by the engine. The weights are gathered a layer at a time, and rank 0 writes a file when it has all of its
-tensors: it holds at most about `SHARD_BYTES`, however large the model is. Files and index have the names that
-`from_pretrained` and vLLM read. It refuses a folder that is not empty.
+Called by the engine. The weights are gathered a layer at a time, and each rank writes its share of the files
+(`export_files`): it holds at most about `SHARD_BYTES` and a layer, however large the model is. Rank 0 writes the rest
+when all weights are written, the index last. Files and index have the names that `from_pretrained` and vLLM read. It
+refuses a folder that is not empty.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import copy
 import json
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,7 +26,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ppojob_api.v1alpha1.model import LoRA
+from ppojob_trainer.engines.errors import CheckpointUnwritableError
+from ppojob_trainer.engines.train.fsdp.background_saves import first_line
 from ppojob_trainer.engines.train.fsdp.checkpoint import refuse_existing
+from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, plan_files
 from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, write_adapters
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -38,7 +40,6 @@ T = TypeVar("T")
 SHARD_BYTES: Final = 5 * 10**9
 """Size of a weight file in bytes, as in most folders on the HuggingFace hub."""
 
-_FILES: Final = "model{suffix}.safetensors"
 _LAYER: Final = re.compile(r".*?\blayers\.\d+\.")
 # Everything else in the model's folder belongs to the tokenizer or to remote code, or is its card or licence.
 _NOT_COPIED: Final = (
@@ -51,53 +52,74 @@ _NOT_COPIED: Final = (
 def export(
     folder: Path, language_model: PreTrainedModel, source: Path, parallel: ParallelMesh, lora: LoRA | None = None
 ) -> None:
-    """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; rank 0 writes.
+    """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; all ranks write.
 
     Adapters are merged into the weights. The subfolder `adapter` has them once more, in peft's format and float32.
 
     Raises:
         FileExistsError: the folder is not empty.
+        CheckpointUnwritableError: the storage refused a write of some rank. The folder then has no index.
     """
     refuse_existing(folder, parallel)
-    is_writer = parallel.rank == 0
-    if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
-        _copy_companions(source, folder)
-        _write_configs(language_model, folder)
+    # On each host: a network file system may remember that there was no such folder.
+    folder.mkdir(parents=True, exist_ok=True)
     weights = ShardedWeights(language_model)
-    _write_weights(folder if is_writer else None, language_model, weights)
-    if lora is not None:
-        adapters = {name: tensor.cpu() for name, tensor in weights.adapters() if is_writer}
-        if is_writer:
+    groups = [_PlannedGroup.of(language_model, group) for group in _groups(_empty(language_model, weights))]
+    planned = {name: tensor for group in groups for name, tensor in group.written.items()}
+    plan = plan_files(planned, parallel.world_size, SHARD_BYTES)
+    failed = _write_weights(ExportFiles(folder, plan.of(parallel.rank)), language_model, weights, groups)
+    is_first = parallel.rank == 0
+    adapters = {} if lora is None else {name: tensor.cpu() for name, tensor in weights.adapters() if is_first}
+    failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
+    if failure:
+        raise CheckpointUnwritableError(
+            f"the export {folder} cannot be written: {failure}. Look after the storage's space and rights; the exports "
+            "and checkpoints before it are whole"
+        )
+    if is_first:
+        if lora is not None:
             write_adapters(folder / ADAPTER_FOLDER, adapters, lora, base=str(source))
-    if is_writer:
-        for file in folder.rglob("*.safetensors"):
-            # safetensors writes files with mode 0600, but another user may serve the model.
-            file.chmod(0o644)
+        _complete(folder, language_model, source, plan.index)
     parallel.barrier()
 
 
-def _write_weights(folder: Path | None, language_model: PreTrainedModel, weights: ShardedWeights) -> None:
-    """Write the files of weights, and their index where there are several; without a folder only gather."""
-    planned: dict[str, Tensor] = {}
-    for group in _groups(_empty(language_model, weights)):
-        planned |= _of_checkpoint(language_model, group)
-    split = split_torch_state_dict_into_shards(planned, filename_pattern=_FILES, max_shard_size=SHARD_BYTES)
-    held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for values in _groups(_values(language_model, weights, is_kept=folder is not None)):
+@dataclass(frozen=True)
+class _PlannedGroup:
+    """The parameters of a decoder layer, by name, and the tensors of a checkpoint that they become, on meta."""
+
+    parameters: Collection[str]
+    written: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, language_model: PreTrainedModel, group: dict[str, Tensor]) -> _PlannedGroup:
+        return cls(group.keys(), _of_checkpoint(language_model, group))
+
+    def needed_for(self, names: Collection[str]) -> frozenset[str]:
+        """Return the parameters that some of the written tensors are made of."""
+        if self.written.keys() == set(self.parameters):
+            return frozenset(self.parameters).intersection(names)
+        # What is renamed, split or combined is not known by name.
+        return frozenset() if self.written.keys().isdisjoint(names) else frozenset(self.parameters)
+
+
+def _write_weights(
+    files: ExportFiles, language_model: PreTrainedModel, weights: ShardedWeights, groups: Sequence[_PlannedGroup]
+) -> Exception | None:
+    """Gather all weights, and write this rank's files; return why it could not."""
+    needed = frozenset[str]().union(*(group.needed_for(files.names) for group in groups))
+    for values in _groups(_values(language_model, weights, needed)):
         kept = {name: value for name, value in values.items() if value is not None}
-        if folder is None:
-            continue
         for name, tensor in _of_checkpoint(language_model, kept).items():
-            file = split.tensor_to_filename[name]
-            held[file][name] = tensor.contiguous()
-            if len(held[file]) == len(split.filename_to_tensors[file]):
-                save_file(held.pop(file), folder / file, metadata={"format": "pt"})
-    assert not held, f"{sorted(held)} are not complete"
-    if folder is not None and split.is_sharded:
-        count = sum(tensor.numel() for tensor in planned.values())
-        metadata = {"total_parameters": count, **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            if name in files.names:
+                files.add(name, tensor)
+    return files.finish()
+
+
+def _complete(folder: Path, language_model: PreTrainedModel, source: Path, index: Mapping[str, object] | None) -> None:
+    """Write everything but the weights and the adapters. The index comes last: weights are found through it."""
+    _copy_companions(source, folder)
+    _write_configs(language_model, folder)
+    if index is not None:
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -110,14 +132,14 @@ def _empty(language_model: PreTrainedModel, weights: ShardedWeights) -> Iterator
 
 
 def _values(
-    language_model: PreTrainedModel, weights: ShardedWeights, *, is_kept: bool
+    language_model: PreTrainedModel, weights: ShardedWeights, kept: Collection[str]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the same tensors with their values, in host memory on the rank that keeps them."""
+    """Yield the same tensors with their values, in host memory; of those that are not kept None."""
     for spec, tensor in zip(weights.specs(), weights.gather(), strict=True):
         # A gathered tensor is freed with its layer.
-        yield spec.name, tensor.to("cpu", copy=True) if is_kept else None
+        yield spec.name, tensor.to("cpu", copy=True) if spec.name in kept else None
     for name, buffer in _buffers(language_model):
-        yield name, buffer.to("cpu", torch.bfloat16, copy=True) if is_kept else None
+        yield name, buffer.to("cpu", torch.bfloat16, copy=True) if name in kept else None
 
 
 def _buffers(language_model: PreTrainedModel) -> list[tuple[str, Tensor]]:

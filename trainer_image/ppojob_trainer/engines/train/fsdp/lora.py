@@ -181,5 +181,8 @@ def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: 
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in adapters.items()}, folder / "adapter_model.safetensors")
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in adapters.items()}, file)
+    # safetensors writes files with mode 0600, but another user may serve the model.
+    file.chmod(0o644)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

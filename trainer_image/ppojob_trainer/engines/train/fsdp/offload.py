@@ -5,7 +5,8 @@ released and filled again, so neither FSDP2 nor the optimizer notices. The host'
 so both directions run at the speed of PCIe. No value changes.
 
 A checkpoint is written directly from the host's copies, in the background too. They change only at the end of an
-update, which therefore waits until such a checkpoint is written.
+update, which therefore waits until such a checkpoint is written. What is not offloaded is copied for one that is
+written in the background.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Offloader:
         wants_moments = isinstance(offload, Offload) and offload.optimizer
         self._moments = _OffloadedStorages(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
         self._before_changes: Callable[[], None] | None = None
+        self._buffers: dict[int, Tensor] = {}
         self._offload(self._chosen(moments=True), is_changed=True)
 
     @contextmanager
@@ -64,23 +66,40 @@ class Offloader:
         """Call `wait`, once, before the host's copies change for the next time."""
         self._before_changes = wait
 
-    @contextmanager
-    def tensors_to_save(self, *, is_copied: bool = False) -> Iterator[Callable[[Any], Any]]:
-        """Yield a function that replaces a state's offloaded tensors by the host's copies.
+    def to_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state whose offloaded tensors are the host's copies.
 
         A checkpoint is written without loading anything back, because another process, mostly vLLM, may use the
-        device's memory by then. Before the first update torch creates the moments, which it can do only on the device.
-
-        Args:
-            is_copied: replace all other tensors by copies on the host, which no update changes.
+        device's memory by then.
         """
-        if self._adamw is not None and not self._adamw.state:
-            with self.on_device(moments=True):
-                yield partial(tree_map_only, Tensor, _Staging({}).copy) if is_copied else _unchanged
-            return
+        placed: dict[str, Any] = tree_map_only(Tensor, self._staging().of_host, state)
+        return placed
+
+    def copying(self, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Return a function for another thread, which returns `to_save` with copies of all tensors on the device.
+
+        The copies are made beside the device's computation. Their memory is kept for the next call, and pinned, so that
+        a later one takes a second for 20 GB or more.
+        """
+        staging = self._staging()
+        if self._device.type != "cuda":
+            return lambda: tree_map_only(Tensor, staging.copy, state)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # What has been computed by now is copied.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+
+        def copy() -> dict[str, Any]:
+            with torch.cuda.stream(stream):
+                copied: dict[str, Any] = tree_map_only(Tensor, staging.copy, state)
+                stream.synchronize()
+            return copied
+
+        return copy
+
+    def _staging(self) -> _Staging:
         chosen = self._chosen(moments=True)
-        staging = _Staging({storage._cdata: copy for storages in chosen for storage, copy in storages.offloaded})
-        yield partial(tree_map_only, Tensor, staging.copy if is_copied else staging.of_host)
+        offloaded = {storage._cdata: copy for storages in chosen for storage, copy in storages.offloaded}
+        return _Staging(offloaded, self._buffers)
 
     def _chosen(self, *, moments: bool) -> list[_OffloadedStorages]:
         found = (self._parameters, self._moments if moments else None)
@@ -142,8 +161,13 @@ class _OffloadedStorages:
 class _Staging:
     """Replaces the tensors of a state by the tensors from which a checkpoint is written."""
 
-    def __init__(self, copies: Mapping[int, Tensor]) -> None:
-        self._copies = copies
+    def __init__(self, copies: Mapping[int, Tensor], buffers: dict[int, Tensor]) -> None:
+        """
+        Args:
+            copies: the host's copies of offloaded storages.
+            buffers: memory for `copy`, by number; used again, and extended.
+        """
+        self._copies, self._buffers = copies, buffers
         # Tied weights have two names in a state, and one copy.
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
@@ -166,12 +190,17 @@ class _Staging:
         local = _local(tensor)
         key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride())
         if key not in self._made:
-            self._made[key] = local.to("cpu", copy=True)
+            self._made[key] = self._copied(local)
         return _in_place_of(tensor, self._made[key])
 
-
-def _unchanged(state: Any) -> Any:
-    return state
+    def _copied(self, local: Tensor) -> Tensor:
+        number, size = len(self._made), local.nbytes
+        if size == 0:
+            return local.to("cpu", copy=True)
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.numel() != size:
+            buffer = self._buffers[number] = host_buffer(size, pinned=local.is_cuda)
+        return buffer.view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""What an update waits for while a checkpoint is saved in the background, and what the checkpoint then holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from ppojob_api.v1alpha1.model import Offload
+from ppojob_trainer.engines.errors import CheckpointUnwritableError
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.offload import Offloader
+from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines.two_ranks import make_policy
+
+LIMIT_S = 60.0
+A_WHILE_S = 0.3
+WAITED = "timing_s/checkpoint/wait_actor"
+MOMENTS = Offload(optimizer=True)
+
+
+@dataclass
+class Gates:
+    """Hold up a save: before its tensors are copied, and before they are written."""
+
+    may_copy: threading.Event = field(default_factory=threading.Event)
+    may_write: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
+    found, copying, write_data = Gates(), Offloader.copying, FileSystemWriter.write_data
+
+    def late_copying(self: Offloader, state: dict[str, Any]) -> Any:
+        copy = copying(self, state)
+
+        def late() -> dict[str, Any]:
+            assert found.may_copy.wait(LIMIT_S)
+            return copy()
+
+        return late
+
+    def late_write(self: FileSystemWriter, *args: Any) -> Any:
+        assert found.may_write.wait(LIMIT_S)
+        return write_data(self, *args)
+
+    monkeypatch.setattr(Offloader, "copying", late_copying)
+    monkeypatch.setattr(FileSystemWriter, "write_data", late_write)
+    yield found
+    found.may_copy.set()
+    found.may_write.set()
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+def trained(engine: FSDPEngine) -> list[Tensor]:
+    return [tensor.clone() for tensor in engine.weights().gather()]
+
+
+def is_waiting(future: Future[Any]) -> bool:
+    try:
+        future.result(A_WHILE_S)
+    except TimeoutError:
+        return True
+    return False
+
+
+def wait_until_saved(engine: FSDPEngine) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not engine.is_saved():
+        assert time.monotonic() < deadline, "the save did not end"
+        time.sleep(0.01)
+
+
+def test_an_update_waits_for_the_copies_before_its_first_step_and_not_for_the_storage(
+    parallel: ParallelMesh,
+    model_path: Path,
+    batch: DataProto,
+    tmp_path: Path,
+    gates: Gates,
+    thread: ThreadPoolExecutor,
+) -> None:
+    engine, resumed = make_policy(parallel, model_path), make_policy(parallel, model_path)
+    engine.update(batch)
+    before = trained(engine)
+
+    engine.save(tmp_path / "step", in_background=True)
+
+    # What changes no parameter does not wait.
+    engine.forward(batch)
+    updating = thread.submit(engine.update, batch)
+    assert is_waiting(updating)
+    assert all(torch.equal(*both) for both in zip(trained(engine), before, strict=True))
+    gates.may_copy.set()
+    metrics = updating.result(LIMIT_S)
+    assert not engine.is_saved(), "the storage has nothing yet"
+    assert metrics.pop(WAITED) > 0
+    assert not all(torch.equal(*both) for both in zip(trained(engine), before, strict=True))
+    gates.may_write.set()
+    wait_until_saved(engine)
+    assert WAITED not in engine.update(batch)
+    resumed.restore(tmp_path / "step")
+    assert resumed.update(batch) == metrics
+
+
+def test_with_offloaded_moments_an_update_waits_at_its_end_until_all_is_written(
+    parallel: ParallelMesh,
+    model_path: Path,
+    batch: DataProto,
+    tmp_path: Path,
+    gates: Gates,
+    thread: ThreadPoolExecutor,
+) -> None:
+    engine, resumed = (make_policy(parallel, model_path, offload=MOMENTS) for _ in range(2))
+    engine.update(batch)
+    gates.may_copy.set()
+
+    engine.save(tmp_path / "step", in_background=True)
+
+    updating = thread.submit(engine.update, batch)
+    assert is_waiting(updating)
+    gates.may_write.set()
+    metrics = updating.result(LIMIT_S)
+    assert metrics.pop(WAITED) > 0
+    wait_until_saved(engine)
+    resumed.restore(tmp_path / "step")
+    assert resumed.update(batch) == metrics
+
+
+@pytest.mark.parametrize("offload", [Offload(), MOMENTS], ids=["nothing offloaded", "moments offloaded"])
+def test_the_second_save_uses_the_memory_of_the_first(
+    parallel: ParallelMesh,
+    model_path: Path,
+    batch: DataProto,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: Offload,
+) -> None:
+    engine, resumed = make_policy(parallel, model_path, offload=offload), make_policy(parallel, model_path)
+    sizes: list[int] = []
+
+    def counted(num_bytes: int, *, pinned: bool) -> Tensor:
+        sizes.append(num_bytes)
+        return host_buffer(num_bytes, pinned=pinned)
+
+    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", counted)
+    engine.update(batch)
+    num_taken: list[int] = []
+    for number in range(3):
+        engine.save(tmp_path / str(number), in_background=True)
+        wait_until_saved(engine)
+        num_taken.append(len(sizes))
+        metrics = engine.update(batch)
+
+    assert num_taken[0] == num_taken[1] == num_taken[2] > 0
+    metrics.pop(WAITED)
+    resumed.restore(tmp_path / "2")
+    assert resumed.update(batch) == metrics
+
+
+def test_copies_that_fail_are_reported_and_hold_up_no_update(
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Offloader, state: dict[str, Any]) -> Any:
+        def copy() -> dict[str, Any]:
+            raise RuntimeError("the driver cannot pin so much")
+
+        return copy
+
+    engine, other = make_policy(parallel, model_path), make_policy(parallel, model_path)
+    monkeypatch.setattr(Offloader, "copying", refuse)
+    engine.save(tmp_path / "step", in_background=True)
+    metrics = engine.update(batch)
+    metrics.pop(WAITED)
+    assert metrics == other.update(batch)
+    with pytest.raises(CheckpointUnwritableError, match=r"step cannot be written: the driver cannot pin so much"):
+        wait_until_saved(engine)
