@@ -161,6 +161,31 @@ def prepare_reward_model(folder: Path, size: Size) -> None:
     (target / "finished").touch()
 
 
+def let_repeat(folder: Path, share: float) -> float:
+    """Let the model of a workload depend on the last token alone; return the temperature that repeats it so often.
+
+    The layers still compute, but add nothing, so the last token's own logit is by far the largest.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model" / "model.safetensors"
+    added = ("o_proj.weight", "down_proj.weight")
+    weights = {name: value * (0 if name.endswith(added) else 1) for name, value in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    _let_others_read(folder / "model")
+    embeddings = weights["model.embed_tokens.weight"].float()
+    some = torch.arange(0, len(embeddings), max(1, len(embeddings) // 64))
+    logits = (embeddings[some] / embeddings[some].square().mean(1, keepdim=True).sqrt()) @ embeddings.T
+    own = logits[torch.arange(len(some)), some]
+    low, high = 0.05, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        repeated = float((own / middle - (logits / middle).logsumexp(1)).exp().mean())
+        low, high = (middle, high) if repeated > share else (low, middle)
+    return low
+
+
 def stops(size: Size) -> list[str]:
     """Return strings that end a response at each token with the same chance: its length is geometric, and cut.
 

@@ -41,10 +41,14 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "worker_extension_cls": _PROCESSES,
     "logprobs_mode": "the trainer compares its log-probs with these: remove it",
     "generation_config": _ALGORITHM,
-    "speculative_config": _ALGORITHM,
+    "speculative_config": "use rollout.speculative",
+    "per_request_spec_decode_metrics": "the trainer reports the drafts of rollout.speculative: remove it",
     "disable_log_stats": "the trainer reports the engine's metrics: remove it",
 }
 """Name of an argument of vLLM's AsyncEngineArgs -> what to do instead."""
+
+SCHEDULING_ARGS = frozenset({"async_scheduling", "scheduler_cls", "scheduling_policy"})
+"""Arguments with which the user chooses how vLLM schedules. Then vLLM's scheduler runs in place of the trainer's."""
 
 ENGINE_RULES = [
     Rule(
@@ -85,4 +89,24 @@ def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"rollout.engineArgs.{name}", value, RESERVED_ENGINE_ARGS[name]
 
 
-ENGINE_CHECKS = (_engine_classes_are_read, _engine_classes_are_module_or_file, _engine_args_are_the_users)
+def _drafts_have_the_trainers_scheduler(spec: PPOJobSpec) -> Iterator[Problem]:
+    for name, value in spec.rollout.engine_args.items():
+        if name in SCHEDULING_ARGS and spec.rollout.speculative is not None:
+            remedy = "rollout.speculative needs the trainer's scheduler: remove this argument, or rollout.speculative"
+            yield f"rollout.engineArgs.{name}", value, remedy
+
+
+def _shortest_lookup_is_not_above_the_longest(spec: PPOJobSpec) -> Iterator[Problem]:
+    given = spec.rollout.speculative
+    if given is not None and given.prompt_lookup_min > given.prompt_lookup_max:
+        remedy = f"must not be above promptLookupMax, which is {given.prompt_lookup_max}: lower it, or raise the other"
+        yield "rollout.speculative.promptLookupMin", given.prompt_lookup_min, remedy
+
+
+ENGINE_CHECKS = (
+    _engine_classes_are_read,
+    _engine_classes_are_module_or_file,
+    _engine_args_are_the_users,
+    _drafts_have_the_trainers_scheduler,
+    _shortest_lookup_is_not_above_the_longest,
+)

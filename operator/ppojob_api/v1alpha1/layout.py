@@ -74,7 +74,8 @@ SETTINGS = (
     "actor.fsdpSize", "critic.fsdpSize",
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
-       "enforceEager", "logProbs", "sleep", "cpuCacheGib", "engineArgs")),
+       "enforceEager", "logProbs", "sleep", "cpuCacheGib", "speculative",
+       "engineArgs")),
     "checkpoint.async", "trainer.dataWorkers", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
 """Fields that decide about memory, speed and the environment, and about no number but for rounding."""

@@ -101,6 +101,7 @@ CHANGES: dict[str, Any] = {
     "rollout.logProbs": False,
     "rollout.sleep": False,
     "rollout.cpuCacheGib": 2,
+    "rollout.speculative": {"numSpeculativeTokens": 2},
     "rollout.engineArgs": {"block_size": 32},
     "workers": [
         {

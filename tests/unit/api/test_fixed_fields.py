@@ -43,6 +43,7 @@ def test_a_fixed_field_is_named_with_value_and_remedy(path: str, value: Any, nam
         ("trainer.totalSteps", 500),
         ("model.actor.compile", True),
         ("model.ref.offload", {"parameters": True}),
+        ("rollout.speculative", {"numSpeculativeTokens": 2}),
         ("rollout.engineArgs", {"block_size": 32}),
         ("env", [{"name": "A", "value": "1"}]),
         ("schedule.mode", "Serial"),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from ppojob_trainer.controller.forward import gather_or_cancel, join_parts
+from ppojob_trainer.controller.metrics import draft_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Generating, Ports, Prompts, Reported, Rollout, RolloutPort
 from ppojob_trainer.controller.sample_queue import LengthHistory, SampleQueue
@@ -125,14 +126,15 @@ class Generation(Generic[B]):
         return await self._generate(Phase.VALIDATE, prompts, step, None)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of lost engines. Call it once for each step.
+        """Return the metrics of lost engines and of drafts. Call it once for each step.
 
         rollout/lost_engines: lost since the attempt began. rollout/repeated_samples: samples that other engines
         generated again, in the generations that have ended since the last call.
         """
         repeated, self._num_repeated = self._num_repeated, 0
         num_lost = sum(port.num_lost for port in self._engines.values())
-        return {"rollout/lost_engines": float(num_lost), "rollout/repeated_samples": float(repeated)}
+        of_drafts = draft_metrics([port.take_drafts() for port in self._engines.values()])
+        return {"rollout/lost_engines": float(num_lost), "rollout/repeated_samples": float(repeated), **of_drafts}
 
     async def _generate(self, phase: str, prompts: Prompts[B], step: int, listener: Listener[B] | None) -> Rollout[B]:
         capacities = {(role, n): one for role, port in self._engines.items() for n, one in port.engines.items()}

@@ -1,13 +1,13 @@
-"""Metrics that are computed from lengths and times alone, under verl's names. Pure; called by `ppo` and `loop`."""
+"""Metrics that are computed from lengths, counts and times alone, under verl's names. Pure; the controller calls it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ppojob_trainer.controller.ports import Batch, Rollout
+from ppojob_trainer.controller.ports import Batch, Drafts, Rollout
 
-__all__ = ["length_metrics", "staleness_metrics", "throughput_metrics"]
+__all__ = ["draft_metrics", "length_metrics", "staleness_metrics", "throughput_metrics"]
 
 B = TypeVar("B", bound=Batch)
 
@@ -38,6 +38,22 @@ def staleness_metrics(step: int, version: int) -> dict[str, float]:
     """
     age = float(step - 1 - version)
     return {"staleness/max": age, "staleness/mean": age, "staleness/oldest_version": float(version)}
+
+
+def draft_metrics(drafts: Sequence[Drafts]) -> dict[str, float]:
+    """Return what drafts were worth, of all engines; nothing without `rollout.speculative`.
+
+    rollout/accepted_tokens_per_draft: drafted tokens that a response took over, for each of its steps that checked
+    drafts. rollout/speculative_steps_fraction: the share of such steps.
+    """
+    num_steps = sum(part.num_steps for part in drafts)
+    if not num_steps:
+        return {}
+    num_drafted, num_accepted = sum(part.num_drafted for part in drafts), sum(part.num_accepted for part in drafts)
+    return {
+        "rollout/accepted_tokens_per_draft": num_accepted / max(1, num_drafted),
+        "rollout/speculative_steps_fraction": num_drafted / num_steps,
+    }
 
 
 def throughput_metrics(metrics: dict[str, float], step_seconds: float, num_gpus: int) -> dict[str, float]:

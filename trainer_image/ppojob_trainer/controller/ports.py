@@ -113,6 +113,25 @@ class Capacity(Protocol):
         ...
 
 
+class Drafts(Protocol):
+    """How responses were generated with `rollout.speculative`; all 0 without."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all responses together."""
+        ...
+
+    @property
+    def num_drafted(self) -> int:
+        """Those of them that checked drafts."""
+        ...
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the responses took over."""
+        ...
+
+
 class Reported(Protocol[B_co]):
     """What an engine reports: responses that are finished while it generates others, or that it was lost."""
 
@@ -204,6 +223,10 @@ class RolloutPort(Protocol[B]):
         Args:
             is_validation: sample with the parameters of validation, and keep what the next generation needs.
         """
+        ...
+
+    def take_drafts(self) -> Drafts:
+        """Return how the responses that were reported since the last call were generated."""
         ...
 
     def joined(self, batch: B) -> Rollout[B]:

@@ -30,6 +30,13 @@ class FakeRollout:
     response_lengths: Sequence[int] = (2, 8)
 
 
+@dataclass(frozen=True)
+class FakeDrafts:
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
 class FakeRollouts:
     """Engines of a pool. Those of all pools draw the same. What an engine gets at once takes one duration together.
 
@@ -39,6 +46,7 @@ class FakeRollouts:
     def __init__(self, world: World, suffix: str = "", num_engines: int = 1) -> None:
         self.world, self.suffix = world, suffix
         self.lost: dict[int, Exception] = {}
+        self.drafts = FakeDrafts()
         self._num_engines = num_engines
 
     @property
@@ -51,6 +59,10 @@ class FakeRollouts:
 
     def begin(self, step: int, *, is_validation: bool) -> FakeGenerating:
         return FakeGenerating(self, step, is_validation)
+
+    def take_drafts(self) -> FakeDrafts:
+        drafts, self.drafts = self.drafts, FakeDrafts()
+        return drafts
 
     def joined(self, batch: FakeBatch) -> FakeRollout:
         return FakeRollout(batch, (4, 6) * (len(batch) // 2), (2, 8) * (len(batch) // 2))

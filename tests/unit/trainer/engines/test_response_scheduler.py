@@ -47,7 +47,14 @@ class Seen:
     messages: int = 0
 
 
-def make(scheduler: str, folder: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch, runner: str = "1") -> Any:
+def make(
+    scheduler: str,
+    folder: Path,
+    num_blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: str = "1",
+    **engine_args: Any,
+) -> Any:
     """Return a scheduler as vLLM's engine makes it."""
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -67,6 +74,7 @@ def make(scheduler: str, folder: Path, num_blocks: int, monkeypatch: pytest.Monk
         enable_chunked_prefill=False,
         block_size=BLOCK,
         enforce_eager=True,
+        **engine_args,
     )
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.rollout.options import Drafts
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.protocol.ragged import Ragged
 from ppojob_trainer.worker_groups.roles import rollout as rollout_module
@@ -67,6 +68,9 @@ class Replica(RolloutWorker):
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Any]) -> DataProto:
         assert [prompt[0] for prompt in prompt_ids] == list(written)
         return cast("Any", list(written))
+
+    def _drafts(self, written: Sequence[Any]) -> Drafts:
+        return Drafts()
 
     def give(self, prompts: Sequence[int], generation: int = 1, is_validation: bool = False) -> None:
         batch = DataProto.from_dict({Keys.PROMPT_IDS: Ragged.from_rows([[prompt] for prompt in prompts], torch.int32)})

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.rollout.options import Drafts
 from ppojob_trainer.protocol import Keys
 from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
@@ -155,7 +156,8 @@ async def test_engines_beside_a_role_that_trains_sleep_at_the_end_of_a_generatio
 
 
 async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_of_them() -> None:
-    collected = Collected((7, 4), StoredRows({}, 2, {Keys.RESPONSE_MASK: [3.0, 5.0]}, {}))
+    rows = StoredRows({}, 2, {Keys.RESPONSE_MASK: [3.0, 5.0]}, {})
+    collected = Collected((7, 4), rows, Drafts(num_steps=6, num_drafted=2, num_accepted=3))
     engines = Processes(2, {RolloutWorker.collect: lambda num_rows: collected if num_rows == 2 else None})
     rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
     generating = rollout.begin(3, is_validation=False)
@@ -170,3 +172,5 @@ async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_o
     assert report.batch is not None
     assert report.batch.sums[Keys.RESPONSE_MASK] == (3.0, 5.0)
     assert (await generating.exchange(1, [], None, 1)).rows == ()
+    assert rollout.take_drafts() == collected.drafts
+    assert rollout.take_drafts() == Drafts()

@@ -23,13 +23,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from ppojob_api.v1alpha1.engine_rules import SCHEDULING_ARGS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, GenerationTimeoutError, RolloutError
 from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
+    NO_DRAFTS,
     SCHEDULER,
     Capacity,
+    Drafts,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
@@ -37,9 +40,6 @@ from ppojob_trainer.engines.rollout.options import (
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
-
-_OWN_SCHEDULING: Final = {"async_scheduling", "scheduler_cls", "scheduling_policy"}
-"""Arguments with which the user chooses how vLLM schedules."""
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
@@ -49,12 +49,13 @@ SLEEP_LEVEL_DISCARD: Final = 2
 class Generation:
     """One response: its tokens, their log-probs (nats) under the distribution they were sampled from, why it ended.
 
-    log_probs is None if the sampling options did not request them.
+    log_probs is None if the sampling options did not request them. drafts: with `rollout.speculative` alone.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: str
+    drafts: Drafts = NO_DRAFTS
 
 
 class RolloutEngine:
@@ -110,6 +111,8 @@ class RolloutEngine:
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
+        if self.options.speculative is not None:
+            await self._workers("ppojob_verify_by_seed")
 
     async def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
@@ -247,6 +250,7 @@ class RolloutEngine:
             list(completion.token_ids),
             _log_probs(completion.logprobs) if sampling.log_probs else None,
             str(completion.finish_reason),
+            _drafts(len(completion.token_ids), completion.spec_decode_metrics),
         )
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -292,8 +296,13 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
                 "the name or leave it out"
             )
     arguments = engine_arguments(options)
-    if is_supported(vllm.__version__) and not _OWN_SCHEDULING & options.engine_args.keys():
+    if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
         arguments["scheduler_cls"] = SCHEDULER
+    elif options.speculative is not None:
+        raise EngineArgumentError(
+            f"spec.rollout.speculative: the trainer's scheduler does not know vLLM {vllm.__version__}; remove it, or "
+            "use the image's vLLM"
+        )
     try:
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:
@@ -327,6 +336,16 @@ def _log_probs(flat: Any) -> list[float]:
     if not all(math.isfinite(value) for value in values):
         raise RolloutError("vLLM returned a log-prob that is not finite: the weights are broken")
     return values
+
+
+def _drafts(num_tokens: int, metrics: Any) -> Drafts:
+    """Return how a response of so many tokens was generated; `metrics`: vLLM's, if it drafts."""
+    if metrics is None:
+        return NO_DRAFTS
+    num_drafted = sum(metrics.histogram)
+    num_accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
+    # Drafts after the token that ended the response are counted as accepted, too.
+    return Drafts(max(num_drafted, num_tokens - num_accepted), num_drafted, num_accepted)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

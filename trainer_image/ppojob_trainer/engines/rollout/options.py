@@ -7,13 +7,14 @@ was checked before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import SpeculativeSpec
 from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
@@ -88,6 +89,7 @@ class RolloutOptions:
     tensor_parallel_size: int = 1
     seed: int = 0
     timeout_seconds: float = 1800.0
+    speculative: SpeculativeSpec | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
 
@@ -111,8 +113,35 @@ class RolloutOptions:
             tensor_parallel_size=rollout.tensor_parallel_size,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
+            speculative=rollout.speculative,
             engine_args=rollout.engine_args,
         )
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How responses were generated with `rollout.speculative`.
+
+    num_steps: one for each response and step of it. num_drafted: those of them that checked drafts. num_accepted:
+    drafted tokens that the responses took over.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Drafts]) -> Drafts:
+        """Return the sums."""
+        found = list(parts)
+        return cls(
+            sum(part.num_steps for part in found),
+            sum(part.num_drafted for part in found),
+            sum(part.num_accepted for part in found),
+        )
+
+
+NO_DRAFTS: Final = Drafts()
 
 
 @dataclass(frozen=True)
@@ -184,9 +213,28 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
             # Inside a placement group of more than one worker, vLLM would choose its Ray executor.
             "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }
+    if options.speculative is not None:
+        arguments |= _speculative_arguments(options.speculative, options)
     arguments |= options.engine_args
     if options.tensor_parallel_size > 1:
         # The fused kernel is FlashInfer's, which is built at the first use and needs NVLink multicast.
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         arguments["compilation_config"] = {**passes, **arguments.get("compilation_config", {})}
     return arguments
+
+
+def _speculative_arguments(speculative: SpeculativeSpec, options: RolloutOptions) -> dict[str, Any]:
+    num_tokens, most = speculative.num_speculative_tokens, min(speculative.max_num_seqs, options.max_num_seqs)
+    # Batches that have no drafts need CUDA graphs too. The scheduler decides which of the others have drafts.
+    sizes = [(1, most, num_tokens), (most + 1, options.max_num_seqs, 0)]
+    return {
+        "speculative_config": {
+            # The second model runner and asynchronous scheduling need the drafts on the GPU.
+            "method": "ngram_gpu" if options.device is Device.CUDA else "ngram",
+            "num_speculative_tokens": num_tokens,
+            "prompt_lookup_min": speculative.prompt_lookup_min,
+            "prompt_lookup_max": speculative.prompt_lookup_max,
+            "num_speculative_tokens_per_batch_size": [size for size in sizes if size[0] <= size[1]],
+        },
+        "per_request_spec_decode_metrics": "summary",
+    }

@@ -6,7 +6,8 @@ token becomes a message to the engine's owner, which here waits for the whole re
 
 * responses are kept until they are complete, and then sent as one message (`_Response`);
 * a step in which each running sequence gets one more token is scheduled by `_schedule_decoding`, and its tokens are
-  recorded by `_record`. All other steps are vLLM's own.
+  recorded by `_record`. All other steps are vLLM's own, also those that check drafts. When few sequences are left,
+  `DraftingChoice` says whether the steps have drafts (`rollout.speculative`).
 
 vLLM loads it by the argument `scheduler_cls`. vLLM's scheduler interface may change with each version, so
 `is_supported` names the version that the tests compare it with; other versions run vLLM's scheduler. It refuses
@@ -28,6 +29,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from ppojob_trainer.engines.rollout.drafting import DraftingChoice
 
 SUPPORTED: Final = ("0.32.",)
 """Prefixes of vLLM's versions whose scheduler has the fields and methods that are used here."""
@@ -88,18 +91,27 @@ class ResponseScheduler(AsyncScheduler):
         self._num_preemptions = 0
         self._num_unusual = 0
         self._is_plain = self._has_plain_model()
+        self._drafts_of_size, self._no_drafts = self.dynamic_sd_lookup, [0] * (self.max_num_running_reqs + 1)
+        self._drafting = None if self._drafts_of_size is None else DraftingChoice(self._most_sequences_with_drafts())
+        self._has_drafts: dict[int, bool] = {}
 
     def _has_plain_model(self) -> bool:
         """Whether a decoding step of this engine needs one token and at most one block for each request."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         unusual = (
             *(self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.perf_metrics),
-            *(self.num_spec_tokens, self.num_lookahead_tokens, self.num_prefill_lookahead, self.dynamic_sd_lookup),
+            *(self.num_spec_tokens and self.dynamic_sd_lookup is None, self.num_lookahead_tokens),
+            self.num_prefill_lookahead,
             *(self.use_pp, self.defer_block_free, self.needs_kv_cache_zeroing, self.has_mamba_layers),
             *(self.is_encoder_decoder, self.return_sampling_mask, self.enable_kv_cache_events, self.log_stats),
             *(self.dcp_world_size > 1, self.pcp_world_size > 1, self.num_sampled_tokens_per_step != 1),
         )
         return not any(unusual) and len(managers) == 1 and type(managers[0]) is FullAttentionManager
+
+    def _most_sequences_with_drafts(self) -> int:
+        """Return the number up to which the engine's arguments allow drafts; see `options`."""
+        assert self._drafts_of_size is not None
+        return sum(1 for num_drafts in self._drafts_of_size[1:] if num_drafts)
 
     def add_request(self, request: Request) -> None:
         """See vLLM."""
@@ -134,7 +146,17 @@ class ResponseScheduler(AsyncScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See vLLM."""
-        if self._may_only_decode():
+        if self._drafting is None:
+            return self._schedule(throttle_prefills)
+        wanted = self._drafting.wants_drafts(len(self.running) + len(self.waiting))
+        # vLLM reads how many tokens it drafts for a step of so many sequences.
+        self.dynamic_sd_lookup = self._drafts_of_size if wanted else self._no_drafts
+        output = self._schedule(throttle_prefills, may_decode=not wanted)
+        self._has_drafts[id(output)] = wanted
+        return output
+
+    def _schedule(self, throttle_prefills: bool, *, may_decode: bool = True) -> SchedulerOutput:
+        if may_decode and self._may_only_decode():
             output = self._schedule_decoding()
             if output is not None:
                 return output
@@ -211,7 +233,7 @@ class ResponseScheduler(AsyncScheduler):
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
-            num_spec_tokens_to_schedule=self.num_spec_tokens,
+            num_spec_tokens_to_schedule=0,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         if not self.use_v2_model_runner:
@@ -229,6 +251,7 @@ class ResponseScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM. Outputs are complete responses only, except those of requests that are not `is_whole`."""
+        self._observe(scheduler_output, model_runner_output)
         decoding = self._decoding.pop(id(scheduler_output), None)
         if decoding is not None and self._can_record(decoding, model_runner_output):
             return self._record(decoding.responses, model_runner_output)
@@ -241,6 +264,17 @@ class ResponseScheduler(AsyncScheduler):
             for client, found in outputs.items()
             if found.outputs or found.finished_requests or found.scheduler_stats is not None
         }
+
+    def _observe(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
+        """Let the time of a step decide about drafts."""
+        if self._drafting is None:
+            return
+        has_drafts = self._has_drafts.pop(id(step), False)
+        if step.scheduled_new_reqs or step.scheduled_cached_reqs.resumed_req_ids or not found.sampled_token_ids:
+            self._drafting.interrupt()
+            return
+        num_tokens = sum(map(len, found.sampled_token_ids))
+        self._drafting.observe(len(step.num_scheduled_tokens), num_tokens, has_drafts=has_drafts)
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
         """Keep what the output adds to a response; if that is complete now, put all of it into the output."""
@@ -325,6 +359,7 @@ class ResponseScheduler(AsyncScheduler):
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=response.prefill,
+            spec_decode_metrics=request.spec_decode_metrics,
             trace_headers=request.trace_headers,
         )
         self._free_request(request)

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.read_back import ReadBack
+from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
 
@@ -37,6 +38,11 @@ class WeightReceiverExtension:
     device: torch.device
     rank: int
     model_runner: Any
+    use_v2_model_runner: bool
+
+    def ppojob_verify_by_seed(self) -> None:
+        """Check drafts so that a seed samples the same response with and without them."""
+        verify_by_seed(self.model_runner, is_second_runner=self.use_v2_model_runner)
 
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.

@@ -25,7 +25,14 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, RolloutError, RolloutMemoryError
 from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
-from ppojob_trainer.engines.rollout.options import Capacity, RolloutOptions, SamplingOptions, environment
+from ppojob_trainer.engines.rollout.options import (
+    NO_DRAFTS,
+    Capacity,
+    Drafts,
+    RolloutOptions,
+    SamplingOptions,
+    environment,
+)
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -69,10 +76,14 @@ def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
 
 @dataclass(frozen=True)
 class Collected:
-    """Finished responses of a replica: the numbers under which it got their prompts, and references to their rows."""
+    """Finished responses of a replica: the numbers under which it got their prompts, and references to their rows.
+
+    drafts: how they were generated.
+    """
 
     numbers: tuple[int, ...]
     rows: StoredRows
+    drafts: Drafts = NO_DRAFTS
 
 
 @dataclass
@@ -180,8 +191,9 @@ class RolloutWorker:
             found.append(one)
         drawn.ready = []
         prompts = [drawn.prompts.pop(number) for number, _ in found]
-        batch = self._batch(prompts, [generation for _, generation in found])
-        return Collected(tuple(number for number, _ in found), store_rows(batch))
+        written = [generation for _, generation in found]
+        rows = store_rows(self._batch(prompts, written))
+        return Collected(tuple(number for number, _ in found), rows, self._drafts(written))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def check(self) -> None:
@@ -203,6 +215,9 @@ class RolloutWorker:
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
         token_ids = [generation.token_ids for generation in written]
         return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written)))
+
+    def _drafts(self, written: Sequence[Generation]) -> Drafts:
+        return Drafts.total(generation.drafts for generation in written)
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[Transports]:

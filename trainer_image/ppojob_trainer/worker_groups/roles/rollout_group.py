@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
-from ppojob_trainer.engines.rollout.options import Capacity
+from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Capacity, Drafts
 from ppojob_trainer.protocol import Keys
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
@@ -95,6 +95,7 @@ class RolloutGroup:
         """The replicas without an engine, and why."""
         self._capacities: Sequence[Capacity] = ()
         self._generations = itertools.count(1)
+        self._drafts = NO_DRAFTS
 
     @property
     def engines(self) -> dict[int, Capacity]:
@@ -140,6 +141,17 @@ class RolloutGroup:
     def begin(self, step: int, *, is_validation: bool) -> EnginesOfGeneration:
         """See `RolloutPort`."""
         return EnginesOfGeneration(self, next(self._generations), step, is_validation)
+
+    def take_drafts(self) -> Drafts:
+        """See `RolloutPort`."""
+        drafts, self._drafts = self._drafts, NO_DRAFTS
+        return drafts
+
+    def count(self, collected: Collected | None) -> Report:
+        """Count the drafts of what a replica returned, and return it as a report."""
+        if collected is not None:
+            self._drafts = Drafts.total([self._drafts, collected.drafts])
+        return Report.of(collected)
 
     def joined(self, batch: Table) -> RolloutOfStep:
         """See `RolloutPort`."""
@@ -202,7 +214,7 @@ class EnginesOfGeneration:
             collecting = replica.call(RolloutWorker.collect, num_rows)
             if begun is not None:
                 await begun
-            return Report.of(await collecting)
+            return self._rollout.count(await collecting)
         except WorkerGroupError as error:
             if not is_loss(error):
                 raise
