@@ -24,12 +24,13 @@ from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp import export_files
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines import test_engine_peers
 from tests.unit.trainer.engines.host_memory_ranks import most_taken
-from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 from tests.unit.trainer.engines.two_ranks import make_policy
 
 MB = 10**6
+LIMIT_S = 1800
 WRITERS = ("one writer", "all ranks")
 
 
@@ -87,7 +88,8 @@ def main() -> None:
         folder = Path(name)
         model = save_tiny_model(folder / "model", num_hidden_layers=arguments.layers, **shape)
         work = functools.partial(measure, file_mb=arguments.file_mb, rounds=arguments.rounds)
-        run_ranks(ParallelDims(shard=arguments.ranks), model, folder, work)
+        with mock.patch.object(test_engine_peers, "LIMIT_SECONDS", LIMIT_S):
+            test_engine_peers.run_ranks(ParallelDims(shard=arguments.ranks), model, folder, work)
         ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(arguments.ranks)]
         exports = [digests(folder / f"{name} 0") for name in WRITERS]
         size = sum(path.stat().st_size for path in (folder / "first").glob("*.safetensors"))

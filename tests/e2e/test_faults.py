@@ -31,7 +31,8 @@ CHANGES: dict[str, Any] = {
     "placement": {"ref": None},
     "pools": small_pools(critic_nodes=2),
     "trainer": {"totalSteps": MANY_STEPS, "validateEverySteps": 0},
-    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never"},
+    # A checkpoint is complete before the next step, so it is known how many steps a fault may cost.
+    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never", "async": False},
 }
 HEADING = "| fault | reason | steps lost | to the next new step, s | retries |\n|---|---|---|---|---|"
 ACTOR, CRITIC = "ppojob.dev/pool=actor", "ppojob.dev/pool=critic"

@@ -236,6 +236,27 @@ def test_a_checkpoint_of_what_is_offloaded_takes_none_of_the_gpu(
         assert all(torch.equal(*pair) for pair in zip(resumed.weights().gather(), expected, strict=True))
 
 
+def test_a_background_save_has_the_tensors_of_its_start_and_its_copies_take_none_of_the_gpu(
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path
+) -> None:
+    saved, resumed = make_engine(parallel, model_path), make_engine(parallel, model_path)
+    batch = make_batch()
+    saved.update(batch)
+    for number in range(2):
+        expected = [tensor.clone() for tensor in saved.weights().gather()]
+        idle = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        saved.save(tmp_path / str(number), in_background=True)
+        assert torch.cuda.max_memory_allocated() - idle < 10 * MIB
+        assert "timing_s/checkpoint/wait_actor" in saved.update(batch)
+        while not saved.is_saved():
+            time.sleep(0.01)
+        resumed.restore(tmp_path / str(number))
+        assert all(torch.equal(*pair) for pair in zip(resumed.weights().gather(), expected, strict=True))
+    assert saved._offloader._buffers
+    assert all(buffer.is_pinned() for buffer in saved._offloader._buffers.values())
+
+
 def test_activations_on_the_host_leave_the_gpu_their_memory(parallel: ParallelMesh, tmp_path: Path) -> None:
     """With a small vocabulary the layers' inputs are most of the peak; with a large one the output layer hides them."""
     torch.manual_seed(7)

@@ -53,6 +53,7 @@ def main() -> None:
     (out / f"saved-{rank}").touch()
     until((out / "second").exists)
     seen = {**policy.update(shard(rank)), **critic.update(shard(rank))}
+    del seen["timing_s/checkpoint/wait_critic"]
     torch.save(seen, out / f"rank-{rank}.pt")
     ObjectFiles.rename = hang  # type: ignore[method-assign, assignment]
     policy.save(f"{(out / 'second').read_text()}/actor")

@@ -67,7 +67,7 @@ def test_a_single_file_needs_no_index() -> None:
     assert plan.index is None
 
 
-TWO_FILES = [PlannedFile("first", frozenset({"a", "b"}), 0), PlannedFile("second", frozenset({"c"}), 0)]
+TWO_FILES = [PlannedFile("first", frozenset({"a", "b"}), 0), PlannedFile("second", frozenset({"c", "d"}), 0)]
 
 
 def test_a_rank_takes_nothing_of_its_next_file_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,10 @@ def test_a_rank_takes_nothing_of_its_next_file_while_it_writes(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
     may_write.set()
     taking.join(60)
+    files.add("d", torch.ones(5))
     assert files.finish() is None
-    assert {file.name: set(load_file(file)) for file in tmp_path.iterdir()} == {"first": {"a", "b"}, "second": {"c"}}
+    written = {file.name: set(load_file(file)) for file in tmp_path.iterdir()}
+    assert written == {"first": {"a", "b"}, "second": {"c", "d"}}
 
 
 def full(*args: object, **options: object) -> None:
@@ -99,14 +101,15 @@ def full(*args: object, **options: object) -> None:
 
 def test_a_rank_whose_storage_refuses_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ExportFiles(tmp_path, TWO_FILES)
-    assert set(files.names) == {"a", "b", "c"}
+    assert set(files.names) == {"a", "b", "c", "d"}
     with monkeypatch.context() as patch:
         patch.setattr(export_files, "save_file", full)
         files.add("a", torch.ones(2))
         files.add("b", torch.ones(3))
         assert files._running is not None
         wait([files._running], timeout=60)
-    files.add("c", torch.ones(4))
+    for name in ("c", "d"):
+        files.add(name, torch.ones(4))
     assert not files.names
     assert "No space left on device" in str(files.finish())
     assert not list(tmp_path.iterdir())
