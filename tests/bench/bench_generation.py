@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ def main() -> None:
     tiny = arguments.shape == "tiny"
     most = arguments.tokens or (48 if tiny else workload.RESPONSE_TOKENS)
     size = workload.Size("tiny", 8, 16, most, 512) if tiny else workload.Size(arguments.shape, response_tokens=most)
-    data = output / ("workload" if arguments.repeats is None else f"workload-{arguments.repeats:g}")
+    data = output / f"workload-{arguments.shape}-{arguments.repeats or 0:g}"
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, size, 4)
     temperature = 1.0 if arguments.repeats is None else workload.let_repeat(data, arguments.repeats)
@@ -47,7 +48,7 @@ def main() -> None:
     for name in arguments.variants:
         try:
             found[name] = measure_variant(file, name, work, output / name)
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             # The others are worth their figures; the log has all of it.
             console.print(f"{name}: {error}", markup=False)
             continue

@@ -9,8 +9,9 @@ import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import SpeculativeSpec
 from ppojob_trainer.engines.errors import EngineArgumentError
-from ppojob_trainer.engines.rollout.options import RolloutOptions
+from ppojob_trainer.engines.rollout.options import SCHEDULER, RolloutOptions
 
 # Loading vLLM takes many seconds.
 pytestmark = pytest.mark.slow
@@ -38,6 +39,18 @@ def test_a_known_argument_is_passed_on() -> None:
     from ppojob_trainer.engines.rollout.engine import checked_arguments
 
     assert checked_arguments(options(block_size=32)).block_size == 32
+
+
+def test_drafts_need_the_scheduler_that_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ppojob_trainer.engines.rollout import engine
+
+    drafts = dataclasses.replace(options(), speculative=SpeculativeSpec())
+    assert engine.checked_arguments(drafts).scheduler_cls == SCHEDULER
+
+    monkeypatch.setattr(engine.vllm, "__version__", "0.99.0")
+    assert engine.checked_arguments(options()).scheduler_cls != SCHEDULER
+    with pytest.raises(EngineArgumentError, match=r"spec\.rollout\.speculative: .* vLLM 0\.99\.0; remove it"):
+        engine.checked_arguments(drafts)
 
 
 def test_every_reserved_argument_is_one_of_vllms() -> None:

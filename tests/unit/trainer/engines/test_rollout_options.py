@@ -9,6 +9,7 @@ import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.training import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import RolloutOptions, engine_arguments, environment
 
 CPU = RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, max_num_batched_tokens=256)
@@ -36,6 +37,33 @@ def test_arguments(options: RolloutOptions, expected: dict[str, Any]) -> None:
     arguments = engine_arguments(options)
     assert expected.items() <= arguments.items()
     assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "most", "sizes"),
+    [
+        (CUDA, "ngram_gpu", 16, [(1, 16, 3), (17, 1024, 0)]),
+        (CPU, "ngram", 16, [(1, 16, 3), (17, 1024, 0)]),
+        (dataclasses.replace(CUDA, max_num_seqs=16), "ngram_gpu", 16, [(1, 16, 3)]),
+        (dataclasses.replace(CUDA, max_num_seqs=8), "ngram_gpu", 16, [(1, 8, 3)]),
+    ],
+)
+def test_drafts_are_for_small_batches(
+    options: RolloutOptions, method: str, most: int, sizes: list[tuple[int, int, int]]
+) -> None:
+    drafts = SpeculativeSpec(num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=5, max_num_seqs=most)
+
+    arguments = engine_arguments(dataclasses.replace(options, speculative=drafts))
+
+    assert "speculative_config" not in engine_arguments(options)
+    assert arguments["speculative_config"] == {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens_per_batch_size": sizes,
+    }
+    assert sorted(arguments.keys() - RESERVED_ENGINE_ARGS.keys()) == []
 
 
 def test_the_users_own_arguments_are_passed_on() -> None:

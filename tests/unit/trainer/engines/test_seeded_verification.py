@@ -150,3 +150,85 @@ def test_the_first_runner_samples_the_same_tokens_with_and_without_drafts(temper
     for mine, theirs in zip(seen, expected, strict=True):
         assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], abs=1e-6)
     assert num_kept > 50
+
+
+class Speculator:
+    """vLLM's, as far as the second runner's verification knows it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.drafts, self.calls = torch.arange(12).view(4, 3), 0
+
+    def propose(self, input_batch: Any, *_: Any, num_speculative_tokens: int | None = None) -> Any:
+        self.calls += 1
+        return self.drafts[: input_batch.num_reqs] + 100
+
+
+@pytest.fixture
+def second_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The second runner's verification, with the likeliest token in place of vLLM's kernel that needs a GPU."""
+    from vllm.v1.worker.gpu.sample import gumbel
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
+
+    def likeliest(logits: Any, *arguments: Any, **named: Any) -> Any:
+        request_of_row, temperatures, seeds, positions = arguments
+        assert named == {"apply_temperature": False, "is_drafting": False, "use_fp64": False}
+        assert (temperatures.tolist(), seeds.tolist()) == ([1.0, 1.0, 1.0], [7, 8, 9])
+        assert (request_of_row.tolist(), positions.tolist()) == ([2, 2, 2, 0, 1, 1], [5, 6, 7, 3, 8, 9])
+        return logits.argmax(-1)
+
+    monkeypatch.setattr(gumbel, "gumbel_sample", likeliest)
+    # What verify_by_seed sets is restored after the test.
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
+    runner = type("Runner", (), {})()
+    runner.speculator = Speculator()
+    verify_by_seed(runner, is_second_runner=True)
+    return runner
+
+
+def test_vllms_verification_of_the_second_runner_keeps_what_is_sampled(second_runner: Any) -> None:
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    # Three requests, the first with two drafts, of which one is kept; the last's draft is kept.
+    sampled, inputs = [4, 1, 6, 3, 5, 2], [0, 4, 7, 0, 0, 5]
+    logits = torch.nn.functional.one_hot(torch.tensor(sampled), VOCABULARY).float()
+    state = type("State", (), {})
+    verifier, sampler, states = RejectionSampler.__new__(RejectionSampler), state(), state()
+    states.temperature, states.seeds = state(), state()
+    states.temperature.gpu, states.seeds.gpu = torch.ones(3), torch.tensor([7, 8, 9])
+    sampler.apply_sampling_params = lambda given, *_: given
+    sampler.sampling_states, sampler.use_fp64_gumbel = states, False
+    verifier.sampler, verifier.num_speculative_steps, verifier.watermark_key = sampler, 2, None
+    verifier.synthetic_conditional_rates, verifier.use_block_verification = None, False
+    requests, drafts = torch.tensor([2, 0, 1]), torch.tensor(inputs, dtype=torch.int32)
+
+    _, tokens, counts = verifier._verify(
+        logits,
+        None,
+        drafts,
+        torch.tensor([5, 6, 7, 3, 8, 9]),
+        torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+        requests,
+        requests.numpy(),
+        torch.tensor([2, 2, 2, 0, 1, 1]),
+        torch.tensor([0, 1, 2, 0, 0, 1]),
+        np.array([8, 4, 10]),
+        drafts,
+    )
+
+    assert counts.tolist() == [2, 1, 2]
+    assert [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)] == [[4, 1], [3], [5, 2]]
+    assert tokens.shape == (3, 3)
+
+
+def test_a_step_without_drafts_drafts_nothing(second_runner: Any) -> None:
+    batch, speculator = type("Batch", (), {"num_reqs": 2})(), second_runner.speculator
+
+    assert speculator.propose(batch, None, num_speculative_tokens=0).shape == (2, 3)
+    assert speculator.calls == 0
+    assert speculator.propose(batch, None, num_speculative_tokens=3).tolist() == [[100, 101, 102], [103, 104, 105]]

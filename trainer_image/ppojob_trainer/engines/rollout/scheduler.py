@@ -270,11 +270,12 @@ class ResponseScheduler(AsyncScheduler):
         if self._drafting is None:
             return
         has_drafts = self._has_drafts.pop(id(step), False)
-        if step.scheduled_new_reqs or step.scheduled_cached_reqs.resumed_req_ids or not found.sampled_token_ids:
+        num_sequences = len(step.num_scheduled_tokens)
+        has_prompts = step.total_num_scheduled_tokens > num_sequences * (1 + self.num_spec_tokens)
+        if step.scheduled_new_reqs or has_prompts or not found.sampled_token_ids:
             self._drafting.interrupt()
             return
-        num_tokens = sum(map(len, found.sampled_token_ids))
-        self._drafting.observe(len(step.num_scheduled_tokens), num_tokens, has_drafts=has_drafts)
+        self._drafting.observe(num_sequences, sum(map(len, found.sampled_token_ids)), has_drafts=has_drafts)
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
         """Keep what the output adds to a response; if that is complete now, put all of it into the output."""
