@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
-_OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
+_OF_THE_OPERATOR = ("runPolicy", "serviceAccountName", "templateRef")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
 _ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})

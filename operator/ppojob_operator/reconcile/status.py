@@ -22,6 +22,7 @@ from ppojob_operator.reconcile.situation import Finding
 from ppojob_operator.reconcile.states import phase_of, state_of
 
 _ORDER = (
+    Condition.TEMPLATE_RESOLVED,
     Condition.ACCEPTED,
     Condition.SOURCES_FETCHED,
     Condition.ADMITTED,
@@ -38,6 +39,7 @@ _ORDER = (
 _MAX_MESSAGE = 4000
 
 _NORMAL_CONDITIONS = {
+    (Condition.TEMPLATE_RESOLVED, "True"),
     (Condition.ACCEPTED, "True"),
     (Condition.SOURCES_FETCHED, "True"),
     (Condition.ADMITTED, "True"),
@@ -52,6 +54,7 @@ _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RES
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {
     Reason.INVALID_SPEC,
+    Reason.TEMPLATE_MISSING,
     Reason.OPERATOR_TOO_OLD,
     Reason.KUBERAY_MISSING,
     Reason.STORAGE_MISSING,
@@ -79,7 +82,7 @@ _WARNING_REASONS = {
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
     "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "gpuUsage",
-    "notifications", "queueName", "effectiveLayout", "effectivePools",
+    "notifications", "queueName", "template", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 _MAX_WORDS = 500
