@@ -162,8 +162,9 @@ def is_named(document: Mapping[str, Any], ref: TemplateRef) -> bool:
 
 def completed_spec(job: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the spec of a PPOJob in the API server, completed with the template in its status."""
+    spec: Mapping[str, Any] = job.get("spec", {})
     template = job.get("status", {}).get("template")
-    return completed(job["spec"], template["spec"]) if template else job["spec"]
+    return completed(spec, template["spec"]) if template else spec
 
 
 def document_problems(raw: Mapping[str, Any]) -> list[FieldError]:
