@@ -183,7 +183,7 @@ def _stored_spec() -> Schema:
 
 
 def _without_defaults(schema: Schema, path: str) -> Schema:
-    """Return the schema of a field whose default is said in its description, and filled in by whoever reads it."""
+    """Return the schema of a field with its default in the description only: `PPOJobSpec` fills it in."""
     result = dict(schema)
     if "properties" in schema:
         result["properties"] = {

@@ -1,7 +1,7 @@
 """Fields that a spec needs, from itself or from its template, in CEL.
 
 The schema does not require them, because the API server does not see the template. `policy.py` puts these rules beside
-the others; in Python, the completed spec is checked, and pydantic finds what is missing.
+the others; in Python, the completed spec is checked, and pydantic finds missing fields.
 """
 
 from ppojob_api.v1alpha1.base import Rule

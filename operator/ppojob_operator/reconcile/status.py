@@ -50,6 +50,8 @@ _NORMAL_CONDITIONS = {
     (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
+_SAID_BY_ANOTHER = {(Condition.TEMPLATE_RESOLVED, "False")}
+"""Without an Event of its own: condition Accepted has the same reason."""
 _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {
@@ -124,6 +126,8 @@ def condition_events(old: Sequence[ConditionStatus], new: Sequence[ConditionStat
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
         state = (condition.type, condition.status)
+        if state in _SAID_BY_ANOTHER:
+            continue
         is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
         if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:
             yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)

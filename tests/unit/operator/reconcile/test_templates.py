@@ -48,6 +48,7 @@ def test_a_job_waits_for_its_template() -> None:
         assert (status, reason) == ("False", Reason.TEMPLATE_MISSING)
         assert message.startswith(words)
     assert plan.requeue_after is not None
+    assert world.said == [Reason.TEMPLATE_MISSING], "one Event, not one for each condition"
     assert "template" not in world.status
 
 
@@ -70,6 +71,7 @@ def test_it_is_accepted_when_the_template_appears_and_says_which_generation_it_g
     status, reason, message = condition(world, Condition.TEMPLATE_RESOLVED)
     assert (status, reason) == ("True", Reason.TEMPLATE_RESOLVED)
     assert message.startswith("PPOJobTemplate gpus, generation 4, completes the spec")
+    assert world.said == [Reason.TEMPLATE_MISSING, Reason.TEMPLATE_RESOLVED, Reason.VALID]
     assert world.status["template"] == {
         "kind": "PPOJobTemplate",
         "name": "gpus",
