@@ -17,8 +17,8 @@ _HEAD = """# Fields of a PPOJob
 """
 _TABLE = "| field | type | default | meaning |\n|---|---|---|---|"
 _TEMPLATES = (
-    "Templates complete the spec of a PPOJob: [Templates](templates.md). Their fields `template` and `poolDefaults` have "
-    "the fields of `spec` and `spec.pools[]` above."
+    "Templates complete the spec of a PPOJob: [Templates](templates.md). Their fields `template` and `poolDefaults` "
+    "have the fields of `spec` and `spec.pools[]` above."
 )
 _AS_IN_SPEC = {f"status.effectiveLayout.{part}": f"spec.{part}" for part in ("pools", "placement", "schedule")}
 """Parts of the status with the same fields as a part of the spec."""
