@@ -235,6 +235,10 @@ long: install ## Run the tests that take many minutes each: five Ray nodes, a jo
 
 # --- a release ---
 
+.PHONY: contract
+contract: install ## Record what operator and trainer of this version send each other, into tests/contracts: at a release.
+	$(PYTHON) -m tools.release.contract
+
 .PHONY: release
 release: tools | $(filter .build/%,$(UV)) ## Write sdist, wheel, chart package, image names and checksums into dist/.
 	@$(PYTHON) -m tools.release

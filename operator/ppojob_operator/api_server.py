@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1.template_reference import TemplateKind
 
 if TYPE_CHECKING:
     # Its models take seconds to load, and only their names are needed here.
     from kubernetes.aio.client import ApiClient
 
 JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/namespaces/{{namespace}}/{constants.PLURAL}"
+TEMPLATES = {
+    TemplateKind.NAMESPACED: f"/apis/{constants.GROUP}/{constants.VERSION}/namespaces/{{namespace}}/ppojobtemplates",
+    TemplateKind.CLUSTER: f"/apis/{constants.GROUP}/{constants.VERSION}/clusterppojobtemplates",
+}
 _MAX_RACES = 5
 _MAX_WORDS = 2000
 _COME_AGAIN = (429, 503, 504)

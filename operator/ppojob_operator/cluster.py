@@ -10,7 +10,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import JOBS, Answer, ApiError, ApiFailed, ApiRefused, ApiServer, ApiUnavailable
+from ppojob_api.v1alpha1.template_reference import TemplateKind, TemplateRef
+from ppojob_operator.api_server import (
+    JOBS,
+    TEMPLATES,
+    Answer,
+    ApiError,
+    ApiFailed,
+    ApiRefused,
+    ApiServer,
+    ApiUnavailable,
+)
 from ppojob_operator.manifests import naming, queues
 from ppojob_operator.manifests.ray_cluster import with_job_fields
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
@@ -90,6 +100,11 @@ class Cluster:
     async def read_claim(self, namespace: str, name: str) -> Manifest | None:
         """Return the PersistentVolumeClaim, or None if there is none."""
         return await self._api.read(_CLAIMS, namespace, name)
+
+    async def read_template(self, ref: TemplateRef, namespace: str) -> Manifest | None:
+        """Return the template that a spec names, or None if there is none."""
+        is_namespaced = ref.kind is TemplateKind.NAMESPACED
+        return await self._api.read(TEMPLATES[ref.kind], namespace if is_namespaced else "", ref.name)
 
     async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
         """Return the data of the job's ConfigMap, or None if there is none."""

@@ -7,7 +7,8 @@ import base64
 import re
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_operator.api_server import ApiServer, RawObject
+from ppojob_api.v1alpha1.template_reference import TemplateKind
+from ppojob_operator.api_server import TEMPLATES, ApiServer, RawObject
 from ppojob_operator.reconcile.acceptance import Kind, Reference
 
 _COLLECTIONS = {
@@ -16,6 +17,8 @@ _COLLECTIONS = {
     Kind.PRIORITY_CLASS: "/apis/scheduling.k8s.io/v1/priorityclasses",
     Kind.RUNTIME_CLASS: "/apis/node.k8s.io/v1/runtimeclasses",
     Kind.SERVICE_ACCOUNT: "/api/v1/namespaces/{namespace}/serviceaccounts",
+    Kind.TEMPLATE: TEMPLATES[TemplateKind.NAMESPACED],
+    Kind.CLUSTER_TEMPLATE: TEMPLATES[TemplateKind.CLUSTER],
 }
 _KUEUES_COLLECTIONS = {
     Kind.LOCAL_QUEUE: "namespaces/{namespace}/localqueues",

@@ -1,4 +1,4 @@
-"""Compares the PPOJob CRD and its policy in the cluster with this operator's. `main.py` calls it once, at the start.
+"""Compares our CRDs and their policy in the cluster with this operator's. `main.py` calls it once, at the start.
 
 With an older CRD, the API server rejects fields that this operator writes; with a newer one, it stores fields that this
 operator does not know. The CRD is read from the published OpenAPI document, which needs no permission. Without the
@@ -12,7 +12,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.policy import POLICY_NAME, admission_policy
-from ppojob_api.v1alpha1.schema import custom_resource_definition
+from ppojob_api.v1alpha1.schema import custom_resource_definitions
 from ppojob_operator.api_server import ApiError, ApiServer
 
 logger = logging.getLogger(__name__)
@@ -35,24 +35,37 @@ async def _log_crd(api: ApiServer, version: str) -> None:
     except ApiError as error:
         logger.info("the PPOJob CRD could not be compared with this operator's: %s", error)
         return
-    found = _published(answer.body) if answer.status == 200 else None
-    if found is None:
+    if answer.status != 200:
         # The watches report a missing CRD.
         return
-    [own] = custom_resource_definition()["spec"]["versions"]
-    ours, theirs = set(_paths(own["schema"]["openAPIV3Schema"])), set(_paths(found))
+    for crd in custom_resource_definitions():
+        _log_differences(crd, answer.body, version)
+
+
+def _log_differences(crd: Mapping[str, Any], published: Any, version: str) -> None:
+    """Log how a CRD in the cluster differs from this operator's."""
+    name, kind = crd["metadata"]["name"], crd["spec"]["names"]["kind"]
+    found = _published(published, kind)
+    if found is None and kind == constants.KIND:
+        # The watches report it.
+        return
+    [own] = crd["spec"]["versions"]
+    ours, theirs = set(_paths(own["schema"]["openAPIV3Schema"])), set(_paths(found or {}))
     if lacking := sorted(ours - theirs):
         logger.error(
-            "the PPOJob CRD in the cluster is older than this operator (%s): it lacks %s, and no status with "
-            "these fields can be written: apply crds/ppojobs.ppojob.dev.yaml of this version, or let the chart do it "
-            "(crds.install)",
+            "the %s CRD in the cluster is older than this operator (%s): it lacks %s, and %s with these fields can be "
+            "written: apply crds/%s.yaml of this version, or let the chart do it (crds.install)",
+            kind,
             version,
             _named(lacking),
+            "no status" if kind == constants.KIND else "no template",
+            name,
         )
     if unknown := sorted(theirs - ours):
         logger.warning(
-            "the PPOJob CRD in the cluster is newer than this operator (%s): it has %s; jobs with these fields in "
+            "the %s CRD in the cluster is newer than this operator (%s): it has %s; jobs with these fields in "
             "their spec are not reconciled until the operator is upgraded",
+            kind,
             version,
             _named(unknown),
         )
@@ -89,11 +102,11 @@ def _has_our_rules(body: Any) -> bool:
     return all(theirs.get(part) == ours["spec"][part] for part in ("matchConditions", "variables", "validations"))
 
 
-def _published(body: Any) -> Mapping[str, Any] | None:
-    """Return the schema of PPOJob in an OpenAPI document."""
+def _published(body: Any, kind: str) -> Mapping[str, Any] | None:
+    """Return the schema of a kind in an OpenAPI document."""
     schemas = body.get("components", {}).get("schemas", {}) if isinstance(body, Mapping) else {}
-    kind = {"group": constants.GROUP, "version": constants.VERSION, "kind": constants.KIND}
-    return next((each for each in schemas.values() if kind in each.get("x-kubernetes-group-version-kind", ())), None)
+    ours = {"group": constants.GROUP, "version": constants.VERSION, "kind": kind}
+    return next((each for each in schemas.values() if ours in each.get("x-kubernetes-group-version-kind", ())), None)
 
 
 def _paths(schema: Mapping[str, Any], at: str = "") -> Iterator[str]:

@@ -33,10 +33,8 @@ from ppojob_operator.job_events import JobEvents
 from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.notifications import Notifier
 from ppojob_operator.observer import Observer
-from ppojob_operator.plan import Job, JobKey, Observed, Plan, Surroundings
-from ppojob_operator.reading import (
-    read_job,
-)
+from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
+from ppojob_operator.reading import read_job
 from ppojob_operator.reconcile import (
     JobState,
     dashboard_target,
@@ -238,6 +236,7 @@ class Loop:
         if job is None:
             self._forget(key)
             return "left"
+        job = await self._with_template(raw, job)
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
         if plan.dry_run is not None:
@@ -252,6 +251,13 @@ class Loop:
         if plan.requeue_after is not None:
             self._queue.add(key, plan.requeue_after)
         return "ok"
+
+    async def _with_template(self, raw: Manifest, job: Job) -> Job:
+        """Return a job that is not accepted yet with the template that its spec names, if there is one."""
+        if job.template_ref is None or job.template is not None:
+            return job
+        template = await self._cluster.read_template(job.template_ref, job.key.namespace)
+        return job if template is None else replace(read_job(raw, template), status=job.status)
 
     def _forget(self, key: JobKey) -> None:
         self._states.pop(key, None)

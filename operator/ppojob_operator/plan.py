@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
+from ppojob_api.v1alpha1.template_reference import PinnedTemplate, TemplateRef
 from ppojob_api.v1alpha1.validation import SpecError
 
 Manifest = Mapping[str, Any]
@@ -50,6 +51,10 @@ class Job:
     """Value of the annotation that requests another run of a job that has ended. Empty: no annotation."""
     queue_label: str | None = None
     """Value of the label that names a queue of Kueue, as it is now. None: no label."""
+    template_ref: TemplateRef | None = None
+    """The template that the spec names. None: it names none."""
+    template: PinnedTemplate | None = None
+    """The template that completes the spec. None: the spec names none, or it was not found."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Status fields of a newer operator that this version does not know; they are kept."""
 

@@ -17,6 +17,8 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
+from ppojob_api.v1alpha1.template_reference import PinnedTemplate, TemplateRef
+from ppojob_api.v1alpha1.templates import capped, parse_with, pinned, reference
 from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Claim, Cluster, FetchJob, FetchPod, Job, JobKey, Manifest, Pod, Trouble, Workload
@@ -38,14 +40,20 @@ def parse_time(text: str | None) -> datetime:
     return datetime.fromisoformat(text) if text else _EPOCH
 
 
-def read_job(raw: Manifest) -> Job:
+def read_job(raw: Manifest, template: Manifest | None = None) -> Job:
     """Return the view of a PPOJob. Unknown fields of the status, which a newer operator may write, are ignored.
+
+    Args:
+        raw: the PPOJob.
+        template: the one that its spec names, for a job without one in its status. None: it is not known.
 
     Raises:
         pydantic.ValidationError: a known field of the status is invalid.
     """
     metadata, status = raw["metadata"], PPOJobStatus.model_validate(raw.get("status", {}), extra="ignore")
-    wire, spec = _read_spec(raw.get("spec", {}), _queue(metadata, status))
+    given = raw.get("spec", {})
+    ref, pin = _template(given, status, template)
+    wire, spec = _read_spec(given, _queue(metadata, status), ref, pin)
     moved = status.effective_pools
     if isinstance(spec, PPOJobSpec):
         moved = moved_in_force(spec, moved)
@@ -57,11 +65,13 @@ def read_job(raw: Manifest) -> Job:
         spec=spec,
         status=status,
         moved=tuple(moved),
-        effective=_read_effective(wire, spec, status.effective_layout),
+        effective=_read_effective(wire, spec, status.effective_layout, pin),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
         retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
         queue_label=queue_label(metadata),
+        template_ref=ref,
+        template=pin,
         unknown=_unknown(raw),
     )
 
@@ -214,23 +224,49 @@ def _unknown(raw: Manifest) -> dict[str, Any]:
     return {name: value for name, value in raw.get("status", {}).items() if name in managed - known}
 
 
-def _read_spec(raw: Mapping[str, Any], queue: str | None = None) -> tuple[Mapping[str, Any], PPOJobSpec | SpecError]:
-    """Return the spec as it is on the wire with the queue in it, and the resolved spec or what is wrong with it."""
+def _template(
+    spec: Mapping[str, Any], status: PPOJobStatus, found: Manifest | None
+) -> tuple[TemplateRef | None, PinnedTemplate | None]:
+    """Return the template that a job names, and the one that completes its spec.
+
+    An accepted job keeps the one in its status, even if neither policy nor webhook refused an edit of the reference.
+    """
+    if is_accepted(status) or status.start_time is not None:
+        return None if status.template is None else status.template.ref, status.template
+    ref = reference(spec)
+    return ref, None if ref is None or found is None else pinned(ref, found)
+
+
+def _read_spec(
+    raw: Mapping[str, Any], queue: str | None, ref: TemplateRef | None, template: PinnedTemplate | None
+) -> tuple[Mapping[str, Any], PPOJobSpec | SpecError]:
+    """Return the completed spec as it is on the wire, with the queue, and the resolved spec or what is wrong with it.
+
+    A spec whose template is not known is not judged: `reconcile.templates` says that the template is missing.
+    """
     try:
         raw = with_queue(raw, queue)
-        return raw, resolve(parse_spec(raw))
+        if template is not None:
+            wire, spec = parse_with(raw, template)
+            return wire, spec if isinstance(spec, SpecError) else resolve(spec)
+        return raw, SpecError([]) if ref is not None else resolve(parse_spec(raw))
     except SpecError as error:
         return raw, error
 
 
-def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None) -> PPOJobSpec | None:
-    """Return the spec with the layout in force instead of its own."""
+def _read_effective(
+    raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None, template: PinnedTemplate | None
+) -> PPOJobSpec | None:
+    """Return the completed spec with the layout in force instead of its own. It stays within the template's limits."""
     if layout is None:
         return None
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
         return spec
-    _, relaid = _read_spec(with_layout(raw, layout))
-    return relaid if isinstance(relaid, PPOJobSpec) else None
+    relaid = with_layout(raw, layout)
+    try:
+        return resolve(parse_spec(relaid if template is None else capped(relaid, template)))
+    except SpecError:
+        return None
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:

@@ -110,10 +110,11 @@ FREE: dict[str, tuple[Any, ...]] = {
 
 
 def examples() -> list[dict[str, Any]]:
-    """Return the specs of the PPOJobs in examples/."""
+    """Return the specs of the PPOJobs in examples/ that need no template."""
     files = sorted((PROJECT / "examples").glob("*/*.yaml"))
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text()) if document]
-    return [document["spec"] for document in documents if document.get("kind") == "PPOJob"]
+    specs = [document["spec"] for document in documents if document.get("kind") == "PPOJob"]
+    return [spec for spec in specs if "templateRef" not in spec]
 
 
 def schema() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 from ppojob_operator.plan import Claim, FetchJob, JobKey, Observed, Plan, Pod, Ray, Surroundings
 from ppojob_operator.reading import read_cluster, read_job
 from ppojob_operator.reconcile import decide
-from tests.examples import EXAMPLES, name_of
+from tests.examples import EXAMPLES, name_of, template_of
 
 GOLDEN = Path("tests/golden")
 UID = "00000000-0000-4000-8000-000000000000"
@@ -24,7 +24,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 def render(example: Path) -> dict[str, str]:
     """Return the name of each golden file of an example, and its text."""
-    raw = yaml.safe_load(example.read_text())
+    raw, template = yaml.safe_load(example.read_text()), template_of(example)
     key = JobKey(raw["metadata"].setdefault("namespace", "default"), raw["metadata"]["name"])
     raw["metadata"] |= {"uid": UID, "generation": 1}
     observed = Observed(
@@ -35,7 +35,7 @@ def render(example: Path) -> dict[str, str]:
         ),
         claim=Claim("any", "Bound"),
     )
-    first = decide(read_job(raw), observed, NOW)
+    first = decide(read_job(raw, template), observed, NOW)
     fetched = {manifest["kind"]: manifest for manifest in first.apply}
     if "Job" in fetched:
         # Before the RayCluster come the models and data.

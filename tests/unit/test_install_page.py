@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_operator.manifests.pod import STORAGE_GROUP
 from ppojob_trainer.cli import app
-from tests.examples import EXAMPLES, FOLDER, name_of
+from tests.examples import EXAMPLES, FOLDER, name_of, spec_of
 from tools.cluster.layout import Layout
 from tools.images.recipes import RECIPES, tag
 
@@ -102,7 +102,7 @@ def test_the_storage_holds_what_both_jobs_name() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_an_example_names_the_image_for_its_device(path: Path) -> None:
-    _, _, spec = parse_manifest(yaml.safe_load(path.read_text()))
+    spec = spec_of(path)
 
     image = RECIPES["trainer-cuda" if spec.device is Device.CUDA else "trainer"]
     assert spec.image.rpartition(":")[0] == image.repository

@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import SpecError
 from ppojob_trainer.commands.describe import describe
-from ppojob_trainer.commands.manifest import Manifest, ManifestError, load, problems
+from ppojob_trainer.commands.manifest import Manifest, ManifestError, OnlyTemplatesError, load, problems
 
 app = typer.Typer(
     help="Train language models with PPO: the same file on a Kubernetes cluster and on this machine.",
@@ -34,6 +34,14 @@ _PLAN_WIDTH = 140
 _SET_HELP = "One value of the object, such as trainer.totalSteps=4 or pools.actor.nodes=2; can be given several times."
 File = Annotated[Path, typer.Argument(help="YAML file with a PPOJob; - reads standard input.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help=_SET_HELP, show_default=False)]
+Templates = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--template",
+        help="YAML file with the template that the job names; not needed if FILE has it. Repeatable.",
+        show_default=False,
+    ),
+]
 
 
 class PackagedModel(StrEnum):
@@ -43,9 +51,14 @@ class PackagedModel(StrEnum):
 
 
 @app.command()
-def validate(file: File, sets: Sets = None) -> None:
-    """Check a PPOJob. Print the resolved settings and warnings, or all errors."""
-    manifest = _load(file, sets)
+def validate(file: File, sets: Sets = None, templates: Templates = None) -> None:
+    """Check a PPOJob, or a file of templates. Print the resolved settings and warnings, or all errors."""
+    with _refusals():
+        try:
+            manifest = load(file, sets or [], templates=templates or [])
+        except OnlyTemplatesError as only:
+            typer.echo("\n".join(f"{name}: valid" for name in only.names))
+            return
     console = Console(highlight=False)
     console.print(f"{manifest.name}: valid\n")
     console.print(describe(manifest.spec))
@@ -57,6 +70,7 @@ def validate(file: File, sets: Sets = None) -> None:
 def run(
     file: File,
     sets: Sets = None,
+    templates: Templates = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder of the run.", show_default="output/<name of the job>")
     ] = None,
@@ -72,7 +86,7 @@ def run(
     """Train on this machine's own Ray, without Kubernetes. The same command again resumes from the last checkpoint."""
     from ppojob_trainer.commands.local_run import fetch, job_file, next_attempt
 
-    manifest = _load(file, sets, folder=Path())
+    manifest = _load(file, sets, templates, folder=Path())
     folder = output or Path("output") / manifest.name
     with _refusals():
         job = job_file(manifest, folder, storage)
@@ -96,6 +110,7 @@ def run(
 def plan(
     file: File,
     sets: Sets = None,
+    templates: Templates = None,
     gpus: Annotated[
         list[str] | None,
         typer.Option(
@@ -121,7 +136,7 @@ def plan(
     from ppojob_trainer.planning.layouts import plan_other_sizes
     from ppojob_trainer.planning.report import as_json, as_text
 
-    spec = _load(file, sets).spec
+    spec = _load(file, sets, templates).spec
     with _refusals():
         kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
         found = plan_job(spec, kinds)
@@ -253,9 +268,9 @@ def main() -> None:
     app()
 
 
-def _load(file: Path, sets: list[str] | None, *, folder: Path | None = None) -> Manifest:
+def _load(file: Path, sets: list[str] | None, templates: list[Path] | None, *, folder: Path | None = None) -> Manifest:
     with _refusals():
-        return load(file, sets or [], folder=folder)
+        return load(file, sets or [], folder=folder, templates=templates or [])
 
 
 @contextmanager

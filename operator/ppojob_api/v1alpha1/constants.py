@@ -30,6 +30,9 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_RAY_CLUSTER = "ray.io/cluster"
 """KubeRay's own: the RayCluster of a pod."""
 
+LABEL_REQUIRE_TEMPLATE = f"{GROUP}/require-template"
+"""On a namespace: its jobs must name a template; one of kind ClusterPPOJobTemplate, if that is the value."""
+
 ANNOTATION_MADE_OF = f"{GROUP}/made-of"
 """On a RayCluster with a queue, and on the Job that fetches: digest of the spec that it was created from."""
 ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
@@ -68,6 +71,7 @@ METRICS_PORT_NAME = "ppojob-metrics"
 class Condition:
     """Types of `status.conditions`."""
 
+    TEMPLATE_RESOLVED = "TemplateResolved"
     ACCEPTED = "Accepted"
     SOURCES_FETCHED = "SourcesFetched"
     ADMITTED = "Admitted"
@@ -87,6 +91,8 @@ class Reason:
 
     VALID = "Valid"
     INVALID_SPEC = "InvalidSpec"
+    TEMPLATE_RESOLVED = "TemplateResolved"
+    TEMPLATE_MISSING = "TemplateMissing"
     KUBERAY_MISSING = "KubeRayMissing"
     STORAGE_MISSING = "StorageMissing"
     STORAGE_UNFIT = "StorageUnfit"

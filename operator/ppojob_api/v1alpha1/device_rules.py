@@ -13,19 +13,30 @@ MIG_PREFIX = "nvidia.com/mig-"
 
 DEVICE_RULES = [
     Rule(
-        rule=f"!has(self.gpuResourceName) || !self.gpuResourceName.startsWith('{MIG_PREFIX}') || self.gpusPerNode == 1",
+        rule=(
+            f"!has(self.gpuResourceName) || !self.gpuResourceName.startsWith('{MIG_PREFIX}') || "
+            "!has(self.gpusPerNode) || self.gpusPerNode == 1"
+        ),
         message="CUDA finds one MIG slice in a pod: set gpusPerNode to 1 and use more nodes",
         field_path=".gpusPerNode",
     ),
+]
+"""Of a pool alone."""
+
+_SAYS_NOTHING = "has(p.resourceClaims) && size(p.resourceClaims) > 0 && !has(p.gpuResourceName)"
+
+CLAIM_RULES = [
     Rule(
-        rule="!has(self.resourceClaims) || size(self.resourceClaims) == 0 || has(self.gpuResourceName)",
+        rule=f"!self.pools.exists(p, {_SAYS_NOTHING})",
         message=(
             "with resourceClaims, gpuResourceName is required: set it to '' if a claim has the GPUs, else to the GPUs' "
             "resource name"
         ),
-        field_path=".resourceClaims",
+        field_path=".pools",
+        value=f"self.pools.filter(p, {_SAYS_NOTHING}).map(p, p.name)",
     ),
 ]
+"""Of the whole spec, because the template may have one of the two."""
 
 
 def _slices_are_alone_in_their_pods(spec: PPOJobSpec) -> Iterator[Problem]:

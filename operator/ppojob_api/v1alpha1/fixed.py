@@ -3,13 +3,17 @@
 `policy.py` puts the CEL into the ValidatingAdmissionPolicy; the admission webhook runs the Python.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.layout import RELAID
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.templates import TEMPLATED
 from ppojob_api.v1alpha1.training import ScheduleMode
 
 LIVE = (
@@ -26,7 +30,7 @@ MUTABLE = (*LIVE, "autoBalance", *RELAID)
 """What may change once the job is accepted; another layout is a restart from a checkpoint."""
 
 IMMUTABLE = (
-    "serviceAccountName", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
+    "templateRef", "serviceAccountName", "model", "data", "reward", "algorithm", "actor", "critic", "rollout",
     "workers", "device", "storage", "telemetry",
     "checkpoint.path", "checkpoint.resume", "checkpoint.resumeFrom", "checkpoint.export",
     "checkpoint.exportTo",
@@ -56,11 +60,27 @@ def section_at(path: str) -> type[ApiModel]:
 
 def _is_as_before(path: str) -> str:
     """Return in CEL that the fixed fields of a part of the spec have not changed."""
-    if any(mutable.startswith(f"{path}.") for mutable in MUTABLE):
+    is_split = any(mutable.startswith(f"{path}.") for mutable in MUTABLE)
+    field = _field_at(path) if path.split(".")[0] in TEMPLATED else None
+    if is_split or (field is not None and _is_section(field.annotation)):
         fields = (f"{path}.{field.alias}" for field in section_at(path).model_fields.values())
         return " && ".join(_is_as_before(field) for field in fields if field not in MUTABLE)
     optional = "".join(f".?{name}" for name in path.split("."))
+    if field is not None and isinstance(field.default, str | bool | int):
+        # The API server does not store this default. An earlier version has, and `kubectl replace` removes it.
+        optional += f".orValue({json.dumps(field.default)})"
     return f"self{optional} == oldSelf{optional}"
+
+
+def _field_at(path: str) -> FieldInfo:
+    parents, _, name = path.rpartition(".")
+    section = section_at(parents) if parents else PPOJobSpec
+    [field] = [field for field in section.model_fields.values() if field.alias == name]
+    return field
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and get_origin(annotation) is None and issubclass(annotation, ApiModel)
 
 
 FIXED_RULES = [

@@ -14,6 +14,9 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 
+NODES = "p.?nodes.orValue(1)"
+"""Nodes of a pool `p`, in CEL: the API server stores no default of a field that a template may set."""
+
 _POOL_OF = {
     "actor": (ACTOR_POOL, ""),
     "critic": (CRITIC_POOL, f"!{NEEDS_CRITIC} || "),
@@ -41,7 +44,7 @@ PARALLEL_RULES = [
             rule=(
                 f"{is_idle}!has(self.{role}.fsdpSize) || "
                 f"(self.{role}.fsdpSize % self.{role}.sequenceParallelSize == 0 && "
-                f"self.pools.all(p, p.name != {pool} || (p.nodes * p.gpusPerNode) % "
+                f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % "
                 f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize) == 0))"
             ),
             message=(

@@ -7,7 +7,8 @@ API server returns only the first validation that fails.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,9 @@ from ppojob_api.v1alpha1.fixed import FIXED_RULES
 from ppojob_api.v1alpha1.rules import SPEC_RULES
 from ppojob_api.v1alpha1.schema import structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.template_reference import TemplateKind
+from ppojob_api.v1alpha1.template_rules import HAS_ALL
+from ppojob_api.v1alpha1.templates import TEMPLATED
 
 POLICY_NAME = f"{constants.PLURAL}.{constants.GROUP}"
 """Name of the policy and of its binding."""
@@ -35,6 +39,15 @@ def admission_policy() -> list[dict[str, Any]]:
         {"apiVersion": _API_VERSION, "kind": "ValidatingAdmissionPolicy", "metadata": metadata, "spec": _policy()},
         {"apiVersion": _API_VERSION, "kind": "ValidatingAdmissionPolicyBinding", "metadata": metadata, "spec": binding},
     ]
+
+
+_REQUIREMENT = json.dumps(constants.LABEL_REQUIRE_TEMPLATE)
+_UNGOVERNED = (
+    'variables.requiredTemplate != "" && (oldObject == null || has(oldObject.spec.templateRef)) && '
+    "(!has(object.spec.templateRef) || (variables.requiredTemplate == "
+    f'"{TemplateKind.CLUSTER}" && object.spec.templateRef.kind != "{TemplateKind.CLUSTER}"))'
+)
+"""In CEL: whether a job lacks the template that its namespace requires. Jobs that had none before stay."""
 
 
 def _policy() -> dict[str, Any]:
@@ -67,7 +80,7 @@ def _variables() -> dict[str, str]:
     shown = f'(problem.value == "" ? "" : {_shortened("problem.value", _MAX_VALUE)} + ": ")'
     return {
         "specs": "oldObject == null ? [object.spec] : [object.spec, oldObject.spec]",
-        **{name: f"variables.specs.map(self, {_problems(rules)})" for name, rules in sections.items()},
+        **{name: f"variables.specs.map(self, {_section(rules)})" for name, rules in sections.items()},
         "isAccepted": f"oldObject != null && {accepted}",
         "fixed": (
             "!variables.isAccepted ? [] : "
@@ -75,9 +88,39 @@ def _variables() -> dict[str, str]:
         ),
         # A job that was stored before a rule existed can still be suspended.
         "before": f"oldObject == null ? [] : {before}",
-        "introduced": f"({now}).filter(problem, !(problem in variables.before)) + variables.fixed",
+        "requiredTemplate": f'namespaceObject.metadata.?labels[?{_REQUIREMENT}].orValue("")',
+        "ungoverned": f"{_UNGOVERNED} ? [{{{_ungoverned_problem()}}}] : []",
+        "introduced": (
+            f"({now}).filter(problem, !(problem in variables.before)) + variables.fixed + variables.ungoverned"
+        ),
         "problems": f'variables.introduced.map(problem, problem.field + ": " + {shown} + problem.message)',
     }
+
+
+def _ungoverned_problem() -> str:
+    message = (
+        f"this namespace requires a template (its label {constants.LABEL_REQUIRE_TEMPLATE}): name one, of kind "
+        f"{TemplateKind.CLUSTER} if the label says so"
+    )
+    return f'"field": "spec.templateRef", "value": "", "message": {_text(message)}'
+
+
+def _section(rules: Sequence[Rule]) -> str:
+    """Return in CEL the list of the problems of a section of `self`.
+
+    Rules that read fields of a template wait for the completed spec, which the webhook and the operator check.
+    """
+    waiting = [rule for rule in rules if _reads_templated(rule)]
+    always = [rule for rule in rules if rule not in waiting]
+    if not waiting:
+        return _problems(always)
+    complete = f"({HAS_ALL} ? {_problems(waiting)} : [])"
+    return f"{_problems(always)} + {complete}" if always else complete
+
+
+def _reads_templated(rule: Rule) -> bool:
+    named = set(re.findall(r"\bself\.\??(\w+)", rule.rule))
+    return bool(named & set(TEMPLATED)) and "templateRef" not in named
 
 
 def _problems(rules: Iterable[Rule]) -> str:

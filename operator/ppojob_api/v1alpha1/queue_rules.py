@@ -14,6 +14,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 _HEAD = "head"
 """Kueue's own name for the pods of Ray's head."""
 
+_GANG_SCHEDULER = "self.runPolicy.?gangScheduler.orValue('None')"
+"""In CEL."""
+
 QUEUE_RULES = [
     Rule(
         rule=f"!has(self.runPolicy.queueName) || !self.pools.exists(p, p.name == '{_HEAD}')",
@@ -25,12 +28,12 @@ QUEUE_RULES = [
         value=f"'{_HEAD}'",
     ),
     Rule(
-        rule="!has(self.runPolicy.gangSchedulerQueue) || self.runPolicy.gangScheduler != 'None'",
+        rule=f"!has(self.runPolicy.gangSchedulerQueue) || {_GANG_SCHEDULER} != 'None'",
         message="gangSchedulerQueue has an effect only with gangScheduler: set gangScheduler, or remove it",
         field_path=".runPolicy.gangSchedulerQueue",
     ),
     Rule(
-        rule="self.runPolicy.gangScheduler != 'KAI' || has(self.runPolicy.gangSchedulerQueue)",
+        rule=f"{_GANG_SCHEDULER} != 'KAI' || has(self.runPolicy.gangSchedulerQueue)",
         message="KAI ignores pods without a queue: set gangSchedulerQueue",
         field_path=".runPolicy.gangScheduler",
     ),

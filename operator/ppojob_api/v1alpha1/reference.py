@@ -9,12 +9,17 @@ from typing import Any
 from ppojob_api.v1alpha1.schema import structural
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.templates import PPOJobTemplateSpec
 
 _HEAD = """# Fields of a PPOJob
 
 `kubectl explain` shows the same texts, for example `kubectl explain ppojob.spec.rollout`.
 """
 _TABLE = "| field | type | default | meaning |\n|---|---|---|---|"
+_TEMPLATES = (
+    "Templates complete the spec of a PPOJob: [Templates](templates.md). Their fields `template` and `poolDefaults` "
+    "have the fields of `spec` and `spec.pools[]` above."
+)
 _AS_IN_SPEC = {f"status.effectiveLayout.{part}": f"spec.{part}" for part in ("pools", "placement", "schedule")}
 """Parts of the status with the same fields as a part of the spec."""
 
@@ -22,6 +27,10 @@ _AS_IN_SPEC = {f"status.effectiveLayout.{part}": f"spec.{part}" for part in ("po
 def field_reference() -> str:
     """Return the reference as Markdown."""
     sections = [_HEAD]
+    template = structural(PPOJobTemplateSpec)
+    for part in ("template", "poolDefaults"):
+        # Its fields are those of a PPOJob.
+        template["properties"][part].pop("properties")
     for title, model in (("spec", PPOJobSpec), ("status", PPOJobStatus)):
         schema = structural(model)
         plain = {name: field for name, field in schema["properties"].items() if not _inner(field)}
@@ -32,6 +41,7 @@ def field_reference() -> str:
                 path = f"{title}.{name}"
                 rows = [*_rows(f"{path}[]" if field.get("type") == "array" else path, _inner(field))]
                 sections.append(_section(path, f"{field.get('description', '')} ({default})", rows))
+    sections.append(_section("PPOJobTemplate and ClusterPPOJobTemplate", _TEMPLATES, [*_rows("spec", template)]))
     return "\n".join(sections)
 
 

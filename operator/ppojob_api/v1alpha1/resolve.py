@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import ApiModel
@@ -19,7 +20,7 @@ from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
 
-_OF_THE_OPERATOR = ("runPolicy", "serviceAccountName")
+_OF_THE_OPERATOR = ("runPolicy", "serviceAccountName", "templateRef")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
 _ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})
@@ -30,8 +31,8 @@ _UNKNOWN = "extra_forbidden"
 """Pydantic's type of error for a field that the model does not have."""
 
 
-class UnknownFieldsError(ValueError):
-    """job.json was written by a newer operator, and says something that this version would ignore."""
+class OtherVersionError(ValueError):
+    """job.json was written by an operator of another version, and this version cannot do what it says."""
 
 
 class Reporting(ApiModel):
@@ -113,26 +114,33 @@ class JobFile(ApiModel):
             reader: version of the program that reads it, for the error.
 
         Raises:
-            UnknownFieldsError: the spec has fields that this version does not know: they would have no effect.
+            OtherVersionError: the spec has fields or values that this version does not know: fields would have no
+                effect.
             ValidationError: it is not a job.
         """
         raw = json.loads(text)
-        job = cls.model_validate(raw, extra="ignore")
+        writer = raw.get("version") or "unknown"
         try:
             PPOJobSpec.model_validate(raw["spec"])
         except ValidationError as error:
-            unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == _UNKNOWN]
-            names = ", ".join("spec." + ".".join(map(str, place)) for place in unknown)
-            raise UnknownFieldsError(
-                f"this trainer has version {reader} and does not know {names}, which the operator (version "
-                f"{job.version or 'unknown'}) sent: use a trainer image of the operator's version, or remove the fields"
+            details = error.errors(include_url=False)
+            unknown = [_place(detail) for detail in details if detail["type"] == _UNKNOWN]
+            values = [f"{_place(detail)}: {detail['input']!r}" for detail in details if detail["type"] != _UNKNOWN]
+            remedy = "use a trainer image of the operator's version" + (", or remove the fields" if unknown else "")
+            raise OtherVersionError(
+                f"this trainer has version {reader} and does not know {', '.join([*unknown, *values])}, which the "
+                f"operator (version {writer}) sent: {remedy}"
             ) from error
-        return job
+        return cls.model_validate(raw, extra="ignore")
 
     @staticmethod
     def digest(text: str) -> str:
         """Return the hash by which the submission and the trainer mean the same file."""
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _place(detail: ErrorDetails) -> str:
+    return "spec." + ".".join(map(str, detail["loc"]))
 
 
 def job_root(mount_path: str, namespace: str, name: str, uid: str, resume: ResumePolicy) -> str:

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
 from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.data_rules import DATA_CHECKS, DATA_RULES
-from ppojob_api.v1alpha1.device_rules import DEVICE_CHECKS, DEVICE_RULES
+from ppojob_api.v1alpha1.device_rules import CLAIM_RULES, DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
@@ -24,7 +24,7 @@ from ppojob_api.v1alpha1.off_policy_rules import (
     OFF_POLICY_RULES,
     STALENESS_RULES,
 )
-from ppojob_api.v1alpha1.parallel_rules import PARALLEL_CHECKS, PARALLEL_RULES
+from ppojob_api.v1alpha1.parallel_rules import NODES, PARALLEL_CHECKS, PARALLEL_RULES
 from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
 from ppojob_api.v1alpha1.placement_rules import (
     ACTOR_POOL,
@@ -38,6 +38,7 @@ from ppojob_api.v1alpha1.pools import Placement, Pool, Topology
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES, TOPOLOGY_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.template_rules import TEMPLATE_RULES
 from ppojob_api.v1alpha1.training import CheckpointSpec, ScheduleMode, ScheduleSpec
 from ppojob_api.v1alpha1.workers import RESERVED_NAMES
 
@@ -55,16 +56,16 @@ SPEC_RULES = [
         field_path=".schedule.mode",
     ),
     Rule(
-        rule="self.pools.all(p, !has(p.minNodes) || p.minNodes <= p.nodes)",
+        rule=f"self.pools.all(p, !has(p.minNodes) || p.minNodes <= {NODES})",
         message="minNodes of a pool must not be above its nodes",
         field_path=".pools",
-        value="self.pools.filter(p, has(p.minNodes) && p.minNodes > p.nodes).map(p, p.name)",
+        value=f"self.pools.filter(p, has(p.minNodes) && p.minNodes > {NODES}).map(p, p.name)",
     ),
     Rule(
-        rule="self.pools.all(p, !has(p.maxNodes) || p.nodes <= p.maxNodes)",
+        rule=f"self.pools.all(p, !has(p.maxNodes) || {NODES} <= p.maxNodes)",
         message="maxNodes of a pool must not be below its nodes",
         field_path=".pools",
-        value="self.pools.filter(p, has(p.maxNodes) && p.nodes > p.maxNodes).map(p, p.name)",
+        value=f"self.pools.filter(p, has(p.maxNodes) && {NODES} > p.maxNodes).map(p, p.name)",
     ),
     Rule(
         rule=(
@@ -86,15 +87,17 @@ SPEC_RULES = [
         value="self.workers.filter(w, !self.pools.exists(p, p.name == w.pool)).map(w, w.pool)",
     ),
     Rule(
-        rule=f"!(self.telemetry.prometheusPort in {_RAY_PORTS})",
+        rule=f"!(self.telemetry.?prometheusPort.orValue(0) in {_RAY_PORTS})",
         message="this port of the head pod is Ray's own; choose another, or 0 for none",
         field_path=".telemetry.prometheusPort",
     ),
+    *CLAIM_RULES,
     *OFF_POLICY_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
     *QUEUE_RULES,
     *PATH_RULES,
+    *TEMPLATE_RULES,
 ]
 """Rules on the whole spec: of the policy."""
 

@@ -1,10 +1,13 @@
 """From the pydantic models to the CRD: a structural OpenAPI v3 schema with defaults, bounds and CEL rules.
 
-`generate.py` calls it. Rules on the whole spec are in `policy.py`. It refuses what a structural schema cannot say, so
+`generate.py` calls it. Rules on the whole spec are in `policy.py`. Fields that a template may set have no stored
+defaults. It refuses what a structural schema cannot say, so
 that a field never loses its bounds silently. Source of the rules: Kubernetes' documentation of structural schemas
 (apiextensions.k8s.io/v1).
 """
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +19,8 @@ from ppojob_api.v1alpha1.base import rules
 from ppojob_api.v1alpha1.rules import RULES_OF
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_api.v1alpha1.template_reference import TemplateKind
+from ppojob_api.v1alpha1.templates import OF_THE_JOB_ONLY, TEMPLATED, PPOJobTemplateSpec
 
 Schema = dict[str, Any]
 
@@ -30,6 +35,18 @@ _COLUMNS = (
     ("GPU-Hours", "string", ".status.gpuUsage.gpuHours", "GPU-hours for which the job has held GPUs"),
     ("Idle", "string", ".status.gpuUsage.idleGPUHours", "Idle GPU-hours of them"),
 )
+_TEMPLATE_COLUMNS = (
+    ("Image", "string", ".spec.template.image", "Trainer image"),
+    ("Pools", "string", ".spec.template.pools[*].name", "Pools that a job may name"),
+    ("Queue", "string", ".spec.template.runPolicy.queueName", "Kueue's LocalQueue"),
+    ("Max-GPUs", "integer", ".spec.limits.maxGPUs", "Largest number of GPUs of a job"),
+    ("Age", "date", ".metadata.creationTimestamp", ""),
+)
+_REQUIRED_SOMEWHERE = "Required, here or in the template."
+_TEMPLATES = {
+    TemplateKind.NAMESPACED: ("Namespaced", "those in its namespace"),
+    TemplateKind.CLUSTER: ("Cluster", "those in any namespace"),
+}
 _WIDE_COLUMNS = ("GPU-Hours", "Idle")
 """Shown by `kubectl get --output=wide` only."""
 
@@ -58,6 +75,11 @@ def structural(model: type[BaseModel]) -> Schema:
     return _convert(raw, raw.get("$defs", {}), model.__name__)
 
 
+def custom_resource_definitions() -> list[Schema]:
+    """Return the CustomResourceDefinitions of PPOJob, PPOJobTemplate and ClusterPPOJobTemplate."""
+    return [custom_resource_definition(), *(_template_definition(kind) for kind in TemplateKind)]
+
+
 def custom_resource_definition() -> Schema:
     """Return the CustomResourceDefinition of PPOJob."""
     root: Schema = {
@@ -77,7 +99,7 @@ def custom_resource_definition() -> Schema:
                     }
                 },
             },
-            "spec": structural(PPOJobSpec),
+            "spec": _stored_spec(),
             "status": structural(PPOJobStatus),
         },
     }
@@ -86,32 +108,93 @@ def custom_resource_definition() -> Schema:
         "served": True,
         "storage": True,
         "subresources": {"status": {}},
-        "additionalPrinterColumns": [
-            {"name": name, "type": kind, "jsonPath": path}
-            | ({"description": text} if text else {})
-            | ({"priority": 1} if name in _WIDE_COLUMNS else {})
-            for name, kind, path, text in _COLUMNS
-        ],
+        "additionalPrinterColumns": _columns(_COLUMNS),
         "schema": {"openAPIV3Schema": root},
     }
+    return _definition(
+        constants.KIND, "Namespaced", version, {"shortNames": constants.SHORT_NAMES, "categories": constants.CATEGORIES}
+    )
+
+
+def _template_definition(kind: TemplateKind) -> Schema:
+    scope, words = _TEMPLATES[kind]
+    root: Schema = {
+        "type": "object",
+        "description": f"{kind.value} has defaults and limits of PPOJobs that name it in spec.templateRef: {words}.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": structural(PPOJobTemplateSpec),
+        },
+    }
+    version = {
+        "name": constants.VERSION,
+        "served": True,
+        "storage": True,
+        "additionalPrinterColumns": _columns(_TEMPLATE_COLUMNS),
+        "schema": {"openAPIV3Schema": root},
+    }
+    return _definition(kind.value, scope, version, {})
+
+
+def _definition(kind: str, scope: str, version: Schema, names: Schema) -> Schema:
+    plural = f"{kind.lower()}s"
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{constants.PLURAL}.{constants.GROUP}"},
+        "metadata": {"name": f"{plural}.{constants.GROUP}"},
         "spec": {
             "group": constants.GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": constants.KIND,
-                "listKind": f"{constants.KIND}List",
-                "plural": constants.PLURAL,
-                "singular": constants.KIND.lower(),
-                "shortNames": constants.SHORT_NAMES,
-                "categories": constants.CATEGORIES,
-            },
+            "scope": scope,
+            "names": {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower(), **names},
             "versions": [version],
         },
     }
+
+
+def _columns(columns: Sequence[tuple[str, str, str, str]]) -> list[Schema]:
+    return [
+        {"name": name, "type": kind, "jsonPath": path}
+        | ({"description": text} if text else {})
+        | ({"priority": 1} if name in _WIDE_COLUMNS else {})
+        for name, kind, path, text in columns
+    ]
+
+
+def _stored_spec() -> Schema:
+    """Return the schema of a job's spec as the API server stores it: without what a template may set.
+
+    A stored default would take precedence over the template, and what is required may be in the template alone.
+    """
+    schema = structural(PPOJobSpec)
+    fields = schema["properties"]
+    for name in TEMPLATED:
+        fields[name] = _without_defaults(fields[name], name)
+    pool, storage = fields["pools"]["items"], fields["storage"]
+    for section, kept in ((schema, set(schema["properties"]) - set(TEMPLATED)), (pool, {"name"}), (storage, set())):
+        for name in set(section["required"]) - kept:
+            field = section["properties"][name]
+            field["description"] = f"{field.get('description', '')} {_REQUIRED_SOMEWHERE}".strip()
+        section["required"] = [name for name in section["required"] if name in kept]
+    del storage["required"]
+    return schema
+
+
+def _without_defaults(schema: Schema, path: str) -> Schema:
+    """Return the schema of a field with its default in the description only: `PPOJobSpec` fills it in."""
+    result = dict(schema)
+    if "properties" in schema:
+        result["properties"] = {
+            name: inner if f"{path}.{name}" in OF_THE_JOB_ONLY else _without_defaults(inner, f"{path}.{name}")
+            for name, inner in schema["properties"].items()
+        }
+    elif "default" in schema:
+        result["description"] = f"{schema.get('description', '')} Default: {json.dumps(result.pop('default'))}.".strip()
+    if path == "pools":
+        result["items"] = _without_defaults(schema["items"], "pools[]")
+    return result
 
 
 def _convert(raw: Schema, definitions: Schema, path: str) -> Schema:

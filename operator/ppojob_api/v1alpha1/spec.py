@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.reward import RewardSpec
 from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
 from ppojob_api.v1alpha1.spelling import spelled
 from ppojob_api.v1alpha1.telemetry import TelemetrySpec
+from ppojob_api.v1alpha1.template_reference import TemplateRef
 from ppojob_api.v1alpha1.training import (
     ActorSpec,
     CheckpointSpec,
@@ -37,6 +38,8 @@ def _in_the_first_pool(given: dict[str, Any]) -> Placement:
 class PPOJobSpec(ApiModel):
     """What to train, on what, for what reward, and which GPUs each role gets."""
 
+    template_ref: TemplateRef | None = None
+    """Template that completes this spec, with the platform's defaults and limits. Absent: none."""
     image: Annotated[
         str,
         spelled(

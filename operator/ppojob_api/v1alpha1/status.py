@@ -27,6 +27,7 @@ from ppojob_api.v1alpha1.reported import (
     Time,
     map_by,
 )
+from ppojob_api.v1alpha1.template_reference import PinnedTemplate
 
 LongText = Annotated[str, Field(max_length=32_768)]
 
@@ -51,9 +52,8 @@ class ConditionStatus(ApiModel):
     """metav1.Condition."""
 
     type: Name
-    """Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied, ModelUploaded,
-    Suspended,
-    Complete or Failed."""
+    """TemplateResolved, Accepted, SourcesFetched, Admitted, PoolsReady, Submitted, Progressing, Stalled, LayoutApplied,
+    ModelUploaded, Suspended, Complete or Failed."""
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$")]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -264,6 +264,8 @@ class PPOJobStatus(ApiModel):
     """Kueue's LocalQueue of the job, from spec.runPolicy.queueName or the label kueue.x-k8s.io/queue-name of the job,
     or else of its RayCluster, where Kueue writes its default queue. Afterwards, it does not change. Absent: no
     queue."""
+    template: PinnedTemplate | None = None
+    """The template that completes the spec, as it was when the job was accepted. Absent: the spec names none."""
     effective_layout: Layout | None = None
     """The layout in force. A new layout in the spec replaces it after a graceful stop."""
     effective_pools: Annotated[list[EffectivePool], map_by("name", 7)]

@@ -3,7 +3,7 @@
 The operator, `ppojob validate` and `ppojob run` call it, so that the same file gets the same answer everywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,13 @@ from ppojob_api.v1alpha1.spelling import REMEDY_OF
 
 UNKNOWN_FIELD = "there is no such field: correct its name or remove it"
 """What is said of a field that this version does not have."""
+MISSING_FIELD = "this field is required: add it"
 QUEUE_LABEL_PATH = f"metadata.labels[{constants.LABEL_QUEUE}]"
 _NOT_FILLED_IN = "default_factory_not_called"
 """Pydantic's type of error for a default that depends on a field that has an error itself."""
 _REMEDIES = {
     "extra_forbidden": UNKNOWN_FIELD,
-    "missing": "this field is required: add it",
+    "missing": MISSING_FIELD,
 }
 
 
@@ -57,9 +58,7 @@ def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
     try:
         spec = PPOJobSpec.model_validate(raw)
     except ValidationError as error:
-        raise SpecError(
-            [_explain(detail) for detail in error.errors(include_url=False) if detail["type"] != _NOT_FILLED_IN]
-        ) from error
+        raise SpecError(explained(error)) from error
     problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
     if problems:
         raise SpecError(problems)
@@ -86,8 +85,14 @@ def with_queue(raw: Mapping[str, Any], label: str | None) -> Mapping[str, Any]:
     return {**raw, "runPolicy": {**policy, "queueName": label}}
 
 
-def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
+def parse_manifest(
+    raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], PPOJobSpec] = parse_spec
+) -> tuple[str, str, PPOJobSpec]:
     """Return namespace, name and checked spec of a whole PPOJob, as a user writes it in a file.
+
+    Args:
+        raw: the PPOJob.
+        parse: returns the checked spec; another one than `parse_spec` completes it with a template first.
 
     Raises:
         SpecError: with every problem that was found.
@@ -97,19 +102,24 @@ def parse_manifest(raw: Mapping[str, Any]) -> tuple[str, str, PPOJobSpec]:
         FieldError(key, raw.get(key), f"must be {value}") for key, value in wanted.items() if raw.get(key) != value
     ]
     known = {*wanted, "metadata", "spec", "status"}
-    errors += [FieldError(str(key), None, _REMEDIES["extra_forbidden"]) for key in raw if key not in known]
+    errors += [FieldError(str(key), None, UNKNOWN_FIELD) for key in raw if key not in known]
     metadata, spec = raw.get("metadata"), raw.get("spec")
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
-        errors.append(FieldError("metadata.name", None, _REMEDIES["missing"]))
+        errors.append(FieldError("metadata.name", None, MISSING_FIELD))
     elif not constants.NAME_PATTERN.fullmatch(metadata["name"]):
         errors.append(FieldError("metadata.name", metadata["name"], constants.NAME_REMEDY))
     if not isinstance(spec, Mapping):
-        errors.append(FieldError("spec", spec, "this field is required: add it"))
+        errors.append(FieldError("spec", spec, MISSING_FIELD))
     if errors or not isinstance(metadata, Mapping) or not isinstance(spec, Mapping):
         raise SpecError(errors)
     labels = metadata.get("labels")
     queue = labels.get(constants.LABEL_QUEUE) if isinstance(labels, Mapping) else None
-    return str(metadata.get("namespace", "default")), metadata["name"], parse_spec(with_queue(spec, queue))
+    return str(metadata.get("namespace", "default")), metadata["name"], parse(with_queue(spec, queue))
+
+
+def explained(error: ValidationError) -> list[FieldError]:
+    """Return the problems that pydantic found in a spec, with the words of this package."""
+    return [_explain(detail) for detail in error.errors(include_url=False) if detail["type"] != _NOT_FILLED_IN]
 
 
 def _explain(detail: ErrorDetails) -> FieldError:

@@ -8,6 +8,7 @@ is admitted with a warning, because a slow API server must not block users.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from ppojob_operator.admission.verdict import Seen, Verdict
 from ppojob_operator.api_server import ApiError
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reading import read_job
-from ppojob_operator.reconcile.acceptance import Reference
+from ppojob_operator.reconcile.acceptance import Reference, is_template_missing, template_of
 
 _LOG = logging.getLogger(__name__)
 PATH = "/validate"
@@ -96,8 +97,11 @@ class AdmissionEndpoint:
         if ownership.is_another_operators(job, self._own):
             return self._respond(request, Verdict(""))
         with logs.about(str(job.key)):
+            template, unreadable = await self._read_template(job)
+            job = _read(raw, template)
             seen = await self._read_references(job)
-            return self._respond(request, verdict.judge(job, seen, None if before is None else _read(before)))
+            seen = replace(seen, unreadable={**seen.unreadable, **unreadable})
+            return self._respond(request, verdict.judge(job, seen, None if before is None else _read(before, template)))
 
     def _respond(self, request: Request, result: Verdict) -> object:
         self._count("Refused" if result.refusal else "Warned" if result.warnings else "Allowed")
@@ -105,6 +109,14 @@ class AdmissionEndpoint:
             # The requester gets the message. It may contain values of the spec, which must not be logged.
             _LOG.info("refused %s of %r", request.operation, f"{request.namespace}/{request.name}")
         return review.answer(request.uid, result.refusal, result.warnings)
+
+    async def _read_template(self, job: Job) -> tuple[Manifest | None, dict[Reference, str]]:
+        """Return the template of a job that is not accepted, and why it cannot be read."""
+        if not is_template_missing(job):
+            return None, {}
+        reference = template_of(job)
+        found = await self._read_reference(reference, job.key.namespace)
+        return (None, {reference: found}) if isinstance(found, str) else (found, {})
 
     async def _read_references(self, job: Job) -> Seen:
         named = verdict.references_to_read(job)[:_MAX_REFERENCES]
@@ -127,9 +139,9 @@ class AdmissionEndpoint:
             return "the API server did not answer, or the operator may not read it"
 
 
-def _read(raw: Manifest) -> Job:
+def _read(raw: Manifest, template: Manifest | None = None) -> Job:
     """Return the view of a PPOJob, without the status if only a newer operator can read it."""
     try:
-        return read_job(raw)
+        return read_job(raw, template)
     except ValidationError:
-        return read_job({**raw, "status": {}})
+        return read_job({**raw, "status": {}}, template)

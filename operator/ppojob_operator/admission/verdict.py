@@ -13,7 +13,14 @@ from ppojob_api.v1alpha1.validation import QUEUE_LABEL_PATH, FieldError, SpecErr
 from ppojob_operator.plan import Job, Manifest
 from ppojob_operator.reading import is_accepted
 from ppojob_operator.reconcile import is_finished, spec_problem, was_accepted
-from ppojob_operator.reconcile.acceptance import Reference, judge_references, named
+from ppojob_operator.reconcile.acceptance import (
+    Reference,
+    absence,
+    is_template_missing,
+    judge_references,
+    named,
+    template_of,
+)
 
 _TOO_LATE = "the job has ended, and a change of its spec has no effect until `kubectl ppo retry` runs it again"
 
@@ -50,6 +57,10 @@ def judge(job: Job, seen: Seen, before: Job | None = None) -> Verdict:
     if before is not None and is_accepted(before.status) and job.queue_label != before.queue_label:
         remedy = "the queue cannot change once the job is accepted: create another PPOJob"
         return Verdict(str(FieldError(QUEUE_LABEL_PATH, job.queue_label, remedy)))
+    if is_template_missing(job):
+        # The same `kubectl apply` may create it a moment later; the operator checks the completed spec.
+        missing = () if seen.unreadable else (absence(template_of(job), job.key.namespace),)
+        return Verdict("", (*map(str, missing), *_remarks(job, seen)))
     known = _problems(before) if before is not None else []
     problems = [*_problems(job), *_fixed_changes(job, before)]
     if new := [problem for problem in problems if str(problem) not in map(str, known)]:

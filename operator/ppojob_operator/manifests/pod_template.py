@@ -7,33 +7,11 @@ field in the spec, are errors with their path.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ppojob_api.v1alpha1 import constants
+from ppojob_api.v1alpha1 import constants, merging
+from ppojob_api.v1alpha1.merging import MERGE_KEYS
 from ppojob_api.v1alpha1.validation import FieldError
 
 Template = dict[str, Any]
-
-MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "imagePullSecrets": "name",
-    "volumeMounts": "mountPath",
-    "ports": "containerPort",
-    "topologySpreadConstraints": "topologyKey",
-    "resourceClaims": "name",
-}
-"""Lists that are merged by a key (core/v1 patchMergeKey)."""
-
-_APPENDED = {
-    "tolerations",
-    "envFrom",
-    "add",
-    "requiredDuringSchedulingIgnoredDuringExecution",
-    "preferredDuringSchedulingIgnoredDuringExecution",
-}
-"""Lists to which the user's items are appended: `add` are a container's capabilities, the long ones affinity terms,
-which `spread` may set too. Other lists are replaced."""
 
 _OWN_FIELD = {
     "hostNetwork": "use network.hostNetwork of the pool",
@@ -70,7 +48,7 @@ _REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose anot
 
 def merged(base: Template, user: Mapping[str, Any]) -> Template:
     """Return the template with the user's merged into it. `problems` must have found nothing."""
-    return _merge(base, user)
+    return merging.merged(base, user)
 
 
 def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
@@ -166,26 +144,3 @@ def _unkeyed(user: Mapping[str, Any], name: str, key: str, path: str) -> Iterato
 def _items(user: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     value = user.get(name)
     return [item if isinstance(item, Mapping) else {} for item in value] if isinstance(value, list) else []
-
-
-def _merge(base: Mapping[str, Any], user: Mapping[str, Any]) -> Template:
-    result = dict(base)
-    for name, value in user.items():
-        old = result.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            result[name] = _merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list) and name in MERGE_KEYS:
-            result[name] = _merge_lists(old, value, MERGE_KEYS[name])
-        elif isinstance(old, list) and isinstance(value, list) and name in _APPENDED:
-            result[name] = old + value
-        else:
-            result[name] = value
-    return result
-
-
-def _merge_lists(base: list[Template], user: list[Template], key: str) -> list[Template]:
-    """Merge items with the same key in place; append the others."""
-    given = {item[key]: item for item in user}
-    merged_items = [_merge(item, given[item[key]]) if item.get(key) in given else item for item in base]
-    known = {item.get(key) for item in base}
-    return merged_items + [item for item in user if item[key] not in known]

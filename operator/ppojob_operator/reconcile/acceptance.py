@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.pools import Spread
 from ppojob_api.v1alpha1.sources import has_addresses
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
+from ppojob_api.v1alpha1.template_reference import TemplateKind
 from ppojob_api.v1alpha1.validation import UNKNOWN_FIELD, FieldError, SpecError
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim, Job, Manifest, Observed
@@ -34,6 +35,8 @@ _ONE_POD = "ReadWriteOncePod"
 def accepted(job: Job, observed: Observed) -> Finding:
     """Return the condition Accepted."""
     problem = spec_problem(job)
+    if is_template_missing(job):
+        return Finding("False", Reason.TEMPLATE_MISSING, str(problem))
     if problem is not None:
         return _of_newer_definition(job, problem) or Finding("False", Reason.INVALID_SPEC, str(problem))
     assert isinstance(job.spec, PPOJobSpec)
@@ -61,6 +64,8 @@ def was_accepted(job: Job) -> bool:
 
 def spec_problem(job: Job) -> SpecError | None:
     """Return why the spec is invalid, independent of the cluster; None if it is valid."""
+    if is_template_missing(job):
+        return SpecError([absence(template_of(job), job.key.namespace)])
     if isinstance(job.spec, SpecError):
         return job.spec
     problems = tuple(template_problems(job.spec, job.key, job.uid))
@@ -72,7 +77,7 @@ def _of_newer_definition(job: Job, problem: SpecError) -> Finding | None:
 
     Only a newer CRD lets the API server store them, perhaps as defaults, so the job itself is not at fault.
     """
-    unknown = [error.path for error in problem.errors if error.message == UNKNOWN_FIELD]
+    unknown = [error.path for error in problem.errors if error.message.startswith(UNKNOWN_FIELD)]
     if not unknown or not was_accepted(job):
         return None
     message = (
@@ -118,9 +123,12 @@ class Kind(StrEnum):
     SERVICE_ACCOUNT = "ServiceAccount"
     LOCAL_QUEUE = "LocalQueue"
     WORKLOAD_PRIORITY_CLASS = "WorkloadPriorityClass"
+    TEMPLATE = "PPOJobTemplate"
+    CLUSTER_TEMPLATE = "ClusterPPOJobTemplate"
 
 
-_IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE}
+_IN_NAMESPACE = {Kind.CLAIM, Kind.CONFIG_MAP, Kind.SERVICE_ACCOUNT, Kind.LOCAL_QUEUE, Kind.TEMPLATE}
+_TEMPLATES = {TemplateKind.NAMESPACED: Kind.TEMPLATE, TemplateKind.CLUSTER: Kind.CLUSTER_TEMPLATE}
 _CLASSES = {"priorityClassName": Kind.PRIORITY_CLASS, "runtimeClassName": Kind.RUNTIME_CLASS}
 
 
@@ -152,6 +160,29 @@ def named(spec: PPOJobSpec) -> list[Reference]:
 def claim_of(spec: PPOJobSpec) -> Reference:
     """Return the claim of a spec."""
     return Reference(Kind.CLAIM, spec.storage.claim_name, _CLAIM_PATH)
+
+
+def template_resolved(job: Job) -> Finding | None:
+    """Return the condition TemplateResolved. None: the spec names no template."""
+    if job.template_ref is None:
+        return None
+    if job.template is None:
+        message = str(absence(template_of(job), job.key.namespace))
+        return Finding("False", Reason.TEMPLATE_MISSING, f"{message}; then this job continues")
+    pin = job.template
+    message = f"{pin.ref.shown}, generation {pin.generation}, completes the spec; later edits of it change nothing here"
+    return Finding("True", Reason.TEMPLATE_RESOLVED, message)
+
+
+def is_template_missing(job: Job) -> bool:
+    """Return whether the template that completes the spec was not found."""
+    return job.template_ref is not None and job.template is None
+
+
+def template_of(job: Job) -> Reference:
+    """Return the template of a job that names one."""
+    assert job.template_ref is not None
+    return Reference(_TEMPLATES[job.template_ref.kind], job.template_ref.name, "spec.templateRef.name")
 
 
 def judge_references(spec: PPOJobSpec, namespace: str, found: Mapping[Reference, Manifest | None]) -> Verdict:

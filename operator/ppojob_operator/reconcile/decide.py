@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.status import LastFailure, PPOJobStatus, RayClusterStatus
 from ppojob_operator.plan import EventRecord, Job, Observed, Plan
 from ppojob_operator.reconcile import (
+    acceptance,
     attempts,
     deadlines,
     failure_policy,
@@ -81,8 +82,11 @@ def _deleted(a: Assessment, event: Event) -> Plan:
 
 def _pending(a: Assessment, event: Event) -> Plan:
     """Return the plan for a job that cannot be run. A job that an older operator was running fails."""
-    job, findings = a.job, {Condition.ACCEPTED: a.accepted}
+    job, findings = a.job, {**a.template, Condition.ACCEPTED: a.accepted}
     update: dict[str, object] = {"observed_generation": job.generation, "attempt": job.status.attempt or 0}
+    if not acceptance.was_accepted(job):
+        # The next reconcile reads the template again.
+        update["template"] = None
     if event == Event.REFUSED:
         findings[Condition.FAILED] = Finding("True", a.accepted.reason, a.accepted.message)
         update |= {"completion_time": format_time(a.now), "ray_cluster": None}
@@ -330,6 +334,7 @@ def _status(situation: Situation, findings: Mapping[str, Finding], found: PoolsF
         gpu_usage=old.gpu_usage,
         notifications=old.notifications,
         queue_name=situation.spec.run_policy.queue_name,
+        template=job.template,
         effective_pools=list(job.moved),
         avoided_nodes=nodes.avoided(situation),
         effective_layout=layout_of(situation.spec) if is_due else old.effective_layout,

@@ -62,6 +62,12 @@ class Assessment:
         """Condition Accepted."""
         return acceptance.KEEPS_LAYOUT if self._keeps_layout else self.judgement
 
+    @property
+    def template(self) -> dict[str, Finding]:
+        """Condition TemplateResolved, of a job whose spec names a template."""
+        finding = acceptance.template_resolved(self.job)
+        return {} if finding is None else {Condition.TEMPLATE_RESOLVED: finding}
+
     @cached_property
     def situation(self) -> Situation:
         """The input of the other policies."""
@@ -149,6 +155,7 @@ class Assessment:
         situation = self.situation
         is_running = situation.submitted_at is not None
         findings: dict[str, Finding | None] = {
+            **self.template,
             Condition.ACCEPTED: self.accepted,
             Condition.SOURCES_FETCHED: self.fetch.finding if self.fetch is not None else None,
             Condition.ADMITTED: queueing.admitted(situation),

@@ -17,12 +17,12 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.merging import MERGE_KEYS
 from ppojob_api.v1alpha1.quantities import parse_quantity
 from ppojob_operator.manifests import naming
 from ppojob_operator.manifests.config_map import config_map, job_file
 from ppojob_operator.manifests.dashboard_secret import dashboard_secret, dashboard_token
 from ppojob_operator.manifests.network_policy import network_policy
-from ppojob_operator.manifests.pod_template import MERGE_KEYS
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
 from ppojob_operator.manifests.submission import submission

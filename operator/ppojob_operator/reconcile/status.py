@@ -22,6 +22,7 @@ from ppojob_operator.reconcile.situation import Finding
 from ppojob_operator.reconcile.states import phase_of, state_of
 
 _ORDER = (
+    Condition.TEMPLATE_RESOLVED,
     Condition.ACCEPTED,
     Condition.SOURCES_FETCHED,
     Condition.ADMITTED,
@@ -38,6 +39,7 @@ _ORDER = (
 _MAX_MESSAGE = 4000
 
 _NORMAL_CONDITIONS = {
+    (Condition.TEMPLATE_RESOLVED, "True"),
     (Condition.ACCEPTED, "True"),
     (Condition.SOURCES_FETCHED, "True"),
     (Condition.ADMITTED, "True"),
@@ -48,10 +50,13 @@ _NORMAL_CONDITIONS = {
     (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
+_SAID_BY_ANOTHER = {(Condition.TEMPLATE_RESOLVED, "False")}
+"""Without an Event of its own: condition Accepted has the same reason."""
 _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {
     Reason.INVALID_SPEC,
+    Reason.TEMPLATE_MISSING,
     Reason.OPERATOR_TOO_OLD,
     Reason.KUBERAY_MISSING,
     Reason.STORAGE_MISSING,
@@ -79,7 +84,7 @@ _WARNING_REASONS = {
 OWNED = (
     "operator", "observedGeneration", "phase", "conditions", "attempt", "submissionId", "startTime", "activeSeconds",
     "completionTime", "retries", "ready", "rayCluster", "avoidedNodes", "lastFailure", "retry", "stop", "gpuUsage",
-    "notifications", "queueName", "effectiveLayout", "effectivePools",
+    "notifications", "queueName", "template", "effectiveLayout", "effectivePools",
 )  # fmt: skip
 _OWNED_OF_POOL = ("name", "desiredNodes", "readyNodes", "gpus", "message")
 _MAX_WORDS = 500
@@ -121,6 +126,8 @@ def condition_events(old: Sequence[ConditionStatus], new: Sequence[ConditionStat
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
         state = (condition.type, condition.status)
+        if state in _SAID_BY_ANOTHER:
+            continue
         is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
         if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:
             yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)

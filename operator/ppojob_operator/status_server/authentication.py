@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.progress import progress_audience
+from ppojob_api.v1alpha1.templates import completed_spec
 from ppojob_operator.api_server import RawObject
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.limits import Rates
@@ -207,7 +208,7 @@ class Authenticator:
         return str(pod["name"])
 
     def _check_account(self, sender: Sender, key: JobIdentity, job: RawObject) -> None:
-        named = job.get("spec", {}).get("serviceAccountName")
+        named = completed_spec(job).get("serviceAccountName")
         account = f"system:serviceaccount:{key.namespace}:{named or self._account_of(key.name)}"
         if sender.username != account:
             raise refusals.forbidden(f"the token belongs to {sender.username}: reports of {key} come from {account}")

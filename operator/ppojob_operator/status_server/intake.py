@@ -97,7 +97,7 @@ class Intake:
             Refusal: the report is not taken; with the HTTP status, a reason and what to do.
         """
         arrived = self._clock()
-        report = _parse(FetchReport, body)
+        report = parse_fetch_report(body)
         sender, job = await self._sender_and_job(caller, report.uid)
         pod = self._authenticator.check_fetcher(sender, caller.key, _check_job(job, caller.key))
         self._writer.keep(caller.key, lambda job: fetch_status(report, pod, job, arrived))
@@ -143,6 +143,15 @@ def parse_report(body: bytes) -> ProgressReport:
         if text is not None and not _is_rfc3339(text):
             raise refusals.malformed(f"{path}: {text!r} is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
     return report
+
+
+def parse_fetch_report(body: bytes) -> FetchReport:
+    """Return the report on models and data in a body.
+
+    Raises:
+        Refusal: the body is not a report.
+    """
+    return _parse(FetchReport, body)
 
 
 def _parse(kind: type[Report], body: bytes) -> Report:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ppojob_api.v1alpha1.fixed import IMMUTABLE, MUTABLE
+from ppojob_api.v1alpha1.templates import TEMPLATED
 from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 from tests.examples import EXAMPLES, name_of
@@ -27,6 +28,8 @@ ACCEPTED = {
 OTHER_WORDS = {
     "pool name twice": 'spec.pools[1]: Duplicate value: {"name":"actor"}',
     "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
+    "GPUs not given": 'spec.pools: ["actor"]: pools[].gpusPerNode is required',
+    "claims without a word about the GPUs": "with resourceClaims, gpuResourceName is required",
     "no name": "resource name may not be empty",
     "reward model that nobody asks": "spec.model.reward: ",
     "a missing pool shared with the rollout": "each entry of placement.rollout must be the name of one of spec.pools",
@@ -67,6 +70,7 @@ TRAINED: dict[str, Any] = {
 """New values of the settings of a trained model."""
 
 CHANGES: dict[str, Any] = {
+    "templateRef": {"name": "gpus"},
     "image": "trainer:2",
     "imagePullSecrets": [{"name": "registry"}],
     "serviceAccountName": "another",
@@ -228,13 +232,15 @@ def test_the_defaults_that_the_api_server_fills_in_are_those_of_the_model(kubect
         "keep": 2,
         "resume": "Auto",
     }
-    assert stored["pools"][0]["resourcesPerGPU"] == {"cpu": "8", "memory": "64Gi", "shm": "16Gi"}
+    # A template may have them, and a stored default would take precedence over it.
+    assert stored["pools"][0] == {"name": "actor", "gpusPerNode": 2, "network": {}, "resourcesPerGPU": {}}
     assert stored["rollout"]["validation"]["temperature"] == 0
     assert "gpuResourceName" not in stored["pools"][0]
     assert parse_spec(stored) == parse_spec(job("defaults")["spec"])
     # And nothing that the model fills in is left to the reader of the object, but for lists and maps that are empty.
     wire = parse_spec(job("defaults")["spec"]).to_wire()
-    assert _without_empty(stored) == _without_empty(wire)
+    filled_in, wanted = ({k: v for k, v in spec.items() if k not in TEMPLATED} for spec in (stored, wire))
+    assert _without_empty(filled_in) == _without_empty(wanted)
 
 
 def _without_empty(value: Any) -> Any:
@@ -255,6 +261,18 @@ def test_what_may_not_change_is_refused_once_the_job_is_accepted(kubectl: Any, a
     assert not is_taken
     assert f"{POLICY_DENIED}spec.{part}: " in words
     assert "cannot change once the job is accepted: create another PPOJob with the new value" in words
+
+
+def test_a_default_that_an_earlier_version_has_stored_may_be_left_out(kubectl: Any) -> None:
+    earlier = {"storage": {"claimName": "ppojob-data", "mountPath": "/data"}, "telemetry": {"samplesPerStep": 4}}
+    kubectl.create(job("earlier", **earlier, runPolicy={"gangScheduler": "None"}))
+    patch = json.dumps({"status": {"conditions": [ACCEPTED]}})
+    kubectl("patch", "ppojob", "earlier", "--subresource=status", "--type=merge", f"--patch={patch}")
+
+    done = kubectl.run("replace", "--filename=-", stdin=json.dumps(job("earlier", runPolicy={})))
+    assert (done.returncode, done.stderr) == (0, "")
+    other = job("earlier", runPolicy={}, storage={"claimName": "ppojob-data", "mountPath": "/mnt"})
+    assert "spec.storage: " in kubectl.run("replace", "--filename=-", stdin=json.dumps(other)).stderr
 
 
 def test_whether_a_job_is_on_policy_may_not_change_once_it_is_accepted(kubectl: Any, accepted: str) -> None:
@@ -309,7 +327,8 @@ def test_kubectl_get_shows_where_the_job_is(kubectl: Any) -> None:
             "ppojob",
             ["KIND:       PPOJob", "PPOJob trains a language model with PPO", "spec\t<Object> -required-"],
         ),
-        ("ppojob.spec.pools", ["GPUs of one kind: nodes x gpusPerNode.", "gpusPerNode\t<integer> -required-"]),
+        ("ppojob.spec.pools", ["GPUs of one kind: nodes x gpusPerNode.", "Number of Ray worker pods. Default: 1."]),
+        ("ppojob.spec.image", ["Required, here"]),
         ("ppojob.spec.placement.critic", ["Pool of the critic. Absent: the actor's"]),
         ("ppojob.spec.schedule.mode", ["ENUM:", "ParallelUpdate", "Serial: one phase after the other"]),
         ("ppojob.spec.checkpoint.everySteps", ["Steps between checkpoints; 0: only the last one."]),

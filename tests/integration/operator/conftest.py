@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -201,8 +201,8 @@ class Jobs:
     log: Path
     made: list[str] = field(default_factory=list)
 
-    def create(self, *, name: str = "", **changes: Any) -> str:
-        """Create a job that would fit on any node, with sections of its spec replaced; return its name."""
+    def create(self, *, name: str = "", without: Collection[str] = (), **changes: Any) -> str:
+        """Create a job that would fit on any node, with sections of its spec replaced or left out; return its name."""
         name = name or f"job-{uuid.uuid4().hex[:6]}"
         task = {"reasoningGym": {"task": "products"}}
         spec = {
@@ -222,7 +222,7 @@ class Jobs:
             "apiVersion": "ppojob.dev/v1alpha1",
             "kind": "PPOJob",
             "metadata": {"name": name, "namespace": self.kubectl.namespace},
-            "spec": {**spec, **changes},
+            "spec": {key: value for key, value in {**spec, **changes}.items() if key not in without},
         }
         done = self.kubectl.apply(manifest)
         assert done.returncode == 0, done.stderr

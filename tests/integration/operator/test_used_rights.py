@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.template_reference import TemplateKind
 from tests.integration.operator.conftest import render_chart
 from tests.integration.operator.hiding_proxy import HidingProxy, Right
 
@@ -65,6 +66,9 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
     jobs.wait_for(fetched, Condition.SOURCES_FETCHED, "False", Reason.FETCHING)
     kubectl("patch", "ppojob", fetched, "--type=merge", "-p", '{"spec": {"runPolicy": {"suspend": true}}}')
     kubectl("wait", "--for=delete", f"job/{fetched}-fetch", "--timeout=120s")
+    missing = [jobs.create(templateRef={"kind": kind, "name": "none"}) for kind in TemplateKind]
+    for name in missing:
+        jobs.wait_for(name, Condition.TEMPLATE_RESOLVED, "False", Reason.TEMPLATE_MISSING)
     for used in (Right("list", "ppojob.dev", "ppojobs"), Right("list", "kueue.x-k8s.io", "workloads")):
         jobs.wait_until(lambda used=used: used in proxy.used)
 

@@ -74,4 +74,20 @@ def test_every_section_is_in_the_message_unless_the_stored_spec_has_the_problem(
 
 def test_fixed_fields_are_those_of_accepted_jobs() -> None:
     assert VARIABLES["fixed"].startswith("!variables.isAccepted ? [] : [")
-    assert VARIABLES["introduced"].endswith(" + variables.fixed")
+    assert VARIABLES["introduced"].endswith(" + variables.fixed + variables.ungoverned")
+
+
+def test_rules_that_read_fields_of_a_template_wait_for_the_completed_spec() -> None:
+    always, waiting = VARIABLES["rollout"].split("(!has(self.templateRef) && has(self.pools) && ")
+
+    assert "self.rollout.samplesPerPrompt > 1" in always
+    assert "self.pools" not in always
+    assert "p.gpusPerNode % self.rollout.tensorParallelSize == 0" in waiting
+    assert waiting.endswith(" : []))")
+
+
+def test_a_namespace_may_require_a_template() -> None:
+    assert VARIABLES["requiredTemplate"] == (
+        'namespaceObject.metadata.?labels[?"ppojob.dev/require-template"].orValue("")'
+    )
+    assert VARIABLES["ungoverned"].startswith('variables.requiredTemplate != "" && ')

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ppojob_api.v1alpha1.resolve import JobFile, Reporting, UnknownFieldsError, resolve
+from ppojob_api.v1alpha1.resolve import JobFile, OtherVersionError, Reporting, resolve
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD, with_changes
@@ -67,7 +67,7 @@ def test_a_trainer_that_does_not_know_a_field_names_it_and_both_versions() -> No
     raw = json.loads(_job().encode()) | {"version": "0.9.0"}
     raw["spec"].setdefault("actor", {})["newField"] = 1
 
-    with pytest.raises(UnknownFieldsError) as refused:
+    with pytest.raises(OtherVersionError) as refused:
         JobFile.decode(json.dumps(raw), reader="0.2.0")
 
     assert str(refused.value) == (

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spelling import REMEDY_OF
 from ppojob_api.v1alpha1.validation import SpecError, parse_manifest
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec, with_changes
-from tests.examples import EXAMPLES, name_of
+from tests.examples import EXAMPLES, name_of, spec_of
 
 
 @pytest.mark.parametrize("bad", BAD_SPECS, ids=lambda bad: bad.name)
@@ -39,7 +38,7 @@ def test_the_spec_that_the_table_begins_from_is_good() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_good(path: Path) -> None:
-    parse_manifest(yaml.safe_load(path.read_text()))
+    spec_of(path)
 
 
 def test_there_are_examples() -> None:

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import parse_manifest
 from tests.bad_specs import GOOD, with_changes
-from tests.examples import EXAMPLES, name_of
+from tests.examples import EXAMPLES, name_of, spec_of
 
 POOL = {"name": "actor", "gpusPerNode": 2, "nodes": 2}
 CRITIC = {"name": "critic", "gpusPerNode": 2, "nodes": 1}
@@ -134,11 +133,7 @@ def test_a_template_that_makes_no_sense_is_left_to_those_who_refuse_it() -> None
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_of_the_examples_only_missing_checkpoints_are_doubtful(path: Path) -> None:
     """Those that run for minutes write none, so that their times are those of the steps."""
-    jobs = [each for each in yaml.safe_load_all(path.read_text()) if each["kind"] == "PPOJob"]
-
-    assert {warning.path for job in jobs for warning in spec_warnings(resolve(parse_manifest(job)[2]))} <= {
-        "spec.checkpoint.everySteps"
-    }
+    assert {warning.path for warning in spec_warnings(resolve(spec_of(path)))} <= {"spec.checkpoint.everySteps"}
 
 
 def test_the_table_begins_from_a_spec_without_doubts() -> None:

@@ -161,13 +161,20 @@ def test_the_probes_ask_for_progress(helm: Any) -> None:
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
 
 
-def test_the_definition_is_the_generated_one_and_stays_by_choice(helm: Any) -> None:
-    generated = yaml.safe_load(DEFINITION.read_text())
-    kept, going = (only(helm.objects({"crds.keep": keep}), "CustomResourceDefinition") for keep in (True, False))
+def definitions(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the CustomResourceDefinitions by name."""
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] == "CustomResourceDefinition"}
 
-    assert kept["spec"] == going["spec"] == generated["spec"]
-    assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert "annotations" not in going["metadata"]
+
+def test_the_definitions_are_the_generated_ones_and_stay_by_choice(helm: Any) -> None:
+    generated = {path.stem: yaml.safe_load(path.read_text()) for path in DEFINITION.parent.glob("*.ppojob.dev.yaml")}
+    kept, going = (definitions(helm.objects({"crds.keep": keep})) for keep in (True, False))
+
+    assert set(kept) == set(going) == set(generated)
+    for name, definition in generated.items():
+        assert kept[name]["spec"] == going[name]["spec"] == definition["spec"]
+        assert kept[name]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        assert "annotations" not in going[name]["metadata"]
 
 
 def test_the_policy_is_the_generated_one_and_always_goes(helm: Any) -> None:

@@ -10,10 +10,11 @@ from tests.unit.chart.rendered import identity, only, role_of
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 
 
-def test_in_one_namespace_only_reviewing_tokens_and_reading_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
+def test_in_one_namespace_only_templates_tokens_and_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
     objects = helm.objects({"watchNamespace": "rl-team"})
 
     assert only(objects, "ClusterRole")["rules"] == [
+        {"apiGroups": ["ppojob.dev"], "resources": ["clusterppojobtemplates"], "verbs": ["get"]},
         {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         {
             "apiGroups": ["admissionregistration.k8s.io"],

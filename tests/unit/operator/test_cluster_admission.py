@@ -22,6 +22,8 @@ PATHS = {
     Kind.SERVICE_ACCOUNT: "/api/v1/namespaces/rl-team/serviceaccounts/x",
     Kind.LOCAL_QUEUE: "/apis/kueue.x-k8s.io/v1beta1/namespaces/rl-team/localqueues/x",
     Kind.WORKLOAD_PRIORITY_CLASS: "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/x",
+    Kind.TEMPLATE: "/apis/ppojob.dev/v1alpha1/namespaces/rl-team/ppojobtemplates/x",
+    Kind.CLUSTER_TEMPLATE: "/apis/ppojob.dev/v1alpha1/clusterppojobtemplates/x",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.policy import admission_policy
-from ppojob_api.v1alpha1.schema import custom_resource_definition
+from ppojob_api.v1alpha1.schema import custom_resource_definition, custom_resource_definitions
 from ppojob_operator.api_server import Answer, ApiUnavailable
 from ppojob_operator.definition import log_differences
 
@@ -28,13 +28,15 @@ class Server:
         status: int = 200,
         error: Exception | None = None,
         changed: Mapping[str, Answer] | None = None,
+        templates: Mapping[str, Any] | None = None,
     ) -> None:
         listed = {"properties": {"items": {}}, "x-kubernetes-group-version-kind": [{**KIND, "kind": "PPOJobList"}]}
         published = {**schema, "x-kubernetes-group-version-kind": [KIND]}
         policy, binding = copy.deepcopy(admission_policy())
         self.answers = {
             "/openapi/v3/apis/ppojob.dev/v1alpha1": Answer(
-                status, {"components": {"schemas": {"list": listed, "job": published}}}
+                status,
+                {"components": {"schemas": {"list": listed, "job": published, **(templates or template_schemas())}}},
             ),
             POLICIES: Answer(200, policy),
             BINDINGS: Answer(200, binding),
@@ -53,6 +55,18 @@ def own() -> Any:
     """Return the schema of this version."""
     [version] = custom_resource_definition()["spec"]["versions"]
     return copy.deepcopy(version["schema"]["openAPIV3Schema"])
+
+
+def template_schemas() -> dict[str, Any]:
+    """Return the schemas of this version's templates, as they are published, by kind."""
+    _, *crds = custom_resource_definitions()
+    return {
+        (kind := crd["spec"]["names"]["kind"]): {
+            **copy.deepcopy(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]),
+            "x-kubernetes-group-version-kind": [{**KIND, "kind": kind}],
+        }
+        for crd in crds
+    }
 
 
 async def said(server: Server, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -76,6 +90,22 @@ async def test_an_older_definition_is_named_with_what_it_lacks_and_the_remedy(ca
     assert level == logging.ERROR
     assert "older than this operator (0.1.0): it lacks spec.pools[].minNodes, status.operator, and no status" in words
     assert "apply crds/ppojobs.ppojob.dev.yaml of this version" in words
+
+
+async def test_an_older_definition_of_templates_is_named_with_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    schemas = template_schemas()
+    del schemas["PPOJobTemplate"]["properties"]["spec"]["properties"]["limits"]
+    del schemas["ClusterPPOJobTemplate"]
+
+    words = [words for _, words in await said(Server(own(), templates=schemas), caplog)]
+
+    assert [each.partition(" in the cluster")[0] for each in words] == [
+        "the PPOJobTemplate CRD",
+        "the ClusterPPOJobTemplate CRD",
+    ]
+    assert "it lacks spec.limits, and no template with these fields" in words[0]
+    assert "it lacks spec, and no template" in words[1]
+    assert "apply crds/clusterppojobtemplates.ppojob.dev.yaml" in words[1]
 
 
 async def test_a_newer_definition_is_named_with_what_it_has(caplog: pytest.LogCaptureFixture) -> None:

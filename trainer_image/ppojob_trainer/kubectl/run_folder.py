@@ -9,13 +9,15 @@ import json
 import re
 import shlex
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.resolve import job_root
+from ppojob_api.v1alpha1.templates import completed_spec
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.kubectl.client import Cluster, KubectlError, NotThereError, Raw
 from ppojob_trainer.telemetry.run_files import RunFiles
@@ -159,13 +161,26 @@ def open_folder(cluster: Cluster, job: Raw, seconds: int = READER_SECONDS) -> It
 
 def files_of(job: Raw) -> RunFiles:
     """Return where a job's files lie, as its pods see them."""
-    metadata, spec = job["metadata"], job["spec"]
+    metadata, spec = job["metadata"], _spec(job)
     mount, resume = (
         spec["storage"].get("mountPath", "/data"),
         ResumePolicy(spec.get("checkpoint", {}).get("resume", "Auto")),
     )
     root = job_root(mount, metadata["namespace"], metadata["name"], metadata["uid"], resume)
     return RunFiles(Path(PurePosixPath(root)))
+
+
+def _spec(job: Raw) -> Mapping[str, Any]:
+    """Return the spec of a job, completed with its template.
+
+    Raises:
+        KubectlError: the operator has not completed it yet.
+    """
+    spec = completed_spec(job)
+    if "claimName" not in spec.get("storage", {}):
+        name = job["metadata"]["name"]
+        raise KubectlError(f"the template of {name} is not resolved yet: `kubectl describe ppojob {name}` says why")
+    return spec
 
 
 @contextmanager
@@ -213,7 +228,7 @@ def tensorboard_pod(job: Raw, port: int) -> Raw:
 
 def reader_pod(job: Raw, seconds: int) -> Raw:
     """Return a pod of the job's image that only sees its storage, for at most `seconds`."""
-    metadata, spec = job["metadata"], job["spec"]
+    metadata, spec = job["metadata"], _spec(job)
     mount = spec["storage"].get("mountPath", "/data")
     claim = {"claimName": spec["storage"]["claimName"], "readOnly": True}
     container = {

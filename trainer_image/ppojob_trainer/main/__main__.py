@@ -83,7 +83,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
 
     Raises:
         JobFileMissingError: the file did not have the hash in time.
-        UnknownFieldsError: the operator is newer, and the job uses fields that this trainer does not know.
+        OtherVersionError: the operator is of another version, and the job uses what this trainer does not know.
     """
     deadline = time.monotonic() + timeout_s
     seen = "there is no such file"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
-from ppojob_api.v1alpha1.resolve import UnknownFieldsError
+from ppojob_api.v1alpha1.resolve import OtherVersionError
 from ppojob_trainer.algorithms import AlgorithmFunctionError
 from ppojob_trainer.checkpoints import (
     BucketRefusedError,
@@ -59,7 +59,7 @@ class JobFailedError(RuntimeError):
 
 # The most specific class first.
 _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
-    (UnknownFieldsError, Reason.TRAINER_TOO_OLD, FailureKind.PERMANENT),
+    (OtherVersionError, Reason.TRAINER_TOO_OLD, FailureKind.PERMANENT),
     (JobFileMissingError, Reason.JOB_FILE_MISSING, FailureKind.INFRASTRUCTURE),
     (DataError, Reason.DATA_UNREADABLE, FailureKind.PERMANENT),
     (RewardImportError, Reason.REWARD_IMPORT_FAILED, FailureKind.PERMANENT),

@@ -157,7 +157,8 @@ class ProgressReporter:
         if not answer.is_success:
             raise _NotDeliveredError(f"the endpoint answered {answer.status_code}: {answer.text[:500]}")
         try:
-            reply = ProgressReply.model_validate_json(answer.content)
+            # A newer operator may say more, in the settings too.
+            reply = ProgressReply.model_validate_json(answer.content, extra="ignore")
         except ValidationError as error:
             raise _NotDeliveredError(f"the endpoint's answer is not a ProgressReply: {answer.text[:200]}") from error
         with self._changed:

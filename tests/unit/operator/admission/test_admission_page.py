@@ -9,7 +9,7 @@ from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.manifests.ray_cluster import template_problems
 from ppojob_operator.plan import Claim
-from ppojob_operator.reconcile.acceptance import judge_claim, judge_references, named
+from ppojob_operator.reconcile.acceptance import Kind, Reference, absence, judge_claim, judge_references, named
 from tests.unit.api.test_spec_warnings import among
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
@@ -47,6 +47,7 @@ def test_the_page_quotes_what_is_said() -> None:
         *template_problems(host_network, KEY, UID),
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOncePod",))).refusals,
         *judge_claim(parsed(), Claim("data", "Lost")).refusals,
+        absence(Reference(Kind.TEMPLATE, "gpus", "spec.templateRef.name"), KEY.namespace),
         *judge_references(naming, KEY.namespace, dict.fromkeys(named(naming))).warnings,
         *spec_warnings(questionable),
         *spec_warnings(parsed(pools=actors())),

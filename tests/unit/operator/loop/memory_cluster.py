@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ppojob_api.v1alpha1.template_reference import TemplateRef
 from ppojob_operator.adoption import own_identity
 from ppojob_operator.loop import Hooks, Loop
 from ppojob_operator.notifications import Notifier
@@ -41,6 +42,8 @@ class MemoryCluster:
         self.pods: dict[JobKey, list[Manifest]] = {}
         self.fetch_jobs: dict[JobKey, Manifest] = {}
         self.configs: dict[JobKey, Mapping[str, str]] = {}
+        self.templates: dict[tuple[str, str], Manifest] = {}
+        """By kind and name."""
 
     def _call(self, name: str, key: JobKey) -> None:
         self.calls.append((name, key))
@@ -78,6 +81,10 @@ class MemoryCluster:
 
     async def read_config(self, key: JobKey) -> Mapping[str, str] | None:
         return self.configs.get(key)
+
+    async def read_template(self, ref: TemplateRef, namespace: str) -> Manifest | None:
+        self._call("read_template", JobKey(namespace, ref.name))
+        return self.templates.get((ref.kind.value, ref.name))
 
     async def apply(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]

@@ -67,6 +67,8 @@ class World:
         self.labels: dict[str, str] = {}
         self.annotations: dict[str, str] = {}
         self.generation = 1
+        self.template: dict[str, Any] | None = None
+        """The template that the spec names. None: there is none."""
         self.status: dict[str, Any] = {}
         self.now = START
         self.observed = Observed(SURROUNDINGS, claim=Claim("data", "Bound"))
@@ -186,7 +188,7 @@ class World:
 
     def plan(self) -> Plan:
         """Decide, without doing anything."""
-        job = read_job(self.raw)
+        job = read_job(self.raw, self.template)
         observed = replace(self.observed, reported_at=self.report_times.seen(job, self.now))
         if observed.ray is not None and dashboard_target(job, observed) is None:
             observed = replace(observed, ray=None)

@@ -136,6 +136,16 @@ async def test_a_job_with_a_service_account_of_the_users_is_reported_for_by_that
     assert (await send(header=f"Bearer {make_token('second')}")).command is Command.NONE
 
 
+async def test_the_service_account_may_come_from_the_template(
+    send: Send, cluster: Any, job: dict[str, Any], identity: TokenIdentity, key: JobIdentity
+) -> None:
+    job["status"]["template"] = {"spec": {"template": {"serviceAccountName": "bucket-reader"}}}
+    own = replace(identity, username="system:serviceaccount:rl-team:bucket-reader")
+    cluster.tokens[TOKEN, progress_audience(*key)] = own
+
+    assert (await send()).command is Command.NONE
+
+
 @pytest.mark.parametrize(
     ("labels", "phase"),
     [({}, "Running"), ({"ppojob.dev/job": "other"}, "Running"), (None, "Succeeded"), (None, "Failed")],

@@ -177,3 +177,32 @@ def test_a_job_without_a_cluster_has_no_dashboard(running: MemoryCluster, ppo: P
     result = ppo("dashboard", "products")
 
     assert result.stderr == "error: team/products has no RayCluster: it has not started, or has ended\n"
+
+
+def test_the_storage_of_a_job_with_a_template_is_that_of_the_completed_spec(
+    running: MemoryCluster, ppo: Plugin
+) -> None:
+    running.objects["pods"] = []
+    [job] = running.objects["ppojobs.ppojob.dev"]
+    template = {"image": "theirs:2", "storage": {"claimName": "theirs", "mountPath": "/mnt"}}
+    job["spec"] = {"templateRef": {"name": "gpus"}, "image": "ours:1"}
+    job["status"]["template"] = {"spec": {"template": template}}
+
+    assert ppo("logs", "products").exit_code == 0
+
+    (pod,) = running.created
+    (container,) = pod["spec"]["containers"]
+    assert container["image"] == "ours:1"
+    assert container["volumeMounts"][0]["mountPath"] == "/mnt"
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "theirs"
+    assert running.commands[2][-1].endswith("/mnt/ppojob/team/products/logs/attempt-2/driver.log")
+
+
+def test_a_job_whose_template_is_missing_has_no_storage_to_read(running: MemoryCluster, ppo: Plugin) -> None:
+    running.objects["pods"] = []
+    running.objects["ppojobs.ppojob.dev"][0]["spec"] = {"templateRef": {"name": "gpus"}}
+
+    result = ppo("logs", "products")
+
+    assert result.exit_code == 1
+    assert "the template of products is not resolved yet" in result.stderr

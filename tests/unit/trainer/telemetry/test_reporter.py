@@ -1,5 +1,6 @@
 """Progress reaches the endpoint, and an endpoint that is away or says no never stops the training."""
 
+import json
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import Reporting
 from ppojob_trainer.telemetry import ProgressReporter
+from tests.contracts import messages, with_unknown_fields
 
 Start = Callable[[Reporting], ProgressReporter]
 Wait = Callable[[Callable[[], object], str], None]
@@ -122,6 +124,22 @@ def test_the_newest_reply_is_kept(endpoint: Any, start: Start, wait_until: Wait)
 
     wait_until(lambda: reporter.reply.command is Command.STOP, "the reply")
     assert reporter.reply.settings == settings
+
+
+@pytest.mark.parametrize(("place", "message"), messages("ProgressReply"))
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_the_reply_of_another_operator_is_read(
+    endpoint: Any, start: Start, wait_until: Wait, place: str, message: dict[str, Any], is_newer: bool
+) -> None:
+    known = ProgressReply.model_validate(message)
+    # Without another interval than the default one, which is how the reply is recognised.
+    known, message = known.model_copy(update={"interval_seconds": 7}), {**message, "intervalSeconds": 7}
+    endpoint.answer = json.dumps(with_unknown_fields(message) if is_newer else message)
+    reporter = start(endpoint.reporting)
+
+    reporter.update(_report(), now=True)
+
+    wait_until(lambda: reporter.reply == known, "the reply")
 
 
 @pytest.mark.parametrize("status", [409, 410])

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ppojob_api.v1alpha1.progress import FETCH_REFUSED_EXIT_CODE, fetch_url
-from ppojob_api.v1alpha1.resolve import JobFile, UnknownFieldsError
+from ppojob_api.v1alpha1.resolve import JobFile, OtherVersionError
 from ppojob_api.v1alpha1.secrecy import secret_values
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError
 from ppojob_trainer.commands.fetch.fetching import State, fetch_all
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(0o002)
     try:
         job = JobFile.decode(options.job.read_text(), reader=version("ppojob"))
-    except UnknownFieldsError as error:
+    except OtherVersionError as error:
         logger.error("%s", error)
         _write(options.termination_message, str(error))
         return FETCH_REFUSED_EXIT_CODE

@@ -1,0 +1,73 @@
+"""Merges objects of Kubernetes' APIs, lists by the keys that `kubectl apply` uses.
+
+The operator merges users' pod templates into its own with it, and `templates.py` a PPOJob into its template. It knows
+names of fields only, no schema.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+}
+"""Lists that are merged by a key (core/v1 patchMergeKey)."""
+
+_APPENDED = {
+    "tolerations",
+    "envFrom",
+    "add",
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "preferredDuringSchedulingIgnoredDuringExecution",
+}
+"""Lists to which items are appended: `add` are a container's capabilities, the long ones affinity terms, which `spread`
+may set too. Other lists are replaced."""
+
+_WHOLE = {"env", "resourceClaims", "topology"}
+"""Objects of which exactly one of several fields is set, such as `value` and `valueFrom`: they are replaced."""
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `over` merged into it; where both have a value, that of `over` wins.
+
+    A list in `MERGE_KEYS` with items that lack the key is replaced: its validation says what is wrong with it.
+    """
+    result = dict(base)
+    for name, value in over.items():
+        old = result.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and name not in _WHOLE:
+            result[name] = merged(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and _have_keys(name, [*old, *value]):
+            result[name] = _merged_lists(name, old, value)
+        elif isinstance(old, list) and isinstance(value, list) and name in _APPENDED:
+            result[name] = old + value
+        else:
+            result[name] = value
+    return result
+
+
+def _have_keys(name: str, items: list[Any]) -> bool:
+    key = MERGE_KEYS.get(name)
+    return key is not None and all(isinstance(item, Mapping) and key in item for item in items)
+
+
+def _merged_lists(name: str, base: list[dict[str, Any]], over: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge items with the same key in place; append the others."""
+    key = MERGE_KEYS[name]
+    given = {item[key]: item for item in over}
+    known = {item[key] for item in base}
+    items = [_merged_item(name, item, given.get(item[key])) for item in base]
+    return items + [item for item in over if item[key] not in known]
+
+
+def _merged_item(name: str, item: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
+    if over is None:
+        return item
+    return over if name in _WHOLE else merged(item, over)
