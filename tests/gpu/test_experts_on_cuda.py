@@ -76,7 +76,7 @@ def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, mod
     batch = make_batch()
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
     engine = policy_engine(
-        parallel, ActorModel(path=str(model_path)), training, AlgorithmSpec(), total_steps=10, dtype=torch.float32
+        parallel, ActorModel(path=str(model_path)), training, AlgorithmSpec(), total_steps=10, dtype=torch.bfloat16
     )
     computed = engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -86,7 +86,8 @@ def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, mod
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]), dim=-1)
     expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
     assert expected.std() > 0.5, "the model has no contrast, so equal numbers would show nothing"
-    assert ((computed.cpu() - expected).abs().sum() / mask.sum()) < 0.02
+    # bfloat16 against float32. A router whose experts are nearly equal may choose another one.
+    assert ((computed.cpu() - expected).abs().sum() / mask.sum()) < 0.1
     metrics = engine.update(batch.with_fields(engine.forward(batch).columns))
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/expert_imbalance/mean"] >= 1
