@@ -12,7 +12,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.layout import Layout, layout_of, with_layout
+from ppojob_api.v1alpha1.layout import Layout, layout_of, with_elastic_bounds, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -229,8 +229,14 @@ def _read_effective(raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout
         return None
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
         return spec
-    _, relaid = _read_spec(with_layout(raw, layout))
-    return relaid if isinstance(relaid, PPOJobSpec) else None
+    relaid = with_layout(raw, layout)
+    if not raw.get("runPolicy", {}).get("queueName"):
+        # Kueue evicts a RayCluster whose pods change. Elsewhere, KubeRay adds and deletes the pods of a running job.
+        _, bounded = _read_spec(with_elastic_bounds(relaid, raw))
+        if isinstance(bounded, PPOJobSpec):
+            return bounded
+    _, read = _read_spec(relaid)
+    return read if isinstance(read, PPOJobSpec) else None
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
