@@ -23,8 +23,9 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 LOST_POOL, LOST_STEP = "critic", 2
 """The engine of this pool is lost in this step."""
-LOST_IN_PUSH = 3
-"""The version of the weights that `LosesItsNode` does not receive to the end."""
+NODE_LOST_STEP, LOST_IN_PUSH = 1, 2
+"""The step in which the first node of pool `spot` is lost, and the version of the weights that the second one is sent
+when it is lost."""
 
 
 class _LosesAnEngine(RolloutWorker):
@@ -104,7 +105,7 @@ class LosesItsNode(RolloutWorker):
 
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Any]) -> DataProto:
         phase = current_phase()
-        if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", LOST_STEP, "rollout_spot"):
+        if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", NODE_LOST_STEP, "rollout_spot"):
             self.num_parts += 1
             if self.num_parts == 2:
                 kill_node()
