@@ -3,7 +3,7 @@
     node A (2 GPUs, a replica has 1)    place (A, 0), place (A, 1)
     node B                              place (B, 0), place (B, 1)      B joins and leaves while the job runs
 
-A pod of the pool is a Ray node with the pool's resource. Each place is a placement group of its own, on one node: the
+A pod of the pool is a Ray node with the pool's resource. Each place is a separate placement group, on one node: the
 group of a whole pool would be rescheduled, or wait, as soon as one node leaves. Called by `roles.elastic_rollout`,
 which decides when engines are started; this module starts nothing.
 """

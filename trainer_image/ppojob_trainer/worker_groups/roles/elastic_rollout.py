@@ -38,7 +38,7 @@ __all__ = ["ElasticRolloutGroup", "Replica", "StartReplica"]
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""Seconds between two looks at the pool's nodes."""
+"""Seconds between two polls of the pool's nodes."""
 PAUSE_S = 30.0
 """Seconds before an engine is started again at a place where one has just failed: its node may be about to leave."""
 

@@ -213,7 +213,7 @@ class RolloutGroup:
         logger.warning(text, failure, self.pool, len(self.ranks))
 
     def end(self, rank: int, failure: WorkerGroupError) -> None:
-        """End what is left of a replica that lost its engine."""
+        """End the other processes of a replica that lost its engine."""
         if not isinstance(failure, WorkerLostError):
             # Nobody waits for it: the process is needed only for the responses that it has stored.
             self._group.only(rank).call(RolloutWorker.stop)

@@ -156,11 +156,12 @@ class WeightsGroup:
                 raise failures[0]
             logger.warning("no engine is left: waiting for pods of the elastic pools %s", names)
             waiting = [asyncio.create_task(rollout.wait_for_engine()) for rollout in back]
-            done, _ = await asyncio.wait(
-                waiting, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in waiting:
-                task.cancel()
+            left_s = deadline - time.monotonic()
+            try:
+                done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
             if not done:
                 last = f"; the last failure: {failures[-1]}" if failures else ""
                 raise WorkerLostError(
