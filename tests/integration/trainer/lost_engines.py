@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,7 +14,6 @@ from typing import Any, cast
 import psutil  # type: ignore[import-untyped]
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.weights.transfer import Receipt
 from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.telemetry import current_phase
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
@@ -23,9 +21,6 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 LOST_POOL, LOST_STEP = "critic", 2
 """The engine of this pool is lost in this step."""
-NODE_LOST_STEP, LOST_IN_PUSH = 1, 2
-"""The step in which the first node of pool `spot` is lost, and the version of the weights that the second one is sent
-when it is lost."""
 
 
 class _LosesAnEngine(RolloutWorker):
@@ -96,35 +91,3 @@ def kill_children() -> None:
     for child in children:
         child.kill()
     psutil.wait_procs(children, timeout=60)
-
-
-class LosesItsNode(RolloutWorker):
-    """In pool `spot`, the node of the first replica is killed in mid-generation, that of the second in a push."""
-
-    num_parts = 0
-
-    def _batch(self, prompt_ids: list[list[int]], written: Sequence[Any]) -> DataProto:
-        phase = current_phase()
-        if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", NODE_LOST_STEP, "rollout_spot"):
-            self.num_parts += 1
-            if self.num_parts == 2:
-                kill_node()
-        return super()._batch(prompt_ids, written)
-
-    def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
-        super().__init__(context, spec, pool)
-        update = self._engine.update_weights
-
-        async def lost_while_they_come(version: int) -> Receipt:
-            if (context.role, context.rank, version) == ("rollout_spot", 1, LOST_IN_PUSH):
-                threading.Timer(0.2, kill_node).start()
-            return await update(version)
-
-        cast("Any", self._engine).update_weights = lost_while_they_come
-
-
-def kill_node() -> None:
-    """Kill the Ray node of this process, and the process."""
-    kill_children()
-    os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
